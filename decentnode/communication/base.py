@@ -1,0 +1,153 @@
+"""The contract of a transport: payloads to neighbors, barriers and means over all nodes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from decentnode.component import Component
+from decentnode.sharing.base import Payload, TensorSpec
+
+
+@dataclass
+class EdgeCounters:
+    """What passed between this node and one peer since the start; bytes as on the wire, headers included."""
+
+    data_bytes_sent: int = 0
+    metadata_bytes_sent: int = 0
+    data_bytes_received: int = 0
+    metadata_bytes_received: int = 0
+    frames_sent: int = 0
+    frames_received: int = 0
+    wait_seconds: float = 0.0
+    """Time this node's rounds waited for the peer when it was the last one missing."""
+
+
+@dataclass
+class Counters:
+    """Totals of one node; `faults` counts refused bytes by reason."""
+
+    edges: dict[int, EdgeCounters] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+
+    def edge(self, uid: int) -> EdgeCounters:
+        return self.edges.setdefault(uid, EdgeCounters())
+
+    def fault(self, reason: str) -> None:
+        self.faults[reason] = self.faults.get(reason, 0) + 1
+
+    @property
+    def data_bytes_sent(self) -> int:
+        return sum(edge.data_bytes_sent for edge in self.edges.values())
+
+    @property
+    def metadata_bytes_sent(self) -> int:
+        return sum(edge.metadata_bytes_sent for edge in self.edges.values())
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One slice of the exchange, complete for every source that will still come.
+
+    `received` payloads are valid only until the next slice is asked for.
+    """
+
+    start: int
+    stop: int
+    received: Mapping[int, Payload]
+    missing: frozenset[int]
+
+
+class Exchange(abc.ABC):
+    """The exchange of one round in flight. Used from one thread."""
+
+    @abc.abstractmethod
+    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
+        """Blocking: slices of the model in ascending order, covering it once.
+
+        With an elementwise schema a slice comes as soon as it is there from every source; otherwise there is one
+        slice with whole payloads. Sources that departed or passed the deadline are in `missing` from then on.
+        Raises PeerLost when the transport was told of a failure elsewhere in the run.
+        """
+
+    @property
+    @abc.abstractmethod
+    def missing(self) -> frozenset[int]:
+        """Sources that did not deliver in full, known once `arrivals` is exhausted."""
+
+    @property
+    @abc.abstractmethod
+    def undelivered(self) -> frozenset[int]:
+        """Neighbors that certainly did not get our payload."""
+
+    @property
+    @abc.abstractmethod
+    def departed(self) -> frozenset[int]:
+        """The part of `missing` that said goodbye or was reported dead (the rest ran into the deadline)."""
+
+
+class Pending(abc.ABC):
+    """A collective call in flight: `wait` blocks, everything before it does not."""
+
+    @abc.abstractmethod
+    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
+        """(mean, number of contributors). Raises PeerLost naming who was waited for."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What every payload of a run looks like; receivers size and validate by it, never by a message."""
+
+    elements: int
+    """Length P of the flat model."""
+    tensors: Mapping[str, TensorSpec]
+    elementwise: bool
+
+
+class Communication(Component, abc.ABC):
+    """One node's end of a transport. All methods are called from the node's training thread."""
+
+    uid: int
+    counters: Counters
+
+    @abc.abstractmethod
+    def start(self, timeout_seconds: float) -> None:
+        """Join the run: returns when every node has, or raises AssemblyError naming who is missing."""
+
+    @abc.abstractmethod
+    def exchange(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+    ) -> Exchange:
+        """Send and return at once. Payload tensors may be changed as soon as this returns."""
+
+    @abc.abstractmethod
+    def mean(self, key: str, tensor: Tensor) -> Pending:
+        """Start the mean of a tensor over all nodes: equal `key`, shape and dtype everywhere; not blocking."""
+
+    @abc.abstractmethod
+    def barrier(self, name: str, timeout_seconds: float) -> None:
+        """Blocking until every node called it with the same name. Raises PeerLost naming who is missing."""
+
+    @abc.abstractmethod
+    def announce_stop(self) -> None:
+        """Tell every node to finish its round and stop; not blocking."""
+
+    @property
+    @abc.abstractmethod
+    def stopping(self) -> bool:
+        """Whether some node announced a stop."""
+
+    @abc.abstractmethod
+    def depart(self, round: int) -> None:
+        """Tell the neighbors that `round` was this node's last."""
+
+    @abc.abstractmethod
+    def fail(self, uid: int, reason: str) -> None:
+        """Tell every node that `uid` failed: their waits raise PeerLost."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release everything; idempotent. Bytes already accepted for sending still leave, within seconds."""

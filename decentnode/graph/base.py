@@ -1,0 +1,91 @@
+"""The contract of a graph: who sends to whom in which round, and with which mixing weight."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from decentnode import rng
+
+
+class Graph(abc.ABC):
+    """A pure function of (parameters, seed, round, alive members): no state, no messages.
+
+    Every node computes the same answer. uids are 0 .. num_nodes - 1. `members` are the uids still alive
+    (None: all); an edge with a dead end does not exist, and its weight goes back to the receiver's own.
+    """
+
+    num_nodes: int
+    period: int | None
+    """Rounds after which the sequence repeats: 1 for a static graph, None if it never does."""
+    directed: bool
+
+    @abc.abstractmethod
+    def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
+        """The uids that `uid` sends to in `round`, ascending, never `uid` itself."""
+
+    @abc.abstractmethod
+    def sources(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
+        """The uids that `uid` receives from in `round`, ascending; equal to `neighbors` if undirected."""
+
+    @abc.abstractmethod
+    def weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
+        """Row `uid` of W: weight of each source and of `uid` itself, keys ascending, summing to one."""
+
+    @abc.abstractmethod
+    def out_weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
+        """Column-stochastic shares that `uid` sends, itself included, summing to one (push-sum)."""
+
+    def matrix(self, round: int) -> np.ndarray:
+        """W of one round: [n, n] float64, W[i, j] the weight that i gives to what j sent."""
+        w = np.zeros((self.num_nodes, self.num_nodes))
+        for uid in range(self.num_nodes):
+            for source, weight in self.weights(uid, round).items():
+                w[uid, source] = weight
+        return w
+
+
+@dataclass(frozen=True)
+class RoundView:
+    """What a sharing rule may know of one round of its own node."""
+
+    uid: int
+    round: int
+    neighbors: tuple[int, ...]
+    sources: tuple[int, ...]
+    weights: dict[int, float]
+    """Row of W with the node itself in it; keys ascending."""
+    out_weights: dict[int, float]
+    members: tuple[int, ...]
+    seed: int = 0
+    phase: int = 0
+    generation: int = 0
+    extra: dict[str, object] = field(default_factory=dict)
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """A stream of this node, round and purpose."""
+        return rng.stream(self.seed, self.uid, purpose, self.round)
+
+    def without(self, missing: Collection[int]) -> RoundView:
+        """The same round when the payloads of `missing` never come: their weights go to the node itself."""
+        if not missing:
+            return self
+        weights = {j: w for j, w in self.weights.items() if j not in missing}
+        weights[self.uid] = self.weights[self.uid] + sum(self.weights.get(j, 0.0) for j in missing)
+        sources = tuple(j for j in self.sources if j not in missing)
+        return RoundView(
+            self.uid, self.round, self.neighbors, sources, weights, self.out_weights, self.members,
+            self.seed, self.phase, self.generation, self.extra,
+        )
+
+
+def view(graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None) -> RoundView:
+    """What node `uid` sees of `round`."""
+    return RoundView(
+        uid, round, graph.neighbors(uid, round, members), graph.sources(uid, round, members),
+        graph.weights(uid, round, members), graph.out_weights(uid, round, members),
+        tuple(sorted(members)) if members is not None else tuple(range(graph.num_nodes)), seed,
+    )

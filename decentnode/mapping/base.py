@@ -1,0 +1,51 @@
+"""The contract of a mapping: uid <-> (machine, rank) <-> address."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from decentnode.component import Component
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one node lives."""
+
+    uid: int
+    machine: int
+    rank: int
+    host: str
+    """Name or address that the others connect to."""
+    port: int | None
+    """First of the node's two TCP ports (control; bulk is port + 1), or None: free ones, one machine only."""
+    device: str
+    """A torch device string, or "auto"."""
+    bind: str
+    """Address of the interface that the node listens on."""
+
+
+class Mapping(Component, abc.ABC):
+    """Which machine hosts which node; a pure function of its Config."""
+
+    num_nodes: int
+    num_machines: int
+
+    @abc.abstractmethod
+    def place(self, uid: int) -> Place:
+        """Raises MappingError when `uid` is not mapped."""
+
+    @abc.abstractmethod
+    def uid(self, machine: int, rank: int) -> int:
+        """Raises MappingError when there is no such place."""
+
+    def local(self, machine: int) -> tuple[int, ...]:
+        """The uids on one machine, ascending."""
+        return tuple(u for u in range(self.num_nodes) if self.place(u).machine == machine)
+
+    @abc.abstractmethod
+    def find_machine(self, names: set[str]) -> int:
+        """The machine whose host is one of `names` (this host's names and addresses).
+
+        Raises MappingError when none or several match, listing what was compared.
+        """

@@ -1,0 +1,27 @@
+"""Independent random streams from one seed: a draw depends only on (seed, uid, purpose, round)."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+GLOBAL = -1
+"""The uid of draws that every node must make alike (initial model, partition, graph)."""
+
+
+def _entropy(seed: int, uid: int, purpose: str, round: int) -> list[int]:
+    if seed < 0:
+        raise ValueError(f"seed must be non-negative, got {seed}")
+    return [seed, uid + 1, zlib.crc32(purpose.encode()), round + 1]
+
+
+def stream(seed: int, uid: int, purpose: str, round: int = -1) -> np.random.Generator:
+    """A NumPy generator; equal arguments give equal draws on every machine."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(_entropy(seed, uid, purpose, round))))
+
+
+def torch_seed(seed: int, uid: int, purpose: str, round: int = -1) -> int:
+    """A 63-bit seed for a torch generator, drawn from the same streams."""
+    words = np.random.SeedSequence(_entropy(seed, uid, purpose, round)).generate_state(2, np.uint32)
+    return (int(words[0]) << 32 | int(words[1])) & (2**63 - 1)

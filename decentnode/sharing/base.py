@@ -1,0 +1,79 @@
+"""The contract of a sharing rule: what leaves a node, and how arrivals are mixed into its model."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, dtype
+
+from decentnode.component import Component
+from decentnode.graph.base import RoundView
+
+Role = Literal["data", "metadata"]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a rule sends to a neighbor: named 1-D tensors and small scalars, on the model's device."""
+
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, int | float] = field(default_factory=dict)
+    metadata: frozenset[str] = frozenset()
+    """Names of tensors whose bytes count as metadata (indices, masks); all others are data."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a payload as receivers must expect it."""
+
+    dtype: dtype
+    max_elements: int
+    exact: bool = True
+    """Whether every payload has exactly `max_elements`; otherwise it may have fewer."""
+
+
+class Sharing(Component, abc.ABC):
+    """One rule on the flat parameters of one node; no sockets, no graph, no buffers.
+
+    A rule that is `elementwise` is called per slice: `outgoing` gets the whole model, and `mix` gets any slice
+    [a:b) of the model with the same slice of every payload's one tensor "x".
+    """
+
+    elementwise: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
+    """mix is x <- w_ii x + sum_j w_ij payload_j["x"]: a transport may hand over the sum instead."""
+    needs_symmetric: ClassVar[bool] = False
+    needs_doubly_stochastic: ClassVar[bool] = False
+    needs_column_stochastic: ClassVar[bool] = False
+    needs_static: ClassVar[bool] = False
+    needs_gradient: ClassVar[bool] = False
+    phases: ClassVar[int] = 1
+
+    @abc.abstractmethod
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        """A payload per neighbor of `view`; the same object for several is encoded once.
+
+        model: [P] float, not modified. Payload tensors may be views of `model`: the transport takes its own
+        snapshot before returning from `exchange`.
+        """
+
+    @abc.abstractmethod
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        """Mix in place. `view.weights` already has the weight of missing sources on the node itself."""
+
+    def undelivered(self, uid: int, payload: Payload) -> None:
+        """Called when a payload certainly did not reach `uid`, to restore what it carried."""
+
+    @abc.abstractmethod
+    def payload_schema(self, elements: int, dtype: dtype) -> dict[str, TensorSpec]:
+        """Names, dtypes and largest sizes of what neighbors send for a model of `elements`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError(f"state must be empty for {type(self).__name__}, got {sorted(state)}")

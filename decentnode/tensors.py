@@ -1,0 +1,107 @@
+"""A module's parameters as views of flat storage, and the blocks in which flat tensors are walked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+BLOCK_ELEMENTS = 1 << 18
+"""Elements of one block: 1 MiB of float32, so that a block stays in a core's cache while neighbors are added.
+
+Every transport mixes at multiples of this, which makes the bits of a mix independent of the transport.
+"""
+
+
+def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Consecutive [a, b) covering [start, stop), cut at multiples of BLOCK_ELEMENTS."""
+    while start < stop:
+        end = min((start // BLOCK_ELEMENTS + 1) * BLOCK_ELEMENTS, stop)
+        yield start, end
+        start = end
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if torch._debug_has_internal_overlap(tensor) == 0 and _fills(tensor) else tensor.contiguous()
+
+
+def _fills(tensor: Tensor) -> bool:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 0 or span == tensor.numel()
+
+
+class FlatModel:
+    """The trainable parameters of a module as views of one flat tensor; float buffers as views of another.
+
+    `parameters` is [P], `buffers` is [B]; writing to them writes the module. Parameters with
+    `requires_grad=False` and integer buffers stay as they are. Memory formats (channels_last) are kept, tied
+    parameters stand once. All trainable parameters must share one floating dtype and device.
+    """
+
+    def __init__(self, module: nn.Module, storage: Tensor | None = None) -> None:
+        """storage: [P] to live in (a row of a stack, shared memory); made here when None. Values are kept."""
+        self.module = module
+        self._trainable = [p for p in module.parameters() if p.requires_grad]
+        if not self._trainable:
+            raise ValueError("module must have trainable parameters, got none")
+        kinds = {(p.dtype, p.device) for p in self._trainable}
+        if len(kinds) != 1:
+            raise ValueError(f"trainable parameters must share one dtype and device, got {sorted(map(str, kinds))}")
+        self.dtype, self.device = kinds.pop()
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"parameters must be floating point, got {self.dtype}")
+        self.num_parameters = sum(p.numel() for p in self._trainable)
+        for p in self._trainable:
+            p.data = _dense(p.data)
+        if storage is None:
+            storage = torch.empty(self.num_parameters, dtype=self.dtype, device=self.device)
+        self.parameters = self._adopt(storage, copy=True)
+        self.buffers = self._flatten_buffers()
+
+    def _adopt(self, storage: Tensor, copy: bool) -> Tensor:
+        if storage.shape != (self.num_parameters,) or storage.dtype != self.dtype or not storage.is_contiguous():
+            raise ValueError(
+                f"storage must be contiguous [{self.num_parameters}] {self.dtype}, "
+                f"got {list(storage.shape)} {storage.dtype}"
+            )
+        offset = 0
+        for p in self._trainable:
+            home = storage[offset : offset + p.numel()].as_strided(p.shape, p.stride())
+            if copy:
+                home.copy_(p.data)
+            p.data = home
+            offset += p.numel()
+        return storage
+
+    def rebind(self, storage: Tensor) -> None:
+        """Let the module live in other storage [P] whose values stand there already; nothing is copied."""
+        self.parameters = self._adopt(storage, copy=False)
+
+    def _flatten_buffers(self) -> Tensor:
+        floats = [b for b in self.module.buffers() if b.dtype.is_floating_point]
+        flat = torch.empty(sum(b.numel() for b in floats), dtype=torch.float32, device=self.device)
+        offset = 0
+        for b in floats:
+            if b.dtype != torch.float32:
+                raise ValueError(f"float buffers must be torch.float32, got {b.dtype}")
+            home = flat[offset : offset + b.numel()].view(b.shape)
+            home.copy_(b)
+            b.data = home
+            offset += b.numel()
+        return flat
+
+    def gradients(self, out: Tensor | None = None) -> Tensor:
+        """[P] copy of the current gradients in the order of `parameters`; zero where a parameter has none."""
+        flat = torch.zeros_like(self.parameters) if out is None else out.zero_()
+        offset = 0
+        for p in self._trainable:
+            if p.grad is not None:
+                flat[offset : offset + p.numel()].as_strided(p.shape, p.stride()).copy_(p.grad)
+            offset += p.numel()
+        return flat

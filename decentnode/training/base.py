@@ -1,0 +1,66 @@
+"""The contract of training: the local work of one node between two exchanges."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from decentnode.component import Component
+from decentnode.tensors import FlatModel
+
+Direction = Callable[[Tensor], Tensor]
+"""A rule's hook: flat gradient [P] -> flat direction [P] that the optimizer uses instead of it."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one round of local work did. The model holds the result; nothing is copied for this."""
+
+    steps: int
+    samples: int
+    loss: float
+    """Mean training loss over the round's samples."""
+    report: dict[str, float] = field(default_factory=dict)
+    """Further figures for metrics.jsonl, such as the gradient norm and the learning rate."""
+    last_gradient: Tensor | None = None
+    """[P] gradient of the last step, only when `keep_gradient` was asked for."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over samples. `samples` is the weight when evaluations of several shares are combined."""
+
+    loss: float
+    accuracy: float
+    samples: int
+
+
+class Training(Component, abc.ABC):
+    """Owns the model, the data iterator, the optimizer and the learning-rate schedule of one node."""
+
+    model: FlatModel
+    num_samples: int
+    keep_gradient: bool = False
+
+    @abc.abstractmethod
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        """Run the local steps of `round` in place on `model`.
+
+        All randomness (order of samples, dropout) comes from (seed, uid, round), so that a round can be
+        repeated. Raises Diverged when the loss is not finite.
+        """
+
+    @abc.abstractmethod
+    def evaluate(self, split: str = "test") -> Evaluation:
+        """Loss and accuracy of the model as it is now on "test" or "validation"; the model is unchanged."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, schedule and data position: what a resumed run needs besides the model."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
