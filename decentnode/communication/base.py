@@ -6,9 +6,10 @@ import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from pydantic import Field
 from torch import Tensor
 
-from decentnode.component import Component
+from decentnode.component import Component, Config
 from decentnode.sharing.base import Payload, TensorSpec
 
 
@@ -107,11 +108,21 @@ class Schema:
     elementwise: bool
 
 
+class CommunicationConfig(Config):
+    """Keys that every transport has."""
+
+    timeout_seconds: float = Field(60.0, gt=0)
+    """Longest wait of one round or collective for a node before it counts as lost, in seconds."""
+    start_timeout_seconds: float = Field(60.0, gt=0)
+    """Longest wait for all nodes to join at the start, in seconds."""
+
+
 class Communication(Component, abc.ABC):
     """One node's end of a transport. All methods are called from the node's training thread."""
 
     uid: int
     counters: Counters
+    config: CommunicationConfig
 
     @abc.abstractmethod
     def start(self, timeout_seconds: float) -> None:
@@ -130,6 +141,14 @@ class Communication(Component, abc.ABC):
     @abc.abstractmethod
     def barrier(self, name: str, timeout_seconds: float) -> None:
         """Blocking until every node called it with the same name. Raises PeerLost naming who is missing."""
+
+    @abc.abstractmethod
+    def report(self, figures: Mapping[str, float | int | str]) -> None:
+        """Send this node's closing figures to the lowest uid; not blocking."""
+
+    @abc.abstractmethod
+    def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
+        """On the lowest uid: the figures of every node that reported in time, by uid. Empty elsewhere."""
 
     @abc.abstractmethod
     def announce_stop(self) -> None:

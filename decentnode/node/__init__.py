@@ -1,1 +1,1 @@
-""""""
+"""The round loop of one node."""

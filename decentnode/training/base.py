@@ -55,8 +55,16 @@ class Training(Component, abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluate(self, split: str = "test") -> Evaluation:
-        """Loss and accuracy of the model as it is now on "test" or "validation"; the model is unchanged."""
+    def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
+        """Loss and accuracy of the model as it is now on "test" or "validation"; the model is unchanged.
+
+        part: (index, count) evaluates every count-th sample from index on; no samples give zeros.
+        """
+
+    @property
+    @abc.abstractmethod
+    def has_validation(self) -> bool:
+        """Whether there is a "validation" split."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,25 @@
+"""The `node:` section of an experiment."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from decentnode.component import Config
+
+
+class NodeConfig(Config):
+    rounds: int = Field(60, ge=0)
+    """How many exchanges with the neighbors the run has."""
+    schedule: Literal["sequential", "overlapped"] = "sequential"
+    """sequential: local steps, then exchange and mix. overlapped: the exchange of x(r) flies while the local steps
+    run from x(r); then x(r+1) = sum_j W_ij x_j(r) + what the steps changed, which is exactly D-PSGD."""
+    evaluate_every: int = Field(10, ge=0)
+    """Evaluate after every so many rounds (0: only after the last)."""
+    missing: Literal["fail", "return_weight"] = "fail"
+    """When a neighbor's payload does not come in time: stop the run, or give its weight back to the node itself."""
+    buffers: Literal["average", "local"] = "average"
+    """Float buffers of the model (BatchNorm statistics): averaged with the neighbors' or kept local."""
+    check_finite: bool = True
+    """Stop with exit code 6 when a model holds NaN or infinity after its local steps."""

@@ -1,0 +1,235 @@
+"""One participant: graph, sharing, communication and training, and the loop that turns rounds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Communication
+from decentnode.errors import Diverged, PeerLost
+from decentnode.graph.base import Graph, RoundView, view
+from decentnode.node.config import NodeConfig
+from decentnode.node.schedule import SCHEDULES, Mixed
+from decentnode.sharing.base import Payload, Sharing
+from decentnode.training.base import Evaluation, Training, Update
+
+logger = logging.getLogger(__name__)
+
+Record = Callable[[dict[str, Any]], None]
+
+
+class Node:
+    """Runs the rounds of one uid. Blocking through `run`; stepped by hand through `steps`."""
+
+    def __init__(
+        self, uid: int, config: NodeConfig, graph: Graph, training: Training, sharing: Sharing,
+        communication: Communication, *, seed: int, record: Record = lambda record: None,
+    ) -> None:
+        """record: called once per round and per evaluation with plain numbers, on the training thread."""
+        self.uid = uid
+        self.config = config
+        self.graph = graph
+        self.training = training
+        self.sharing = sharing
+        self.communication = communication
+        self.seed = seed
+        self.record = record
+        self.schedule = SCHEDULES[config.schedule](training, sharing, communication)
+        self.round = 0
+        """Rounds finished."""
+        self.merged: Tensor | None = None
+        """[P + B] mean of all models (parameters, then float buffers) at the last evaluation."""
+        self.reports: dict[int, dict[str, float | int | str]] = {}
+        """On the lowest uid after the run: every node's closing figures."""
+        self._stop_asked = False
+        self._evaluation: dict[str, float] = {}
+        self._evaluated = -1
+        self._round_seconds: list[float] = []
+        self._train_seconds = 0.0
+        self._wait_seconds = 0.0
+        self._waits: dict[int, float] = {}
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Blocking: all rounds from where the node stands, the closing evaluation, the closing report."""
+        for _ in self.steps():
+            pass
+
+    def ask_stop(self) -> None:
+        """Any thread or signal handler: finish the round under way on every node, then close."""
+        self._stop_asked = True
+
+    def steps(self) -> Iterator[None]:
+        """The run, yielding wherever another node has to act before this one can go on.
+
+        Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads.
+        """
+        while self.round < self.config.rounds and not self._stopping():
+            self.begin_round(self.round)
+            yield
+            self.finish_round(self.round)
+            self.round += 1
+            every = self.config.evaluate_every
+            if every and self.round % every == 0 and not self._stopping():
+                yield from self.evaluate()
+        if self._stopping():
+            self.communication.depart(self.round)
+        if self._evaluated != self.round:
+            yield from self.evaluate(closing=True)
+        self.communication.report(self.figures())
+        yield
+        self.reports = self.communication.reports(self.communication.config.timeout_seconds)
+
+    def _stopping(self) -> bool:
+        if self._stop_asked and not self.communication.stopping:
+            self.communication.announce_stop()
+        return self.communication.stopping
+
+    # -- one round --------------------------------------------------------------------------------------------
+
+    def begin_round(self, round: int) -> Update:
+        """Local steps and the exchange in flight; does not wait for a neighbor."""
+        self._started = time.perf_counter()
+        self._view = view(self.graph, self.uid, round, self.seed)
+        self._update = self.schedule.begin(self._view, lambda: self._check_finite(round))
+        self._buffers = self._send_buffers(self._view)
+        return self._update
+
+    def finish_round(self, round: int) -> None:
+        """Blocking: wait for the neighbors, mix, record."""
+        mixed = self.schedule.finish(self._view)
+        self._mix_buffers(self._view)
+        self._account_missing(round, mixed)
+        times, update = self.schedule.times, self._update
+        seconds = time.perf_counter() - self._started
+        self._round_seconds.append(seconds)
+        self._train_seconds += times.train
+        self._wait_seconds += times.wait
+        counters = self.communication.counters
+        self.record({
+            "kind": "round", "round": round, "time": time.time(), "seconds": seconds,
+            "train_seconds": times.train, "send_seconds": times.send,
+            "wait_seconds": times.wait, "mix_seconds": times.mix,
+            "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
+            "data_bytes_sent": counters.data_bytes_sent, "metadata_bytes_sent": counters.metadata_bytes_sent,
+            **self._slowest(), **({"missing": sorted(mixed.missing)} if mixed.missing else {}),
+        })
+        logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
+
+    def _slowest(self) -> dict[str, float]:
+        """The neighbor that this round waited for longest."""
+        longest, whom = 0.0, -1
+        for uid, edge in self.communication.counters.edges.items():
+            waited = edge.wait_seconds - self._waits.get(uid, 0.0)
+            self._waits[uid] = edge.wait_seconds
+            if waited > longest:
+                longest, whom = waited, uid
+        return {"waited_for": whom, "waited_seconds": longest} if whom >= 0 else {}
+
+    def _check_finite(self, round: int) -> None:
+        if self.config.check_finite and not math.isfinite(float(self.training.model.parameters.sum())):
+            raise Diverged(f"node {self.uid}: the model holds NaN or infinity after the local steps of round {round}")
+
+    def _account_missing(self, round: int, mixed: Mixed) -> None:
+        lost = mixed.missing - mixed.departed
+        if lost and self.config.missing == "fail":
+            whom = ", ".join(map(str, sorted(lost)))
+            raise PeerLost(
+                f"node {self.uid}: nothing from node {whom} in round {round} within "
+                f"{self.communication.config.timeout_seconds:g} s (communication.timeout_seconds)", sorted(lost),
+            )
+        if mixed.missing:
+            logger.warning("round %d: went on without %s", round, sorted(mixed.missing))
+
+    # -- float buffers ----------------------------------------------------------------------------------------
+
+    def _shares_buffers(self) -> bool:
+        return self.config.buffers == "average" and self.training.model.buffers.numel() > 0
+
+    def _send_buffers(self, now: RoundView) -> Any:
+        if not self._shares_buffers():
+            return None
+        payload = Payload({"x": self.training.model.buffers})
+        outgoing = {uid: payload for uid in now.neighbors}
+        return self.communication.exchange(now.round, outgoing, now.sources, phase=self.sharing.phases)
+
+    def _mix_buffers(self, now: RoundView) -> None:
+        if self._buffers is None:
+            return
+        flat = self.training.model.buffers
+        for arrival in self._buffers.arrivals(self.communication.config.timeout_seconds):
+            weights = now.without(arrival.missing).weights
+            part = flat[arrival.start : arrival.stop]
+            part.mul_(weights[self.uid])
+            for uid, payload in arrival.received.items():
+                part.add_(payload.tensors["x"], alpha=weights[uid])
+
+    # -- evaluation -------------------------------------------------------------------------------------------
+
+    def evaluate(self, closing: bool = False) -> Iterator[None]:
+        """Local model, merged model and consensus distance, as steps; the result goes to `record`.
+
+        The merged model is the mean of all models; every node evaluates it on its own part of the test set.
+        """
+        key = "closing" if closing else f"round-{self.round}"
+        timeout = self.communication.config.timeout_seconds
+        local = self.training.evaluate("test")
+        model = self.training.model
+        own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
+        pending = self.communication.mean(f"{key}/model", own)
+        yield
+        self.merged, contributors = pending.wait(timeout)
+        merged = self._evaluate_merged(self.merged)
+        own_x, mean_x = own[: model.num_parameters].double(), self.merged[: model.num_parameters].double()
+        sums = torch.tensor(
+            [float((own_x - mean_x).square().sum()), merged.loss * merged.samples,
+             merged.accuracy * merged.samples, merged.samples, local.accuracy, local.loss], dtype=torch.float64)
+        pending = self.communication.mean(f"{key}/figures", sums)
+        yield
+        mean, _ = pending.wait(timeout)
+        self._evaluated = self.round
+        self._evaluation = {
+            "loss": local.loss, "accuracy": local.accuracy,
+            "accuracy_mean": float(mean[4]), "loss_mean": float(mean[5]),
+            "accuracy_merged": float(mean[2] / mean[3]), "loss_merged": float(mean[1] / mean[3]),
+            "consensus_distance": math.sqrt(float(mean[0])) / max(float(mean_x.norm()), 1e-30),
+            "contributors": contributors,
+        }
+        if self.training.has_validation:
+            validation = self.training.evaluate("validation")
+            self._evaluation |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
+        self.record({"kind": "evaluation", "round": self.round, "time": time.time(), **self._evaluation})
+
+    def _evaluate_merged(self, merged: Tensor) -> Evaluation:
+        """The merged model on part uid of num_nodes of the test set; the node's own model is restored."""
+        model = self.training.model
+        parameters, buffers = model.parameters.clone(), model.buffers.clone()
+        model.parameters.copy_(merged[: model.num_parameters])
+        model.buffers.copy_(merged[model.num_parameters :])
+        try:
+            return self.training.evaluate("test", (self.uid, self.graph.num_nodes))
+        finally:
+            model.parameters.copy_(parameters)
+            model.buffers.copy_(buffers)
+
+    def figures(self) -> dict[str, float | int | str]:
+        """The node's closing figures, as they go to summary.json."""
+        counters = self.communication.counters
+        waited = max(counters.edges.items(), key=lambda item: item[1].wait_seconds, default=None)
+        ordered = sorted(self._round_seconds)
+        return {
+            "uid": self.uid, "rounds": self.round, **self._evaluation,
+            "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
+            "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
+            "wait_seconds": self._wait_seconds,
+            "bytes_data": counters.data_bytes_sent, "bytes_metadata": counters.metadata_bytes_sent,
+            "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
+            "faults": sum(counters.faults.values()),
+        }

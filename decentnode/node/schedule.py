@@ -1,0 +1,142 @@
+"""In which order a round's parts happen. Nothing else in the project decides this."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Communication, Exchange
+from decentnode.graph.base import RoundView
+from decentnode.sharing.base import Payload, Sharing
+from decentnode.tensors import FlatModel, blocks
+from decentnode.training.base import Training, Update
+
+
+@dataclass
+class RoundTimes:
+    """Seconds of one round on the training thread."""
+
+    train: float = 0.0
+    send: float = 0.0
+    """Making the payload and handing it to the transport."""
+    wait: float = 0.0
+    """Waiting for payloads: the exposed communication time."""
+    mix: float = 0.0
+
+
+@dataclass
+class Mixed:
+    """What became of a round's exchange."""
+
+    missing: frozenset[int]
+    departed: frozenset[int]
+    undelivered: frozenset[int]
+
+
+class Schedule(abc.ABC):
+    """One round in two halves: everything before the neighbors must act, and everything after."""
+
+    def __init__(self, training: Training, sharing: Sharing, communication: Communication) -> None:
+        self.training = training
+        self.sharing = sharing
+        self.communication = communication
+        self.times = RoundTimes()
+
+    @property
+    def model(self) -> FlatModel:
+        return self.training.model
+
+    @abc.abstractmethod
+    def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
+        """Local steps, and the exchange in flight. `check` runs after the local steps, before their result leaves."""
+
+    @abc.abstractmethod
+    def finish(self, view: RoundView) -> Mixed:
+        """Blocking: wait for the exchange and mix it into the model."""
+
+    def _send(self, model: Tensor, view: RoundView) -> Exchange:
+        started = time.perf_counter()
+        self._outgoing = self.sharing.outgoing(model, view)
+        exchange = self.communication.exchange(view.round, self._outgoing, view.sources)
+        self.times.send = time.perf_counter() - started
+        return exchange
+
+    def _train(self, view: RoundView) -> Update:
+        started = time.perf_counter()
+        update = self.training.local_update(view.round)
+        self.times.train = time.perf_counter() - started
+        return update
+
+    def _slices(self, exchange: Exchange, view: RoundView) -> Iterator[tuple[int, int, dict[int, Payload], RoundView]]:
+        """Arrived slices, cut into blocks, with the view that has the weights of missing sources returned."""
+        now, missing = view, frozenset[int]()
+        waiting, wait = time.perf_counter(), 0.0
+        for arrival in exchange.arrivals(self.communication.config.timeout_seconds):
+            wait += time.perf_counter() - waiting
+            if arrival.missing != missing:
+                missing, now = arrival.missing, view.without(arrival.missing)
+            if self.sharing.elementwise:
+                flats = {uid: payload.tensors["x"] for uid, payload in arrival.received.items()}
+                for a, b in blocks(arrival.start, arrival.stop):
+                    part = slice(a - arrival.start, b - arrival.start)
+                    yield a, b, {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}, now
+            else:
+                yield arrival.start, arrival.stop, dict(arrival.received), now
+            waiting = time.perf_counter()
+        self.times.wait = wait + time.perf_counter() - waiting
+
+    def _settle(self, exchange: Exchange) -> Mixed:
+        for uid in exchange.undelivered:
+            self.sharing.undelivered(uid, self._outgoing[uid])
+        self._outgoing = {}
+        return Mixed(exchange.missing, exchange.departed, exchange.undelivered)
+
+
+class Sequential(Schedule):
+    """Local steps, then exchange, then mix: x <- W (x + delta)."""
+
+    def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
+        update = self._train(view)
+        check()
+        self._exchange = self._send(self.model.parameters, view)
+        return update
+
+    def finish(self, view: RoundView) -> Mixed:
+        started = time.perf_counter()
+        model = self.model.parameters
+        for a, b, received, now in self._slices(self._exchange, view):
+            self.sharing.mix(model[a:b], received, now)
+        self.times.mix = time.perf_counter() - started - self.times.wait
+        return self._settle(self._exchange)
+
+
+class Overlapped(Schedule):
+    """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta (algorithms.md 1.1, AWC)."""
+
+    def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
+        self._before = self.model.parameters.clone()
+        self._exchange = self._send(self._before, view)
+        update = self._train(view)
+        check()
+        return update
+
+    def finish(self, view: RoundView) -> Mixed:
+        started = time.perf_counter()
+        model, before = self.model.parameters, self._before
+        with torch.no_grad():
+            for a, b, received, now in self._slices(self._exchange, view):
+                x = model[a:b]
+                delta = x - before[a:b]
+                x.copy_(before[a:b])
+                self.sharing.mix(x, received, now)
+                x.add_(delta)
+        self.times.mix = time.perf_counter() - started - self.times.wait
+        return self._settle(self._exchange)
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"sequential": Sequential, "overlapped": Overlapped}

@@ -1,0 +1,40 @@
+"""Full sharing: every node sends its whole model and takes the weighted mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from decentnode.component import Config
+from decentnode.graph.base import RoundView
+from decentnode.sharing.base import Payload, Sharing, TensorSpec
+
+
+class FullConfig(Config):
+    pass
+
+
+class Full(Sharing):
+    """x_i <- sum_j W_ij x_j (D-PSGD, Lian et al. 2017, arXiv 1705.09056, algorithm 1)."""
+
+    Config: ClassVar[type[Config]] = FullConfig
+    elementwise: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        payload = Payload({"x": model})
+        return {neighbor: payload for neighbor in view.neighbors}
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        model.mul_(view.weights[view.uid])
+        for uid, payload in received.items():
+            model.add_(payload.tensors["x"], alpha=view.weights[uid])
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec(dtype, elements)}
