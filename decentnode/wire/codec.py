@@ -1,0 +1,112 @@
+"""Messages to bytes and back. Decoding trusts nothing: every length and range is checked before use."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgpack
+
+from decentnode.errors import PeerFault
+from decentnode.wire.messages import FIELDS, MAX_SCALARS, MESSAGES, PROTOCOL_VERSION, Message
+
+Bytes = bytes | bytearray | memoryview
+
+MAGIC = 0xDC
+MAX_HEADER_BYTES = 256 * 1024
+MAX_SCALAR_TEXT = 256
+MAX_SCALAR_NAME = 64
+
+
+def encode(message: Message) -> bytes:
+    """The header of a message. Raises ValueError when a field is out of bounds: our own fault."""
+    values = []
+    for each in FIELDS[type(message)]:
+        value = getattr(message, each.name)
+        problem = _problem(value, each.metadata)
+        if problem:
+            raise ValueError(f"{type(message).__name__}.{each.name} {problem}, got {value!r:.80}")
+        values.append(dict(value) if "scalars" in each.metadata else value)
+    return bytes(msgpack.packb([MAGIC, PROTOCOL_VERSION, message.TYPE, *values], use_bin_type=True))
+
+
+def decode(header: Bytes) -> Message:
+    """The message of a header. Raises PeerFault, and nothing else, on any bytes that are not one."""
+    size = memoryview(header).nbytes
+    if size > MAX_HEADER_BYTES:
+        raise PeerFault("oversized_header", f"{size} bytes")
+    try:
+        parts = msgpack.unpackb(
+            header, raw=False, use_list=True, strict_map_key=True, max_str_len=16384, max_bin_len=MAX_HEADER_BYTES,
+            max_array_len=64, max_map_len=MAX_SCALARS, max_ext_len=0, max_buffer_size=MAX_HEADER_BYTES,
+        )
+    except Exception as error:
+        raise PeerFault("malformed_header", type(error).__name__) from None
+    if type(parts) is not list or len(parts) < 3 or parts[0] != MAGIC or type(parts[0]) is not int:
+        raise PeerFault("malformed_header", "not a decentnode message")
+    if type(parts[1]) is not int or parts[1] != PROTOCOL_VERSION:
+        raise PeerFault("protocol_version", f"{parts[1]!r:.20}, not {PROTOCOL_VERSION}")
+    kind = MESSAGES.get(parts[2]) if type(parts[2]) is int else None
+    if kind is None:
+        raise PeerFault("unknown_type", f"{parts[2]!r:.20}")
+    expected = FIELDS[kind]
+    if len(parts) != 3 + len(expected):
+        raise PeerFault("malformed_header", f"{kind.__name__} has {len(parts) - 3} fields, not {len(expected)}")
+    for each, value in zip(expected, parts[3:], strict=True):
+        problem = _problem(value, each.metadata)
+        if problem:
+            raise PeerFault("malformed_header", f"{kind.__name__}.{each.name} {problem}")
+    return kind(*parts[3:])
+
+
+def _problem(value: Any, rule: Mapping[str, Any]) -> str | None:
+    """What is wrong with a field's value, or None. `type() is`: a bool is no integer here."""
+    if "limit" in rule:
+        return None if type(value) is int and 0 <= value < rule["limit"] else f"must be in [0, {rule['limit']})"
+    if "text" in rule:
+        fits = type(value) is str and len(value) <= rule["text"]
+        return None if fits else f"must be text of at most {rule['text']} characters"
+    if "blob" in rule:
+        size = len(value) if type(value) is bytes else -1
+        fits = size == rule["blob"] if rule["exact"] else 0 <= size <= rule["blob"]
+        return None if fits else f"must be {rule['blob']} bytes"
+    return _scalars_problem(value)
+
+
+def _scalars_problem(value: Any) -> str | None:
+    if not isinstance(value, Mapping) or len(value) > MAX_SCALARS:
+        return f"must be a map of at most {MAX_SCALARS} entries"
+    for key, entry in value.items():
+        if type(key) is not str or len(key) > MAX_SCALAR_NAME:
+            return "must have short text keys"
+        if type(entry) is int:
+            if not -(1 << 63) <= entry < 1 << 63:
+                return "must have 64-bit integers"
+        elif type(entry) is str:
+            if len(entry) > MAX_SCALAR_TEXT:
+                return "must have short texts"
+        elif type(entry) is not float:
+            return "must have numbers or texts as values"
+    return None
+
+
+def checksum(data: Bytes) -> int:
+    """CRC-32 of a chunk with bit 32 set, so that it is never 0, which on the wire means "none"."""
+    return zlib.crc32(data) | 1 << 32
+
+
+def bitmap(uids: Iterable[int], num_nodes: int) -> bytes:
+    """The bits of a set of uids, bit u of byte u // 8 for uid u."""
+    bits = bytearray((num_nodes + 7) // 8)
+    for uid in uids:
+        bits[uid >> 3] |= 1 << (uid & 7)
+    return bytes(bits)
+
+
+def from_bitmap(bits: bytes, num_nodes: int) -> set[int]:
+    """Raises PeerFault when a bit at or above num_nodes is set."""
+    found = {8 * i + k for i, byte in enumerate(bits) if byte for k in range(8) if byte >> k & 1}
+    if found and max(found) >= num_nodes:
+        raise PeerFault("unknown_uid", f"{max(found)}")
+    return found

@@ -1,0 +1,204 @@
+"""Everything that nodes say to each other, as frozen dataclasses with bounded fields.
+
+A message travels as a header (a msgpack array with fixed positions); `Chunk` and `Part` have raw little-endian
+tensor bytes in a second frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+PROTOCOL_VERSION = 1
+RUN_ID_BYTES = 8
+NO_RUN = bytes(RUN_ID_BYTES)
+"""Run id of a node that has not been told one yet."""
+
+MAX_NODES = 1 << 20
+MAX_ROUND = 1 << 40
+MAX_TEXT = 512
+MAX_SCALARS = 64
+
+Scalars = Mapping[str, int | float | str]
+
+
+def number(limit: int) -> Any:
+    """An integer in [0, limit)."""
+    return field(metadata={"limit": limit})
+
+
+def text(limit: int = MAX_TEXT) -> Any:
+    return field(metadata={"text": limit})
+
+
+def blob(limit: int, exact: bool = False) -> Any:
+    return field(metadata={"blob": limit, "exact": exact})
+
+
+def scalars() -> Any:
+    """Up to MAX_SCALARS named numbers or short texts."""
+    return field(metadata={"scalars": True})
+
+
+@dataclass(frozen=True)
+class Message:
+    """What every message carries: of which run, in which generation of members, from whom."""
+
+    TYPE: ClassVar[int]
+    run: bytes = blob(RUN_ID_BYTES, exact=True)
+    generation: int = number(1 << 32)
+    source: int = number(MAX_NODES)
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """To the tree parent: may I join? `digest` covers configuration and graph."""
+
+    TYPE: ClassVar[int] = 1
+    version: int = number(1 << 16)
+    digest: str = text(64)
+    num_nodes: int = number(MAX_NODES)
+    software: str = text(128)
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """To a child: you are in; `run` is the run's id to adopt."""
+
+    TYPE: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class Reject(Message):
+    """To whoever said hello: you cannot be part of this run, because of `reason`.
+
+    `digest` echoes the refused hello's, so that a stranger's hello in my name cannot throw me out.
+    """
+
+    TYPE: ClassVar[int] = 3
+    digest: str = text(64)
+    reason: str = text()
+
+
+@dataclass(frozen=True)
+class Present(Message):
+    """Up the tree: these uids of my subtree have joined (bit u of `uids`, little-endian bytes)."""
+
+    TYPE: ClassVar[int] = 4
+    uids: bytes = blob(MAX_NODES // 8)
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """Up the tree: somebody who said it was `uid` was refused."""
+
+    TYPE: ClassVar[int] = 5
+    uid: int = number(MAX_NODES)
+    reason: str = text()
+
+
+@dataclass(frozen=True)
+class Start(Message):
+    """Down the tree: everybody is here."""
+
+    TYPE: ClassVar[int] = 6
+
+
+@dataclass(frozen=True)
+class Absent(Message):
+    """Down the tree: the deadline passed and these uids (a bitmap) never joined."""
+
+    TYPE: ClassVar[int] = 7
+    uids: bytes = blob(MAX_NODES // 8)
+    reason: str = text(8192)
+
+
+@dataclass(frozen=True)
+class Chunk(Message):
+    """A piece of one tensor of a round's payload; the piece's place follows from the receiver's own schema."""
+
+    TYPE: ClassVar[int] = 8
+    round: int = number(MAX_ROUND)
+    phase: int = number(256)
+    tensor: int = number(256)
+    chunk: int = number(1 << 32)
+    total: int = number(1 << 48)
+    """Elements of the whole tensor: checked against the schema, never used to allocate."""
+    checksum: int = number(1 << 64)
+    """0: none was computed."""
+    scalars: Scalars = scalars()
+
+
+@dataclass(frozen=True)
+class Part(Message):
+    """A piece of a mean over all nodes, on its way up (a sum) or down (the mean)."""
+
+    TYPE: ClassVar[int] = 9
+    key: str = text(96)
+    down: int = number(2)
+    chunk: int = number(1 << 32)
+    contributors: int = number(MAX_NODES + 1)
+    checksum: int = number(1 << 64)
+
+
+@dataclass(frozen=True)
+class Credit(Message):
+    """To a sender of bulk bytes: in all you may have sent so many payload bytes to me."""
+
+    TYPE: ClassVar[int] = 10
+    allowed: int = number(1 << 62)
+
+
+@dataclass(frozen=True)
+class Arrive(Message):
+    """A barrier: up, my whole subtree is there; down, go on."""
+
+    TYPE: ClassVar[int] = 11
+    key: str = text(96)
+    down: int = number(2)
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """To everybody, along the tree: finish your round and close."""
+
+    TYPE: ClassVar[int] = 12
+
+
+@dataclass(frozen=True)
+class Depart(Message):
+    """To my neighbors: I sent payloads of rounds below `rounds`, and none after."""
+
+    TYPE: ClassVar[int] = 13
+    rounds: int = number(MAX_ROUND)
+
+
+@dataclass(frozen=True)
+class Fail(Message):
+    """To everybody, along the tree: `uid` failed."""
+
+    TYPE: ClassVar[int] = 14
+    uid: int = number(MAX_NODES)
+    reason: str = text()
+
+
+@dataclass(frozen=True)
+class Report(Message):
+    """Up the tree to the lowest uid: closing figures of `uid`."""
+
+    TYPE: ClassVar[int] = 15
+    uid: int = number(MAX_NODES)
+    figures: Scalars = scalars()
+
+
+MESSAGES: dict[int, type[Message]] = {
+    message.TYPE: message
+    for message in (
+        Hello, Welcome, Reject, Present, Refused, Start, Absent, Chunk, Part, Credit, Arrive, Stop, Depart, Fail, Report
+    )
+}
+BULK = (Chunk, Part)
+"""Messages that carry a second frame of raw bytes and travel on the bulk sockets."""
+
+FIELDS = {kind: fields(kind) for kind in MESSAGES.values()}

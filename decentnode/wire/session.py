@@ -1,0 +1,325 @@
+"""What a node may hear from whom and when: the join, departures and failures, without sockets or clocks.
+
+Control runs along a tree over the uids (FAN_OUT children each, uid 0 at the root): hellos and presence go up,
+the start goes down, stops and failures go everywhere. A message in, events and messages out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from decentnode.errors import PeerFault
+from decentnode.wire.codec import bitmap, from_bitmap
+from decentnode.wire.messages import (
+    NO_RUN, PROTOCOL_VERSION, Absent, Arrive, Chunk, Credit, Depart, Fail, Hello, Message, Part, Present, Refused,
+    Reject, Report, Start, Stop, Welcome,
+)
+
+FAN_OUT = 8
+HELLO_EVERY_SECONDS = 0.5
+MAX_REFUSALS = 64
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The control tree as one uid sees it."""
+
+    uid: int
+    parent: int | None
+    children: tuple[int, ...]
+
+    @classmethod
+    def of(cls, uid: int, num_nodes: int, fan_out: int = FAN_OUT) -> Tree:
+        first = uid * fan_out + 1
+        children = tuple(range(first, min(first + fan_out, num_nodes)))
+        return cls(uid, (uid - 1) // fan_out if uid else None, children)
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return (() if self.parent is None else (self.parent,)) + self.children
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Every node of the run is there."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotAssembled:
+    missing: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    pass
+
+
+@dataclass(frozen=True)
+class PeerFailed:
+    uid: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PeerDeparted:
+    uid: int
+    rounds: int
+
+
+Event = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | Message
+
+TRANSITIONS: dict[str, frozenset[type[Message]]] = {
+    "joining": frozenset(
+        {Hello, Welcome, Reject, Present, Refused, Start, Absent, Chunk, Part, Credit, Arrive, Stop, Depart, Fail}
+    ),
+    "running": frozenset({Hello, Reject, Chunk, Part, Credit, Arrive, Stop, Depart, Fail, Report, Present, Refused}),
+    "failed": frozenset(),
+}
+"""What may be heard in each state. Bulk may come before the start has: the start takes time down the tree."""
+
+FROM_PARENT = (Welcome, Start, Absent, Reject)
+FROM_CHILD = (Hello, Present, Refused, Report)
+
+
+class Session:
+    """One node's side of the run's control protocol."""
+
+    def __init__(
+        self, uid: int, num_nodes: int, digest: str, run: bytes | None = None, software: str = "",
+        describe: Callable[[int], str] = lambda uid: f"node {uid}",
+    ) -> None:
+        """run: the run's id where it is known beforehand; the root must know it."""
+        if uid == 0 and run is None:
+            raise ValueError("uid 0 must know the run id, got None")
+        self.uid = uid
+        self.num_nodes = num_nodes
+        self.digest = digest
+        self.run = run or NO_RUN
+        self.generation = 0
+        self.tree = Tree.of(uid, num_nodes)
+        self.state = "joining"
+        self.outbox: list[tuple[int, Message]] = []
+        self.present = {uid}
+        self.departed: dict[int, int] = {}
+        self.failed: dict[int, str] = {}
+        self.refusals: dict[int, str] = {}
+        self.stop_asked = False
+        self._software = software[:128]
+        self._describe = describe
+        self._welcomed = uid == 0
+        self._next_hello = 0.0
+        self._waiting_children: set[int] = set()
+        self._present_sent: set[int] = set()
+
+    # -- outgoing ---------------------------------------------------------------------------------------------
+
+    def send(self, to: int, kind: type[Message], *values: object) -> None:
+        self.outbox.append((to, kind(self.run, self.generation, self.uid, *values)))  # type: ignore[arg-type]
+
+    def tick(self, now: float) -> list[Event]:
+        """Called a few times per second while joining; `now` is any monotonic clock."""
+        if self.state == "joining" and not self._welcomed and now >= self._next_hello:
+            self._next_hello = now + HELLO_EVERY_SECONDS
+            self.send(self._parent(), Hello, PROTOCOL_VERSION, self.digest, self.num_nodes, self._software)
+        return self._complete()
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Uids that this node does not know to be present: on the root, exactly those that have not joined."""
+        return tuple(uid for uid in range(self.num_nodes) if uid not in self.present)
+
+    def give_up(self) -> NotAssembled:
+        """The start deadline passed here: who is missing, told to the subtree as well."""
+        self.state = "failed"
+        known = self.tree.parent is None
+        missing = self.absent if known else self._missing_below()
+        refused = "; ".join(self.refusals[uid] for uid in sorted(self.refusals))
+        if known:
+            for child in self.tree.children:
+                self.send(child, Absent, bitmap(missing, self.num_nodes), refused[:8192])
+            return NotAssembled(missing, refused)
+        above = f"the start did not come from {self._describe(self._parent())}"
+        if not self._welcomed:
+            above = f"no answer from {self._describe(self._parent())}"
+        return NotAssembled(missing, "; ".join(filter(None, [above, refused])))
+
+    def ask_stop(self) -> None:
+        if not self.stop_asked:
+            self.stop_asked = True
+            self._flood(Stop)
+
+    def fail(self, uid: int, reason: str) -> None:
+        if uid not in self.failed:
+            self.failed[uid] = reason
+            self._flood(Fail, uid, reason[:512])
+
+    def _flood(self, kind: type[Message], *values: object, but: int | None = None) -> None:
+        for link in self.tree.links:
+            if link != but:
+                self.send(link, kind, *values)
+
+    # -- incoming ---------------------------------------------------------------------------------------------
+
+    def receive(self, message: Message) -> list[Event]:
+        """Events for one decoded message. Raises PeerFault when it may not be said, and then changes nothing."""
+        self._admit(message)
+        handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
+        return [message] if handler is None else handler(message)
+
+    def _admit(self, message: Message) -> None:
+        kind = type(message)
+        if message.source >= self.num_nodes or message.source == self.uid:
+            raise PeerFault("unknown_uid", str(message.source))
+        if kind not in TRANSITIONS[self.state]:
+            raise PeerFault("unexpected_message", f"{kind.__name__} while {self.state}")
+        if kind in FROM_PARENT and message.source != self.tree.parent:
+            raise PeerFault("wrong_sender", f"{kind.__name__} from {message.source}")
+        if kind in FROM_CHILD and message.source not in self.tree.children:
+            raise PeerFault("wrong_sender", f"{kind.__name__} from {message.source}")
+        if kind in (Hello, Reject):
+            return
+        if kind is Welcome and self.run == NO_RUN:
+            return
+        if message.run != self.run or self.run == NO_RUN:
+            raise PeerFault("wrong_run", f"{kind.__name__} of run {message.run.hex()}")
+        if message.generation != self.generation:
+            raise PeerFault("wrong_generation", f"{kind.__name__} of generation {message.generation}")
+
+    def _on_hello(self, hello: Hello) -> list[Event]:
+        reason = self._refusal(hello)
+        if reason is not None:
+            self.send(hello.source, Reject, hello.digest, reason[:512])
+            self._note_refusal(hello.source, reason)
+        elif self._welcomed:
+            self.send(hello.source, Welcome)
+        else:
+            self._waiting_children.add(hello.source)
+        return []
+
+    def _refusal(self, hello: Hello) -> str | None:
+        who = self._describe(hello.source)
+        if hello.version != PROTOCOL_VERSION:
+            return f"{who} speaks protocol {hello.version}, the run speaks {PROTOCOL_VERSION}"
+        if hello.num_nodes != self.num_nodes:
+            return f"{who} has {hello.num_nodes} nodes in its graph, the run has {self.num_nodes}"
+        if hello.digest != self.digest:
+            return f"{who} has another config or graph (digest {hello.digest}, the run has {self.digest})"
+        if hello.run not in (NO_RUN, self.run) and self.run != NO_RUN:
+            return f"{who} belongs to run {hello.run.hex()}, this is run {self.run.hex()}"
+        return None
+
+    def _note_refusal(self, uid: int, reason: str) -> None:
+        if self.refusals.get(uid) == reason or len(self.refusals) >= MAX_REFUSALS:
+            return
+        self.refusals[uid] = reason
+        if self.tree.parent is not None and self._welcomed:
+            self.send(self._parent(), Refused, uid, reason[:512])
+
+    def _on_welcome(self, welcome: Welcome) -> list[Event]:
+        if self._welcomed:
+            return []
+        self.run = welcome.run
+        self._welcomed = True
+        for child in sorted(self._waiting_children):
+            self.send(child, Welcome)
+        for uid, reason in self.refusals.items():
+            self.send(self._parent(), Refused, uid, reason[:512])
+        self._tell_presence()
+        return []
+
+    def _on_reject(self, reject: Reject) -> list[Event]:
+        if self.state != "joining" or self._welcomed or reject.digest != self.digest:
+            return []
+        self.state = "failed"
+        return [Rejected(reject.reason)]
+
+    def _on_present(self, present: Present) -> list[Event]:
+        self.present |= from_bitmap(present.uids, self.num_nodes)
+        for uid in self.present & self.refusals.keys():
+            del self.refusals[uid]
+        self._tell_presence()
+        return self._complete()
+
+    def _tell_presence(self) -> None:
+        if self.tree.parent is not None and self._welcomed and self.present != self._present_sent:
+            self._present_sent = set(self.present)
+            self.send(self._parent(), Present, bitmap(self.present, self.num_nodes))
+
+    def _complete(self) -> list[Event]:
+        if self.state == "joining" and self.tree.parent is None and len(self.present) == self.num_nodes:
+            return self._begin()
+        return []
+
+    def _begin(self) -> list[Event]:
+        self.state = "running"
+        self.present = set(range(self.num_nodes))
+        for child in self.tree.children:
+            self.send(child, Start)
+        return [Joined()]
+
+    def _on_start(self, start: Start) -> list[Event]:  # noqa: ARG002
+        return self._begin()
+
+    def _on_refused(self, refused: Refused) -> list[Event]:
+        if refused.uid >= self.num_nodes:
+            raise PeerFault("unknown_uid", str(refused.uid))
+        self._note_refusal(refused.uid, refused.reason)
+        return []
+
+    def _on_absent(self, absent: Absent) -> list[Event]:
+        missing = tuple(sorted(from_bitmap(absent.uids, self.num_nodes)))
+        self.state = "failed"
+        for child in self.tree.children:
+            self.send(child, Absent, absent.uids, absent.reason)
+        return [NotAssembled(missing, absent.reason)]
+
+    def _on_stop(self, stop: Stop) -> list[Event]:
+        if self.stop_asked:
+            return []
+        self.stop_asked = True
+        self._flood(Stop, but=stop.source)
+        return [StopAsked()]
+
+    def _on_depart(self, depart: Depart) -> list[Event]:
+        self.departed[depart.source] = depart.rounds
+        return [PeerDeparted(depart.source, depart.rounds)]
+
+    def _on_fail(self, fail: Fail) -> list[Event]:
+        if fail.uid >= self.num_nodes:
+            raise PeerFault("unknown_uid", str(fail.uid))
+        if fail.uid in self.failed:
+            return []
+        self.failed[fail.uid] = fail.reason
+        self._flood(Fail, fail.uid, fail.reason, but=fail.source)
+        return [PeerFailed(fail.uid, fail.reason)]
+
+    def _on_report(self, report: Report) -> list[Event]:
+        if report.uid >= self.num_nodes:
+            raise PeerFault("unknown_uid", str(report.uid))
+        if self.tree.parent is not None:
+            self.send(self._parent(), Report, report.uid, report.figures)
+            return []
+        return [report]
+
+    def _parent(self) -> int:
+        assert self.tree.parent is not None
+        return self.tree.parent
+
+    def _missing_below(self) -> tuple[int, ...]:
+        return tuple(uid for uid in self.subtree() if uid not in self.present)
+
+    def subtree(self) -> Iterable[int]:
+        """The uids below and including this node, ascending."""
+        level = [self.uid]
+        found: list[int] = []
+        while level:
+            found += level
+            level = [child for uid in level for child in Tree.of(uid, self.num_nodes).children]
+        return sorted(found)
