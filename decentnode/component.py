@@ -7,21 +7,42 @@ carries its `Config`: a frozen pydantic model with a docstring under every field
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pydantic
+from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from decentnode.errors import UsageError
 
 
-class Config(pydantic.BaseModel):
-    """Base of every component's Config: frozen, and unknown keys are errors."""
+class Settings(pydantic.BaseModel):
+    """A frozen group of typed keys: unknown keys, booleans for numbers, NaN and infinity are errors."""
 
     model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=False
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=False,
+        allow_inf_nan=False,
+        defer_build=True,
     )
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """pydantic takes true for 1; in a YAML file it is a slip of the pen."""
+        if _holds_boolean(value) and not _allows_boolean(cls, str(info.field_name)):
+            raise PydanticCustomError("boolean", "must not be true or false")
+        return value
+
+
+class Config(Settings):
+    """Base of every component's Config."""
 
     name: str = ""
     """Name of the component in its room's table, or "package.module:Class"."""
@@ -33,10 +54,29 @@ class Component:
     Config: ClassVar[type[Config]] = Config
 
 
-def nearest(word: str, known: Mapping[str, Any] | list[str] | tuple[str, ...]) -> str | None:
+def _holds_boolean(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, list) and any(_holds_boolean(v) for v in value))
+
+
+@functools.cache
+def _allows_boolean(model: type[pydantic.BaseModel], name: str) -> bool:
+    """Whether a field should see booleans: everything that is not made of numbers alone."""
+    leaves = set(_leaves(model.model_fields[name].annotation))
+    return not leaves & {int, float} or bool in leaves
+
+
+def _leaves(annotation: Any) -> Iterable[Any]:
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return [type(a) for a in arguments]
+    return [leaf for a in arguments for leaf in _leaves(a)] if arguments else [annotation]
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
     """The entry of `known` that `word` was probably meant to be, or None."""
-    found = difflib.get_close_matches(word, list(known), 1)
-    return found[0] if found else None
+    by_lower = {entry.lower(): entry for entry in known}
+    found = difflib.get_close_matches(word.lower(), list(by_lower), 1)
+    return by_lower[found[0]] if found else None
 
 
 def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
@@ -54,37 +94,112 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
             + (f"; did you mean {hint!r}?" if hint else "")
         )
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UsageError(f"{kind} {name!r}: no module named {error.name!r}") from error
-    except AttributeError as error:
-        raise UsageError(f"{kind} {name!r}: module {module_name!r} has no class {class_name!r}") from error
+    except Exception as error:  # an outsider's module may raise anything, and odd names raise ValueError, TypeError
+        raise UsageError(f"{kind} {name!r}: importing {module_name!r} raised {error!r}") from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        hint = nearest(class_name, [n for n, v in vars(module).items() if isinstance(v, type)])
+        raise UsageError(
+            f"{kind} {name!r}: module {module_name!r} has no class {class_name!r}"
+            + (f"; did you mean {hint!r}?" if hint else "")
+        )
     if not isinstance(found, type):
         raise UsageError(f"{kind} {name!r} must name a class, got {type(found).__name__}")
     return found
 
 
-def section(table: Mapping[str, str], kind: str, default: str | None = None) -> pydantic.BeforeValidator:
+@dataclass(frozen=True)
+class Section:
+    """The annotation that `section` makes; see there."""
+
+    table: Mapping[str, str]
+    kind: str
+    default: str | None = None
+    implied: Mapping[str, str] = field(default_factory=dict)
+
+    def name_of(self, value: Any) -> Any:
+        """The component's name that a raw value writes or implies; None when there is none."""
+        if isinstance(value, dict):
+            return value.get("name", next((n for key, n in self.implied.items() if key in value), self.default))
+        return value
+
+    def config_of(self, name: str) -> type[Config]:
+        """The Config of a component. Raises UsageError."""
+        found = getattr(load_class(name, self.table, self.kind), "Config", None)
+        if not (isinstance(found, type) and issubclass(found, Config)):
+            raise UsageError(f"{self.kind} {name!r} must name a class whose Config is a component.Config")
+        return found
+
+    def validate(self, value: Any) -> Config:
+        """The typed Config of a raw section: a dict, or a bare name."""
+        if isinstance(value, Config):
+            return value
+        name = self.name_of(value)
+        known = ", ".join(self.table)
+        if not isinstance(value, str | dict):
+            example = f"{{name: {next(iter(self.table), '...')}}}"
+            raise PydanticCustomError("section", "must be a section such as {example}", {"example": example})
+        if name is None:
+            raise PydanticCustomError("section_name", "needs a name: one of {known}", {"known": known})
+        if not isinstance(name, str):
+            raise self._at_name(name, "component_name", "must be one of {known}", {"known": known})
+        try:
+            chosen = self.config_of(name)
+        except UsageError as error:
+            if name not in self.table and ":" not in name:
+                raise self._at_name(name, "component_name", "must be one of {known}", {"known": known}) from error
+            raise self._at_name(name, "component", "{text}", {"text": str(error)}) from error
+        return chosen.model_validate({**(value if isinstance(value, dict) else {}), "name": name})
+
+    def _at_name(self, name: Any, kind: str, text: str, context: dict[str, Any]) -> pydantic.ValidationError:
+        error = InitErrorDetails(type=PydanticCustomError(kind, text, context), loc=("name",), input=name)
+        return pydantic.ValidationError.from_exception_data(self.kind, [error])
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: pydantic.GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        dump = core_schema.plain_serializer_function_ser_schema(
+            lambda value, info: value.model_dump(mode=info.mode), info_arg=True
+        )
+        return core_schema.no_info_plain_validator_function(self.validate, serialization=dump)
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """One alternative per component of the table, told apart by the constant `name`."""
+        alternatives: list[dict[str, Any]] = [
+            {"enum": list(self.table), "description": f"A bare name: {self.kind} with the component's defaults."}
+        ]
+        for name in self.table:
+            chosen = self.config_of(name)
+            chosen.model_rebuild()
+            component = dict(handler.resolve_ref_schema(handler(chosen.__pydantic_core_schema__)))
+            keys = {key: dict(value) for key, value in component.get("properties", {}).items()}
+            keys["name"] = {"const": name, "description": _summary(load_class(name, self.table, self.kind))}
+            implied = name == self.default or name in self.implied.values()
+            required = [key for key in component.get("required", []) if key != "name"]
+            component |= {"properties": keys, "required": required if implied else ["name", *required], "title": name}
+            component.pop("description", None)
+            alternatives.append(component)
+        pattern = {"type": "string", "pattern": r"^[\w.]+:\w+$", "description": "package.module:Class"}
+        alternatives.append({"type": "object", "properties": {"name": pattern}, "required": ["name"]})
+        return {"anyOf": alternatives}
+
+
+def _summary(owner: type[Any]) -> str:
+    return " ".join((owner.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def section(
+    table: Mapping[str, str], kind: str, default: str | None = None, implied: Mapping[str, str] | None = None
+) -> Section:
     """Annotation of a Config field that holds one component's section: `Annotated[Config, section(TABLE, "graph")]`.
 
     The field's value becomes the Config of the class that `name` (or `default` when there is none) names. A bare
-    string stands for `{name: string}`. Use `pydantic.SerializeAsAny[Config]` so that dumps keep all keys.
+    string stands for `{name: string}`. implied: key -> name for sections that are known by one of their keys, such
+    as `{file: ...}`. Dumps and the JSON Schema hold every key of the chosen Config.
     """
-
-    def validate(value: Any) -> Any:
-        if isinstance(value, Config):
-            return value
-        if isinstance(value, str):
-            value = {"name": value}
-        if not isinstance(value, dict):
-            raise ValueError(f"{kind} must be a section such as {{name: {next(iter(table))}}}, got {value!r}")
-        name = value.get("name", default)
-        if not isinstance(name, str):
-            raise ValueError(f"{kind}.name must be one of {', '.join(table)}, got {name!r}")
-        try:
-            chosen = load_class(name, table, kind)
-        except UsageError as error:
-            raise ValueError(str(error)) from error
-        return chosen.Config.model_validate({**value, "name": name})
-
-    return pydantic.BeforeValidator(validate)
+    return Section(table, kind, default, implied or {})
