@@ -1,1 +1,36 @@
-""""""
+"""Where samples come from and who gets which: readers (`DATASETS`) and partitions (`PARTITIONS`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from decentnode import rng
+from decentnode.component import load_class
+from decentnode.data.base import Dataset, DatasetConfig
+from decentnode.data.partition import PARTITIONS
+
+__all__ = ["DATASETS", "PARTITIONS", "shares"]
+
+DATASETS: dict[str, str] = {
+    "digits": "decentnode.data.digits:Digits",
+    "cifar10": "decentnode.data.cifar10:Cifar10",
+    "mnist": "decentnode.data.idx:Idx",
+    "idx": "decentnode.data.idx:Idx",
+    "npz": "decentnode.data.npz:Npz",
+    "synthetic": "decentnode.data.synthetic:Synthetic",
+}
+
+
+def shares(
+    config: DatasetConfig, num_nodes: int, seed: int, base_dir: Path
+) -> tuple[Dataset, list[np.ndarray]]:
+    """The opened dataset and, per node, the sorted indices of its training samples; every node computes the same.
+
+    Raises DataError when a file is missing or corrupt, or a node would get no sample.
+    """
+    dataset = load_class(config.name, DATASETS, "data")(config, base_dir)
+    partition = load_class(config.partition.name, PARTITIONS, "partition")(config.partition)
+    generator = rng.stream(seed, rng.GLOBAL, "partition")
+    return dataset, list(partition.split(dataset.train_targets(), num_nodes, generator, dataset.train_keys()))

@@ -6,24 +6,44 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, SerializeAsAny
 
-from decentnode.component import Component, Config
+from decentnode.component import Component, Config, section
+from decentnode.data.partition import PARTITIONS
+from decentnode.errors import DataError
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Model-ready arrays of equal length."""
+    """Arrays of equal length; the model gets `inputs * scale + offset` as float32.
 
-    inputs: np.ndarray  # [N, *input_shape] float32, normalized by the reader; uint8 is allowed with `scale`
+    8-bit images stay uint8 (a quarter of the memory; a share is converted batch by batch), and may be views of a
+    memory-mapped file, which all nodes of a machine then share.
+    """
+
+    inputs: np.ndarray  # [N, *input_shape] uint8 or float32
     targets: np.ndarray  # [N] int64
+    scale: float = 1.0
+    offset: float = 0.0
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def take(self, indices: np.ndarray) -> Samples:
-        return Samples(self.inputs[indices], self.targets[indices])
+        """A copy of the samples at `indices` [M], in that order."""
+        return Samples(self.inputs[indices], self.targets[indices], self.scale, self.offset)
+
+
+class DatasetConfig(Config):
+    """Base of every dataset's Config."""
+
+    partition: Annotated[SerializeAsAny[Config], section(PARTITIONS, "partition", "iid")] = Field(
+        default={"name": "iid"}, validate_default=True
+    )
+    """How the training samples are dealt to the nodes."""
 
 
 class Dataset(Component, abc.ABC):
@@ -67,4 +87,26 @@ class Partition(Component, abc.ABC):
         generator: np.random.Generator,
         keys: np.ndarray | None = None,  # [N] int64
     ) -> Sequence[np.ndarray]:
-        """num_nodes disjoint index arrays, each sorted. Raises DataError when a node would get nothing."""
+        """num_nodes disjoint index arrays, each sorted int64. Raises DataError when a node would get nothing."""
+
+
+def checked_targets(labels: np.ndarray, num_classes: int | None, where: str) -> tuple[np.ndarray, int]:
+    """Labels as [N] int64 and the number of classes (the highest label + 1 when None). Raises DataError."""
+    if labels.ndim != 1 or len(labels) == 0 or labels.dtype.kind not in "iub":
+        raise DataError(f"{where}: labels must be a non-empty list of integers, got {labels.dtype} {labels.shape}")
+    targets = labels.astype(np.int64)
+    if num_classes is None:
+        num_classes = int(targets.max()) + 1
+    wrong = np.flatnonzero((targets < 0) | (targets >= num_classes))
+    if len(wrong):
+        raise DataError(
+            f"{where}: labels must lie in 0..{num_classes - 1}, got {targets[wrong[0]]} at sample {wrong[0]}"
+        )
+    return targets, num_classes
+
+
+def existing(path: Path, expected: str) -> Path:
+    """`path` when it is a file. Raises DataError saying what was expected there."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected {expected}")
+    return path

@@ -1,0 +1,25 @@
+"""Multinomial logistic regression."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from torch import nn
+
+from decentnode.component import Config
+from decentnode.models.base import Model
+
+
+class LogisticConfig(Config):
+    name: str = "logistic"
+
+
+class Logistic(Model):
+    Config: ClassVar[type[Config]] = LogisticConfig
+
+    def __init__(self, config: LogisticConfig) -> None:
+        self.config = config
+
+    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
