@@ -24,7 +24,7 @@ def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pydantic import Field
@@ -95,7 +95,7 @@ class Pending(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
-        """(mean, number of contributors). Raises PeerLost naming who was waited for."""
+        """(mean, number of contributors). Raises PeerLost naming who was waited for, Interrupted on a stop."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,12 @@ class Communication(Component, abc.ABC):
         """Send and return at once. Payload tensors may be changed as soon as this returns."""
 
     @abc.abstractmethod
-    def mean(self, key: str, tensor: Tensor) -> Pending:
-        """Start the mean of a tensor over all nodes: equal `key`, shape and dtype everywhere; not blocking."""
+    def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
+        """Start the mean of a tensor over all nodes: equal `key`, shape and dtype everywhere; not blocking.
+
+        closing: part of the end of the run. Other means are given up (`wait` raises Interrupted) once a stop is
+        announced, because nodes then close after different rounds.
+        """
 
     @abc.abstractmethod
     def barrier(self, name: str, timeout_seconds: float) -> None:
@@ -160,8 +164,8 @@ class Communication(Component, abc.ABC):
         """Whether some node announced a stop."""
 
     @abc.abstractmethod
-    def depart(self, round: int) -> None:
-        """Tell the neighbors that `round` was this node's last."""
+    def depart(self, rounds: int, neighbors: Collection[int]) -> None:
+        """Tell `neighbors` that this node sent payloads of rounds below `rounds` and sends none after."""
 
     @abc.abstractmethod
     def fail(self, uid: int, reason: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication
-from decentnode.errors import Diverged, PeerLost
+from decentnode.errors import Diverged, Interrupted, PeerLost
 from decentnode.graph.base import Graph, RoundView, view
 from decentnode.node.config import NodeConfig
 from decentnode.node.schedule import SCHEDULES, Mixed
@@ -29,7 +29,7 @@ class Node:
 
     def __init__(
         self, uid: int, config: NodeConfig, graph: Graph, training: Training, sharing: Sharing,
-        communication: Communication, *, seed: int, record: Record = lambda record: None,
+        communication: Communication, *, seed: int, record: Record = lambda _: None,
     ) -> None:
         """record: called once per round and per evaluation with plain numbers, on the training thread."""
         self.uid = uid
@@ -78,9 +78,14 @@ class Node:
             self.round += 1
             every = self.config.evaluate_every
             if every and self.round % every == 0 and not self._stopping():
-                yield from self.evaluate()
+                try:
+                    yield from self.evaluate()
+                except Interrupted:
+                    logger.info("evaluation after round %d given up: the run is stopping", self.round)
         if self._stopping():
-            self.communication.depart(self.round)
+            ahead = range(self.round, self.round + min(self.graph.period or 16, 16))
+            later = {uid for round in ahead for uid in self.graph.neighbors(self.uid, round)}
+            self.communication.depart(self.round, later)
         if self._evaluated != self.round:
             yield from self.evaluate(closing=True)
         self.communication.report(self.figures())
@@ -157,7 +162,7 @@ class Node:
         if not self._shares_buffers():
             return None
         payload = Payload({"x": self.training.model.buffers})
-        outgoing = {uid: payload for uid in now.neighbors}
+        outgoing = dict.fromkeys(now.neighbors, payload)
         return self.communication.exchange(now.round, outgoing, now.sources, phase=self.sharing.phases)
 
     def _mix_buffers(self, now: RoundView) -> None:
@@ -183,7 +188,7 @@ class Node:
         local = self.training.evaluate("test")
         model = self.training.model
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
-        pending = self.communication.mean(f"{key}/model", own)
+        pending = self.communication.mean(f"{key}/model", own, closing)
         yield
         self.merged, contributors = pending.wait(timeout)
         merged = self._evaluate_merged(self.merged)
@@ -191,7 +196,7 @@ class Node:
         sums = torch.tensor(
             [float((own_x - mean_x).square().sum()), merged.loss * merged.samples,
              merged.accuracy * merged.samples, merged.samples, local.accuracy, local.loss], dtype=torch.float64)
-        pending = self.communication.mean(f"{key}/figures", sums)
+        pending = self.communication.mean(f"{key}/figures", sums, closing)
         yield
         mean, _ = pending.wait(timeout)
         self._evaluated = self.round

@@ -29,7 +29,7 @@ class Full(Sharing):
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         payload = Payload({"x": model})
-        return {neighbor: payload for neighbor in view.neighbors}
+        return dict.fromkeys(view.neighbors, payload)
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         model.mul_(view.weights[view.uid])

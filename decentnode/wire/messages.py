@@ -36,7 +36,7 @@ def blob(limit: int, exact: bool = False) -> Any:
     return field(metadata={"blob": limit, "exact": exact})
 
 
-def scalars() -> Any:
+def named_scalars() -> Any:
     """Up to MAX_SCALARS named numbers or short texts."""
     return field(metadata={"scalars": True})
 
@@ -127,7 +127,7 @@ class Chunk(Message):
     """Elements of the whole tensor: checked against the schema, never used to allocate."""
     checksum: int = number(1 << 64)
     """0: none was computed."""
-    scalars: Scalars = scalars()
+    scalars: Scalars = named_scalars()
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Report(Message):
 
     TYPE: ClassVar[int] = 15
     uid: int = number(MAX_NODES)
-    figures: Scalars = scalars()
+    figures: Scalars = named_scalars()
 
 
 MESSAGES: dict[int, type[Message]] = {

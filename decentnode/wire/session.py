@@ -12,8 +12,24 @@ from dataclasses import dataclass
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
 from decentnode.wire.messages import (
-    NO_RUN, PROTOCOL_VERSION, Absent, Arrive, Chunk, Credit, Depart, Fail, Hello, Message, Part, Present, Refused,
-    Reject, Report, Start, Stop, Welcome,
+    NO_RUN,
+    PROTOCOL_VERSION,
+    Absent,
+    Arrive,
+    Chunk,
+    Credit,
+    Depart,
+    Fail,
+    Hello,
+    Message,
+    Part,
+    Present,
+    Refused,
+    Reject,
+    Report,
+    Start,
+    Stop,
+    Welcome,
 )
 
 FAN_OUT = 8
@@ -121,7 +137,7 @@ class Session:
     # -- outgoing ---------------------------------------------------------------------------------------------
 
     def send(self, to: int, kind: type[Message], *values: object) -> None:
-        self.outbox.append((to, kind(self.run, self.generation, self.uid, *values)))  # type: ignore[arg-type]
+        self.outbox.append((to, kind(self.run, self.generation, self.uid, *values)))
 
     def tick(self, now: float) -> list[Event]:
         """Called a few times per second while joining; `now` is any monotonic clock."""
@@ -305,7 +321,6 @@ class Session:
             raise PeerFault("unknown_uid", str(report.uid))
         if self.tree.parent is not None:
             self.send(self._parent(), Report, report.uid, report.figures)
-            return []
         return [report]
 
     def _parent(self) -> int:

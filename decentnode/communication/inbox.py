@@ -1,0 +1,287 @@
+"""Arrived chunks of round payloads: filled by the I/O thread, emptied by the training thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Arrival, Counters, Exchange, Schema
+from decentnode.communication.plan import MESSAGE_COST, TensorPlan, from_buffer, plans
+from decentnode.errors import PeerFault
+from decentnode.sharing.base import Payload
+from decentnode.wire.messages import Chunk, Scalars
+
+Key = tuple[int, int]  # round, phase
+
+STOPPING_TIMEOUT_SECONDS = 10.0
+"""Once a stop is announced, a silent neighbor is waited for no longer than this."""
+
+
+@dataclass
+class Status:
+    """What the I/O thread knows of the run, read by the training thread under `changed`."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    stopping: bool = False
+    departed: dict[int, int] = field(default_factory=dict)
+    """Rounds that a departed uid took part in."""
+    failure: Exception | None = None
+    """What every wait raises from now on."""
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+class _Incoming:
+    """One source's payload of one round as far as it has come."""
+
+    def __init__(self, tensors: tuple[TensorPlan, ...]) -> None:
+        self.buffers: list[dict[int, memoryview]] = [{} for _ in tensors]
+        self.totals: list[int | None] = [plan.spec.max_elements if plan.spec.exact else None for plan in tensors]
+        self.scalars: Scalars = {}
+        self.assembled: list[Tensor] | None = None
+        self.copied: list[set[int]] = [set() for _ in tensors]
+        self._plans = tensors
+
+    def has(self, tensor: int, chunk: int) -> bool:
+        return chunk in self.buffers[tensor] or chunk in self.copied[tensor]
+
+    @property
+    def complete(self) -> bool:
+        for plan, total, buffers, copied in zip(self._plans, self.totals, self.buffers, self.copied, strict=True):
+            if total is None or len(buffers) + len(copied) < plan.count(total):
+                return False
+        return True
+
+    def assemble(self) -> int:
+        """Copy what has come into tensors of its own; the bytes that this frees."""
+        if self.assembled is None:
+            if any(total is None for total in self.totals):
+                return 0
+            self.assembled = [
+                torch.empty(total, dtype=plan.spec.dtype)
+                for plan, total in zip(self._plans, self.totals, strict=True) if total is not None
+            ]
+        freed = 0
+        for plan, tensor, buffers, copied in zip(self._plans, self.assembled, self.buffers, self.copied, strict=True):
+            for chunk, buffer in buffers.items():
+                start, stop = plan.bounds(chunk, tensor.numel())
+                tensor[start:stop] = from_buffer(buffer, plan.spec.dtype)
+                freed += buffer.nbytes + MESSAGE_COST
+                copied.add(chunk)
+            buffers.clear()
+        return freed
+
+    def payload(self) -> Payload:
+        assert self.assembled is not None
+        tensors = {plan.name: tensor for plan, tensor in zip(self._plans, self.assembled, strict=True)}
+        numbers = {name: value for name, value in self.scalars.items() if not isinstance(value, str)}
+        return Payload(tensors, numbers)
+
+    def waiting_bytes(self) -> int:
+        return sum(buffer.nbytes + MESSAGE_COST for buffers in self.buffers for buffer in buffers.values())
+
+
+class Inbox:
+    """Chunks by (round, phase) and source. `consumed(uid, bytes)` tells the transport what it may ask more of."""
+
+    def __init__(
+        self, schemas: tuple[Schema, ...], chunk_bytes: int, status: Status, counters: Counters,
+        consumed: Callable[[int, int], None],
+    ) -> None:
+        self.schemas = schemas
+        self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
+        self.status = status
+        self.counters = counters
+        self._consumed = consumed
+        self._incoming: dict[Key, dict[int, _Incoming]] = {}
+        self._floor = 0
+        self._finished: set[Key] = set()
+        self._wanted: set[tuple[Key, int, int]] = set()
+        """(key, source, chunk) that the training thread waits for; chunk -1 stands for a whole payload."""
+
+    # -- I/O thread -------------------------------------------------------------------------------------------
+
+    def put(self, message: Chunk, buffer: memoryview) -> None:
+        """Take one chunk; the buffer is kept. Raises PeerFault when it does not fit the schema or the moment."""
+        plan = self._plan(message, buffer)
+        key = (message.round, message.phase)
+        with self.status.changed:
+            if message.round < self._floor or key in self._finished:
+                raise PeerFault("stale_round", f"round {message.round} from {message.source}")
+            tensors = self.plans[message.phase]
+            incoming = self._incoming.setdefault(key, {}).setdefault(message.source, _Incoming(tensors))
+            if incoming.has(message.tensor, message.chunk):
+                raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
+            known = incoming.totals[message.tensor]
+            if known is not None and known != message.total:
+                raise PeerFault("wrong_shape", f"{plan.name} of {message.total} elements after {known}")
+            incoming.totals[message.tensor] = message.total
+            incoming.buffers[message.tensor][message.chunk] = buffer
+            if message.scalars:
+                incoming.scalars = message.scalars
+            if not self.schemas[message.phase].elementwise:
+                self._absorb(key, message.source, incoming)
+            self._wake(key, message, incoming)
+
+    def _plan(self, message: Chunk, buffer: memoryview) -> TensorPlan:
+        if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):
+            raise PeerFault("wrong_shape", f"tensor {message.tensor} of phase {message.phase}")
+        plan = self.plans[message.phase][message.tensor]
+        if not plan.accepts(message.total) or message.chunk >= plan.count(message.total):
+            raise PeerFault("wrong_shape", f"{plan.name}: chunk {message.chunk} of {message.total} elements")
+        start, stop = plan.bounds(message.chunk, message.total)
+        if buffer.nbytes != (stop - start) * plan.spec.dtype.itemsize:
+            raise PeerFault("wrong_size", f"{plan.name}: {buffer.nbytes} bytes for {stop - start} elements")
+        return plan
+
+    def _absorb(self, key: Key, source: int, incoming: _Incoming) -> None:
+        """Whole payloads are put together as they come, for this round and the next; later rounds wait."""
+        if key[0] <= self._floor + 1:
+            freed = incoming.assemble()
+            if freed:
+                self._consumed(source, freed)
+
+    def _wake(self, key: Key, message: Chunk, incoming: _Incoming) -> None:
+        if not self._wanted:
+            return
+        self._wanted.discard((key, message.source, message.chunk))
+        if (key, message.source, -1) in self._wanted and incoming.complete:
+            self._wanted.discard((key, message.source, -1))
+        if not self._wanted:
+            self.status.changed.notify_all()
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def advance(self, round: int) -> None:
+        """Rounds below `round` are over: what still comes of them is stale."""
+        with self.status.changed:
+            self._floor = max(self._floor, round)
+            self._finished = {key for key in self._finished if key[0] >= self._floor}
+            for key in [key for key in self._incoming if key[0] < self._floor]:
+                self._drop(key)
+            for key, sources in self._incoming.items():
+                if not self.schemas[key[1]].elementwise:
+                    for source, incoming in sources.items():
+                        self._absorb(key, source, incoming)
+
+    def finish(self, key: Key) -> None:
+        with self.status.changed:
+            self._finished.add(key)
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        for source, incoming in self._incoming.pop(key, {}).items():
+            waiting = incoming.waiting_bytes()
+            if waiting:
+                self._consumed(source, waiting)
+
+    def wait(
+        self, key: Key, chunk: int, sources: list[int], timeout_seconds: float
+    ) -> dict[int, _Incoming]:
+        """Blocking: those of `sources` that delivered `chunk` (-1: everything).
+
+        Fewer when the others departed or nothing came for `timeout_seconds`.
+        """
+        with self.status.changed:
+            waiting = self._outstanding(key, chunk, sources)
+            began = last = time.monotonic()
+            while waiting:
+                self.status.raise_if_failed()
+                waiting = [s for s in waiting if self.status.departed.get(s, key[0] + 1) > key[0]]
+                limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self.status.stopping else timeout_seconds
+                remaining = last + limit - time.monotonic()
+                if not waiting or remaining <= 0:
+                    break
+                self._wanted = {(key, source, chunk) for source in waiting}
+                self.status.changed.wait(min(remaining, 1.0))
+                still = self._outstanding(key, chunk, waiting)
+                if len(still) < len(waiting):
+                    last = time.monotonic()
+                if not still:
+                    self.counters.edge(waiting[-1]).wait_seconds += last - began
+                waiting = still
+            self._wanted = set()
+            for source in waiting:
+                self.counters.edge(source).wait_seconds += time.monotonic() - began
+            arrived = self._incoming.get(key, {})
+            return {s: arrived[s] for s in sources if s not in waiting and self._delivered(arrived.get(s), chunk)}
+
+    def _outstanding(self, key: Key, chunk: int, sources: list[int]) -> list[int]:
+        arrived = self._incoming.get(key, {})
+        return [source for source in sources if not self._delivered(arrived.get(source), chunk)]
+
+    @staticmethod
+    def _delivered(incoming: _Incoming | None, chunk: int) -> bool:
+        if incoming is None:
+            return False
+        return incoming.complete if chunk < 0 else incoming.has(0, chunk)
+
+    def release(self, chunk: int, sources: dict[int, _Incoming]) -> None:
+        """Give back the buffers of a mixed chunk."""
+        with self.status.changed:
+            for source, incoming in sources.items():
+                buffer = incoming.buffers[0].pop(chunk)
+                incoming.copied[0].add(chunk)
+                self._consumed(source, buffer.nbytes + MESSAGE_COST)
+
+
+class InboxExchange(Exchange):
+    """One round's exchange over an inbox."""
+
+    def __init__(self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int]):
+        self._inbox = inbox
+        self._key = (round, phase)
+        self._expected = expected
+        self._neighbors = neighbors
+        self._missing: frozenset[int] = frozenset()
+
+    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
+        self._inbox.status.raise_if_failed()
+        schema = self._inbox.schemas[self._key[1]]
+        yield from self._chunks(schema, timeout_seconds) if schema.elementwise else self._whole(schema, timeout_seconds)
+        self._inbox.finish(self._key)
+
+    def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
+        inbox, plan = self._inbox, self._inbox.plans[self._key[1]][0]
+        alive = list(self._expected)
+        for chunk in range(plan.count(schema.elements)):
+            arrived = inbox.wait(self._key, chunk, alive, timeout_seconds)
+            if len(arrived) < len(alive):
+                self._missing |= set(alive) - arrived.keys()
+                alive = [source for source in alive if source in arrived]
+            start, stop = plan.bounds(chunk, schema.elements)
+            received = {
+                source: Payload({plan.name: from_buffer(incoming.buffers[0][chunk], plan.spec.dtype)})
+                for source, incoming in arrived.items()
+            }
+            yield Arrival(start, stop, received, self._missing)
+            inbox.release(chunk, arrived)
+
+    def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
+        arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
+        self._missing = frozenset(self._expected) - arrived.keys()
+        received = {source: incoming.payload() for source, incoming in arrived.items()}
+        yield Arrival(0, schema.elements, received, self._missing)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return self._missing
+
+    @property
+    def undelivered(self) -> frozenset[int]:
+        gone = self._inbox.status.departed
+        return frozenset(uid for uid in self._neighbors if gone.get(uid, self._key[0] + 1) <= self._key[0])
+
+    @property
+    def departed(self) -> frozenset[int]:
+        status = self._inbox.status
+        if status.stopping:
+            return self._missing
+        return frozenset(uid for uid in self._missing if status.departed.get(uid, self._key[0] + 1) <= self._key[0])

@@ -1,0 +1,189 @@
+"""The in-process twin: all nodes of a run in one process and thread, stepped in turn. Nothing here waits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from decentnode.communication.base import (
+    Arrival,
+    Communication,
+    CommunicationConfig,
+    Counters,
+    Exchange,
+    Pending,
+    Schema,
+)
+from decentnode.communication.plan import plans
+from decentnode.component import Config
+from decentnode.errors import Interrupted, PeerLost
+from decentnode.sharing.base import Payload
+from decentnode.wire.session import Tree
+
+Key = tuple[int, int, int, int]  # round, phase, source, destination
+
+
+class Hub:
+    """What the nodes of one process have in common."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self.payloads: dict[Key, Payload] = {}
+        self.means: dict[str, dict[int, Tensor]] = {}
+        self.taken: dict[str, int] = {}
+        self.reports: dict[int, dict[str, float | int | str]] = {}
+        self.stopping = False
+        self.departed: dict[int, int] = {}
+        self.failed: dict[int, str] = {}
+
+    def tree_mean(self, key: str) -> tuple[Tensor, int]:
+        """The mean, added up along the control tree exactly as the networked transports do."""
+        tensors = self.means[key]
+
+        def total(uid: int) -> tuple[Tensor, int]:
+            sum_, count = tensors[uid].clone(), 1
+            for child in Tree.of(uid, self.num_nodes).children:
+                below, contributors = total(child)
+                sum_.add_(below)
+                count += contributors
+            return sum_, count
+
+        sum_, count = total(0)
+        return sum_.div_(count), count
+
+
+class InprocExchange(Exchange):
+    def __init__(self, owner: Inproc, round: int, phase: int, expected: tuple[int, ...]) -> None:
+        self._owner, self._round, self._phase, self._expected = owner, round, phase, expected
+        self._missing: frozenset[int] = frozenset()
+
+    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:  # noqa: ARG002
+        owner = self._owner
+        owner.raise_if_failed()
+        received: dict[int, Payload] = {}
+        for source in self._expected:
+            payload = owner.hub.payloads.pop((self._round, self._phase, source, owner.uid), None)
+            if payload is not None:
+                received[source] = payload
+                owner.count(owner.counters.edge(source), payload, self._phase, sent=False)
+        self._missing = frozenset(self._expected) - received.keys()
+        yield Arrival(0, owner.schemas[self._phase].elements, received, self._missing)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return self._missing
+
+    @property
+    def undelivered(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def departed(self) -> frozenset[int]:
+        gone = self._owner.hub.departed
+        return frozenset(uid for uid in self._missing if gone.get(uid, self._round + 1) <= self._round)
+
+
+class InprocPending(Pending):
+    def __init__(self, owner: Inproc, key: str, closing: bool) -> None:
+        self._owner, self._key, self._closing = owner, key, closing
+
+    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:  # noqa: ARG002
+        hub = self._owner.hub
+        self._owner.raise_if_failed()
+        if hub.stopping and not self._closing:
+            raise Interrupted(f"{self._key} given up: the run is stopping")
+        missing = sorted(set(range(hub.num_nodes)) - hub.means[self._key].keys())
+        if missing:
+            raise PeerLost(f"node {self._owner.uid}: nothing from node {missing} for {self._key!r}", missing)
+        mean, count = hub.tree_mean(self._key)
+        hub.taken[self._key] = hub.taken.get(self._key, 0) + 1
+        if hub.taken[self._key] == hub.num_nodes:
+            del hub.means[self._key], hub.taken[self._key]
+        return mean, count
+
+
+class Inproc(Communication):
+    """Hands payloads over as copies. Means and barriers need every node to have been stepped up to them."""
+
+    Config: ClassVar[type[Config]] = CommunicationConfig
+
+    def __init__(self, config: CommunicationConfig, *, uid: int, hub: Hub, schemas: tuple[Schema, ...]) -> None:
+        self.config, self.uid, self.hub, self.schemas = config, uid, hub, schemas
+        self.counters = Counters()
+
+    def start(self, timeout_seconds: float) -> None:
+        pass
+
+    def exchange(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+    ) -> Exchange:
+        self.raise_if_failed()
+        copies: dict[int, Payload] = {}
+        for uid, payload in outgoing.items():
+            self._check(payload, phase)
+            copy = copies.get(id(payload))
+            if copy is None:
+                tensors = {name: tensor.detach().clone() for name, tensor in payload.tensors.items()}
+                copy = copies[id(payload)] = Payload(tensors, dict(payload.scalars), payload.metadata)
+            self.hub.payloads[round, phase, self.uid, uid] = copy
+            self.count(self.counters.edge(uid), copy, phase, sent=True)
+        return InprocExchange(self, round, phase, expected)
+
+    def _check(self, payload: Payload, phase: int) -> None:
+        schema = self.schemas[phase]
+        if payload.tensors.keys() != schema.tensors.keys():
+            raise ValueError(f"payload must have tensors {list(schema.tensors)}, got {list(payload.tensors)}")
+        for plan in plans(schema, 1):
+            tensor = payload.tensors[plan.name]
+            if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
+                raise ValueError(
+                    f"payload {plan.name!r} must be [{plan.spec.max_elements}] {plan.spec.dtype}, "
+                    f"got {list(tensor.shape)} {tensor.dtype}"
+                )
+
+    def count(self, edge: object, payload: Payload, phase: int, sent: bool) -> None:  # noqa: ARG002
+        """Bytes as data and metadata; nothing travels, so there are no headers."""
+        direction = "sent" if sent else "received"
+        for name, tensor in payload.tensors.items():
+            kind = "metadata" if name in payload.metadata else "data"
+            field = f"{kind}_bytes_{direction}"
+            setattr(edge, field, getattr(edge, field) + tensor.numel() * tensor.element_size())
+
+    def raise_if_failed(self) -> None:
+        for uid, reason in self.hub.failed.items():
+            raise PeerLost(f"node {uid} failed: {reason}", [uid])
+
+    def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
+        own = self.hub.means.setdefault(key, {})
+        if self.uid in own:
+            raise ValueError(f"mean key must be new, got {key!r} again")
+        own[self.uid] = tensor.detach().clone()
+        return InprocPending(self, key, closing)
+
+    def barrier(self, name: str, timeout_seconds: float) -> None:
+        """Nothing to wait for: nodes of one process are stepped in turn."""
+
+    def report(self, figures: Mapping[str, float | int | str]) -> None:
+        self.hub.reports[self.uid] = dict(figures)
+
+    def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:  # noqa: ARG002
+        return dict(sorted(self.hub.reports.items())) if self.uid == 0 else {}
+
+    def announce_stop(self) -> None:
+        self.hub.stopping = True
+
+    @property
+    def stopping(self) -> bool:
+        return self.hub.stopping
+
+    def depart(self, rounds: int, neighbors: Collection[int]) -> None:  # noqa: ARG002
+        self.hub.departed[self.uid] = rounds
+
+    def fail(self, uid: int, reason: str) -> None:
+        self.hub.failed[uid] = reason
+
+    def close(self) -> None:
+        pass
+

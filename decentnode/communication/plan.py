@@ -1,0 +1,58 @@
+"""How a payload is cut into chunks: a function of the local schema alone, alike on both ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Schema
+from decentnode.sharing.base import TensorSpec
+from decentnode.tensors import BLOCK_ELEMENTS, as_bytes
+
+MESSAGE_COST = 256
+"""Bytes that a chunk's header counts for in flow control, so that empty chunks are not free."""
+
+
+def chunk_elements(chunk_bytes: int, dtype: torch.dtype) -> int:
+    """Elements per chunk: whole blocks, at least one, so that mixing cuts tensors alike on every transport."""
+    return max(1, chunk_bytes // (BLOCK_ELEMENTS * dtype.itemsize)) * BLOCK_ELEMENTS
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The chunks of one tensor of the schema."""
+
+    name: str
+    spec: TensorSpec
+    elements_per_chunk: int
+
+    def count(self, total: int) -> int:
+        """Chunks of a tensor of `total` elements; an empty tensor still has one."""
+        return max(1, -(-total // self.elements_per_chunk))
+
+    def bounds(self, chunk: int, total: int) -> tuple[int, int]:
+        start = chunk * self.elements_per_chunk
+        return start, min(start + self.elements_per_chunk, total)
+
+    def accepts(self, total: int) -> bool:
+        """Whether a payload may have this many elements."""
+        return total == self.spec.max_elements if self.spec.exact else 0 <= total <= self.spec.max_elements
+
+
+def plans(schema: Schema, chunk_bytes: int) -> tuple[TensorPlan, ...]:
+    """One plan per tensor of the schema, in the schema's order; the index is the wire's `tensor`."""
+    return tuple(
+        TensorPlan(name, spec, chunk_elements(chunk_bytes, spec.dtype)) for name, spec in schema.tensors.items()
+    )
+
+
+def from_buffer(buffer: memoryview, dtype: torch.dtype) -> Tensor:
+    """A 1-D tensor over received bytes, without a copy."""
+    return torch.frombuffer(buffer, dtype=dtype) if buffer.nbytes else torch.empty(0, dtype=dtype)
+
+
+def to_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a 1-D tensor; from a GPU they are fetched first."""
+    return as_bytes(tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu())

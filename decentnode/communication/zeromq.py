@@ -1,0 +1,530 @@
+"""ZeroMQ between any machines: ipc on one host, tcp across hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+import zmq
+from pydantic import Field
+from torch import Tensor
+
+import decentnode
+from decentnode import component
+from decentnode.communication.base import (
+    Communication,
+    CommunicationConfig,
+    Counters,
+    Exchange,
+    Pending,
+    Schema,
+)
+from decentnode.communication.inbox import STOPPING_TIMEOUT_SECONDS, Inbox, InboxExchange, Status
+from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, IoThread
+from decentnode.communication.means import Means, Outgoing, own_share
+from decentnode.communication.plan import MESSAGE_COST, chunk_elements, to_bytes
+from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, NodeFailed, PeerFault, PeerLost
+from decentnode.sharing.base import Payload
+from decentnode.wire import codec
+from decentnode.wire.messages import Arrive, Chunk, Credit, Depart, Message, Part, Report, Scalars
+from decentnode.wire.session import (
+    Event,
+    Joined,
+    NotAssembled,
+    PeerDeparted,
+    PeerFailed,
+    Rejected,
+    Session,
+    StopAsked,
+)
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 5.0
+"""How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
+CLOSE_SECONDS = 5.0
+GROUP = 8
+"""Chunks encoded before the I/O thread gets them: sending starts while the rest is encoded."""
+
+
+class ZeroMQConfig(CommunicationConfig):
+    same_host: Literal["ipc", "tcp"] = "ipc"
+    """How nodes on one host reach each other: Unix sockets in a private folder, or loopback tcp."""
+    chunk_bytes: int = Field(1 << 20, ge=1 << 16, le=1 << 26)
+    """Size of one chunk of a payload, in bytes; rounded down to whole blocks of 262,144 elements."""
+    window_bytes: int = Field(64 << 20, ge=1 << 20)
+    """Most bytes that one neighbor may have under way to this node and not mixed yet."""
+    checksum: Literal["auto", "none", "crc32"] = "auto"
+    """Checksum of every chunk; auto: on tcp only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BindPlan:
+    """Where a node listens."""
+
+    ipc_dir: Path | None = None
+    """Private folder for Unix sockets, or None for tcp only."""
+    host: str = "127.0.0.1"
+    """Address of the interface for tcp."""
+    port: int | None = None
+    """Control port (bulk is port + 1); None: free ones, and no tcp at all beside `ipc_dir`."""
+
+
+class PendingMean(Pending):
+    def __init__(self, owner: ZeroMQ, key: str, closing: bool, shape: torch.Size) -> None:
+        self._owner, self._key, self._closing, self._shape = owner, key, closing, shape
+
+    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
+        mean, contributors = self._owner.wait_mean(self._key, self._closing, timeout_seconds)
+        return mean.view(self._shape), contributors
+
+
+class ZeroMQ(Communication):
+    """Chunks of payloads over DEALER -> ROUTER pairs, with a window of bytes per edge.
+
+    The training thread encodes and mixes; everything in between is the I/O thread's.
+    """
+
+    Config: ClassVar[type[component.Config]] = ZeroMQConfig
+
+    def __init__(
+        self, config: CommunicationConfig, *, uid: int, machine_of: Mapping[int, int], schemas: tuple[Schema, ...],
+        digest: str, run_id: bytes | None = None, bind: BindPlan | None = None,
+    ) -> None:
+        """machine_of: the machine of every uid of the run. run_id: None adopts the one that uid 0 drew."""
+        assert isinstance(config, ZeroMQConfig)
+        self.config: ZeroMQConfig = config
+        self.uid = uid
+        self.counters = Counters()
+        self.schemas = schemas
+        self._plan = bind or BindPlan()
+        self._machine_of = dict(machine_of)
+        self._addresses: dict[int, Endpoints] = {}
+        self._status = Status()
+        run = run_id or (os.urandom(8) if uid == 0 else None)
+        software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
+        self._session = Session(uid, len(machine_of), digest, run, software, self.describe)
+        self._means = Means(self._session.tree, config.chunk_bytes)
+        self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._consumed)
+        self._joined = False
+        self._refusal: AssemblyError | None = None
+        self._arrived: dict[tuple[str, int], set[int]] = {}
+        self._reports: dict[int, Scalars] = {}
+        self._credit_lock = threading.Lock()
+        self._used: dict[int, int] = {}
+        self._granted: dict[int, int] = {}
+        self._came: dict[int, int] = {}
+        self._closed = False
+        kinds = (torch.float32, torch.float64)
+        largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
+        self._window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
+        self._io = IoThread(
+            f"io-{uid}", self._window, largest + 65536,
+            self._on_control, self._on_bulk, self._on_tick, self._on_crash,
+        )
+
+    # -- where everybody is -----------------------------------------------------------------------------------
+
+    def describe(self, uid: int) -> str:
+        """A node as a person would look for it."""
+        machine = self._machine_of.get(uid)
+        where = [] if machine is None or len(set(self._machine_of.values())) == 1 else [f"machine {machine}"]
+        if uid in self._addresses and self._addresses[uid][CONTROL].startswith("tcp://"):
+            where.append(self._addresses[uid][CONTROL].removeprefix("tcp://"))
+        return f"node {uid}" + (f" ({', '.join(where)})" if where else "")
+
+    def bind(self) -> Endpoints:
+        """Listen; the endpoints for nodes on the same host. Raises EnvironmentFault when a port is taken."""
+        plan, local = self._plan, []
+        for plane, listener in enumerate(self._io.listeners):
+            if plan.ipc_dir is not None:
+                local.append(f"ipc://{plan.ipc_dir}/{self.uid}{'cb'[plane]}")
+                listener.bind(local[-1])
+            if plan.port is not None:
+                address = f"tcp://{plan.host}:{plan.port + plane}"
+                try:
+                    listener.bind(address)
+                except zmq.ZMQError as error:
+                    raise EnvironmentFault(
+                        f"node {self.uid} cannot listen on {address}: {error.strerror}; free the port or choose "
+                        f"another (mapping.base_port, mapping.bind)"
+                    ) from error
+            elif plan.ipc_dir is None:
+                listener.bind(f"tcp://{plan.host}:*")
+            if plan.ipc_dir is None:
+                local.append(listener.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._local = (local[CONTROL], local[BULK])
+        return self._local
+
+    def set_peers(self, endpoints: Mapping[int, Endpoints]) -> None:
+        """Where every other uid listens; before `start`."""
+        for uid, address in endpoints.items():
+            if uid != self.uid:
+                self._addresses[uid] = address
+                self._io.set_link(uid, address)
+
+    # -- the start --------------------------------------------------------------------------------------------
+
+    def start(self, timeout_seconds: float) -> None:
+        absent = sorted(set(self._machine_of) - self._addresses.keys() - {self.uid})
+        if absent:
+            raise ValueError(f"set_peers must name every uid, got none for {absent}")
+        self._io.start()
+        limit = timeout_seconds + (0 if self.uid == 0 else GRACE_SECONDS)
+        deadline = time.monotonic() + limit
+        with self._status.changed:
+            while not self._joined:
+                self._status.raise_if_failed()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    self._io.call(self._give_up)
+                    deadline = time.monotonic() + GRACE_SECONDS
+                self._status.changed.wait(min(max(remaining, 0.05), 1.0))
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """On uid 0, the uids that have not joined yet; elsewhere those not known to."""
+        return () if self._joined else self._session.absent
+
+    @property
+    def refusals(self) -> dict[int, str]:
+        """Why nodes were refused, by the uid they claimed."""
+        return dict(self._session.refusals)
+
+    @property
+    def run_id(self) -> bytes:
+        return self._session.run
+
+    def _give_up(self) -> None:
+        if self._session.state == "joining":
+            self._on_event(self._session.give_up())
+            self._flush()
+
+    # -- rounds -----------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+    ) -> Exchange:
+        self._status.raise_if_failed()
+        self._inbox.advance(round)
+        groups: dict[int, tuple[Payload, list[int]]] = {}
+        for uid, payload in outgoing.items():
+            groups.setdefault(id(payload), (payload, []))[1].append(uid)
+        for payload, uids in groups.values():
+            self._send_payload(payload, uids, round, phase)
+        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
+
+    def _send_payload(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
+        plans = self._inbox.plans[phase]
+        if payload.tensors.keys() != {plan.name for plan in plans}:
+            raise ValueError(f"payload must have tensors {[p.name for p in plans]}, got {list(payload.tensors)}")
+        batch: list[tuple[zmq.Frame, zmq.Frame, int]] = []
+        scalars: Scalars = payload.scalars
+        summed = self._sums(uids)
+        for index, plan in enumerate(plans):
+            tensor = payload.tensors[plan.name]
+            if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
+                raise ValueError(
+                    f"payload {plan.name!r} must be [{plan.spec.max_elements}] {plan.spec.dtype}, "
+                    f"got {list(tensor.shape)} {tensor.dtype}"
+                )
+            raw, size = to_bytes(tensor), plan.spec.dtype.itemsize
+            for chunk in range(plan.count(tensor.numel())):
+                start, stop = plan.bounds(chunk, tensor.numel())
+                body = raw[start * size : stop * size]
+                header = self._header(
+                    Chunk, round, phase, index, chunk, tensor.numel(), codec.checksum(body) if summed else 0, scalars
+                )
+                scalars = {}
+                batch.append((zmq.Frame(header), zmq.Frame(body, copy=True), body.nbytes + MESSAGE_COST))
+                self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
+                if len(batch) == GROUP:
+                    self._hand_over(uids, batch)
+                    batch = []
+        self._hand_over(uids, batch)
+
+    def _header(self, kind: type[Message], *values: object) -> bytes:
+        session = self._session
+        return codec.encode(kind(session.run, session.generation, self.uid, *values))
+
+    def _sums(self, uids: Collection[int]) -> bool:
+        """Whether chunks to these uids carry a checksum."""
+        if self.config.checksum != "auto":
+            return self.config.checksum == "crc32"
+        return any(self._addresses[uid][BULK].startswith("tcp://") for uid in uids)
+
+    def _count_sent(self, uids: list[int], body: int, header: int, metadata: bool) -> None:
+        for uid in uids:
+            edge = self.counters.edge(uid)
+            edge.frames_sent += 1
+            edge.metadata_bytes_sent += header + (body if metadata else 0)
+            edge.data_bytes_sent += 0 if metadata else body
+
+    def _hand_over(self, uids: list[int], batch: list[tuple[zmq.Frame, zmq.Frame, int]]) -> None:
+        def send() -> None:
+            for header, body, cost in batch:
+                for uid in uids:
+                    self._io.send_bulk(uid, header, body, cost)
+
+        if batch:
+            self._io.call(send)
+
+    def _consumed(self, uid: int, size: int) -> None:
+        """Any thread: bytes of `uid` are used up; tell it when a good part of its window is free again."""
+        with self._credit_lock:
+            used = self._used[uid] = self._used.get(uid, 0) + size
+            if used - self._granted.get(uid, 0) < self._window // 4:
+                return
+            self._granted[uid] = used
+        allowed = used + self._window
+        self._io.call(lambda: self._control(uid, Credit, allowed))
+
+    # -- means, barriers, reports -----------------------------------------------------------------------------
+
+    def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
+        self._status.raise_if_failed()
+        share = own_share(tensor)
+        self._io.call(lambda: self._emit(self._means.begin(key, share)))
+        return PendingMean(self, key, closing, tensor.shape)
+
+    def wait_mean(self, key: str, closing: bool, timeout_seconds: float) -> tuple[Tensor, int]:
+        """What `Pending.wait` does."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._status.changed:
+            while True:
+                self._status.raise_if_failed()
+                result = self._means.take(key)
+                if result is not None:
+                    return result
+                if self._status.stopping and not closing:
+                    self._io.call(lambda: self._means.give_up(key))
+                    raise Interrupted(f"{key} given up: the run is stopping")
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    whom = self._means.waiting_for(key)
+                    names = ", ".join(map(self.describe, whom)) or "the other nodes"
+                    raise PeerLost(
+                        f"node {self.uid}: nothing from {names} for the mean {key!r} within {timeout_seconds:g} s", whom
+                    )
+                self._status.changed.wait(min(remaining, 1.0))
+
+    def barrier(self, name: str, timeout_seconds: float) -> None:
+        self._status.raise_if_failed()
+        tree = self._session.tree
+        self._io.call(lambda: self._arrive(name, 0, self.uid))
+        deadline = time.monotonic() + timeout_seconds
+        with self._status.changed:
+            while self.uid not in self._arrived.get((name, 1), ()):
+                self._status.raise_if_failed()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    here = self._arrived.get((name, 0), set())
+                    late = [child for child in tree.children if child not in here] or [tree.parent or 0]
+                    names = ", ".join(map(self.describe, late))
+                    raise PeerLost(
+                        f"node {self.uid}: barrier {name!r} not passed within {timeout_seconds:g} s, waiting for "
+                        f"{names}", late,
+                    )
+                self._status.changed.wait(min(remaining, 1.0))
+            del self._arrived[name, 1]
+            self._arrived.pop((name, 0), None)
+
+    def _arrive(self, name: str, down: int, who: int) -> None:
+        """I/O thread: `who` arrived at a barrier (down: everybody did)."""
+        tree = self._session.tree
+        with self._status.changed:
+            here = self._arrived.setdefault((name, 0), set())
+            here.add(who)
+            everybody = not down and here >= {self.uid, *tree.children}
+            if down or (everybody and tree.parent is None):
+                self._arrived.setdefault((name, 1), set()).add(self.uid)
+                self._status.changed.notify_all()
+        if down or (everybody and tree.parent is None):
+            for child in tree.children:
+                self._control(child, Arrive, name, 1)
+        elif everybody and tree.parent is not None:
+            self._control(tree.parent, Arrive, name, 0)
+
+    def report(self, figures: Mapping[str, float | int | str]) -> None:
+        with self._status.changed:
+            self._reports[self.uid] = dict(figures)
+        parent = self._session.tree.parent
+        if parent is not None:
+            self._io.call(lambda: self._control(parent, Report, self.uid, dict(figures)))
+
+    def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
+        """Elsewhere than on uid 0 this waits for the subtree, whose reports pass through here."""
+        below = set(self._session.subtree())
+        limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self._status.stopping else timeout_seconds
+        deadline = time.monotonic() + limit
+        with self._status.changed:
+            while not below <= self._reports.keys() and self._status.failure is None:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    break
+                self._status.changed.wait(min(remaining, 1.0))
+            return {uid: dict(self._reports[uid]) for uid in sorted(self._reports)} if self.uid == 0 else {}
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def announce_stop(self) -> None:
+        def stop() -> None:
+            self._session.ask_stop()
+            self._flush()
+
+        with self._status.changed:
+            self._status.stopping = True
+            self._status.changed.notify_all()
+        self._io.call(stop)
+
+    @property
+    def stopping(self) -> bool:
+        return self._status.stopping
+
+    def depart(self, rounds: int, neighbors: Collection[int]) -> None:
+        def tell() -> None:
+            for uid in neighbors:
+                self._control(uid, Depart, rounds)
+
+        self._io.call(tell)
+
+    def fail(self, uid: int, reason: str) -> None:
+        """Any thread."""
+
+        def tell() -> None:
+            self._session.fail(uid, reason)
+            self._flush()
+
+        self._io.call(tell)
+        if uid != self.uid:
+            self._fail_with(PeerLost(f"{self.describe(uid)} failed: {reason}", [uid]))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._io.close(0.5 if self._status.failure is not None else CLOSE_SECONDS)
+
+    # -- I/O thread -------------------------------------------------------------------------------------------
+
+    def _control(self, uid: int, kind: type[Message], *values: object) -> None:
+        self._io.send_control(uid, self._header(kind, *values))
+
+    def _flush(self) -> None:
+        """Send what the session has to say."""
+        for uid, message in self._session.outbox:
+            self._io.send_control(uid, codec.encode(message))
+        self._session.outbox.clear()
+
+    def _emit(self, pieces: list[Outgoing]) -> None:
+        """Send pieces of means, and tell the waiting thread about finished ones."""
+        for piece in pieces:
+            raw = to_bytes(piece.tensor)
+            sum_ = codec.checksum(raw) if self._sums([piece.to]) else 0
+            header = self._header(Part, piece.key, piece.down, piece.chunk, piece.contributors, sum_)
+            self._count_sent([piece.to], raw.nbytes, len(header), metadata=True)
+            cost = raw.nbytes + MESSAGE_COST
+            self._io.send_bulk(piece.to, zmq.Frame(header), zmq.Frame(raw, copy=True), cost)
+        for uid, size in self._means.consumed:
+            self._consumed(uid, size)
+        self._means.consumed.clear()
+        if self._means.done:
+            with self._status.changed:
+                self._status.changed.notify_all()
+
+    def _on_control(self, header: bytes, user: str) -> None:  # noqa: ARG002
+        try:
+            message = codec.decode(header)
+            if isinstance(message, Chunk | Part):
+                raise PeerFault("wrong_plane", type(message).__name__)
+            for event in self._session.receive(message):
+                self._on_event(event)
+        except PeerFault as fault:
+            self._refuse(fault)
+        self._flush()
+
+    def _on_bulk(self, header: bytes, body: memoryview | None, user: str) -> None:  # noqa: ARG002
+        try:
+            message = codec.decode(header)
+            if not isinstance(message, Chunk | Part) or body is None:
+                raise PeerFault("wrong_plane", type(message).__name__)
+            self._session.receive(message)
+        except PeerFault as fault:
+            self._refuse(fault)
+            return
+        edge = self.counters.edge(message.source)
+        edge.frames_received += 1
+        edge.metadata_bytes_received += len(header)
+        edge.data_bytes_received += body.nbytes
+        size = body.nbytes + MESSAGE_COST
+        try:
+            came = self._came[message.source] = self._came.get(message.source, 0) + size
+            if came - self._used.get(message.source, 0) > self._window:
+                raise PeerFault("window_exceeded", f"from {message.source}")
+            if message.checksum and message.checksum != codec.checksum(body):
+                raise PeerFault("checksum_mismatch", f"from {message.source}")
+            if isinstance(message, Chunk):
+                self._inbox.put(message, body)
+            else:
+                self._emit(self._means.receive(message, body))
+        except PeerFault as fault:
+            self._refuse(fault)
+            self._consumed(message.source, size)
+
+    def _refuse(self, fault: PeerFault) -> None:
+        known = self.counters.faults.get(fault.reason, 0)
+        self.counters.fault(fault.reason)
+        if known < 3:
+            logger.warning("refused a message: %s", fault)
+
+    def _on_tick(self, now: float) -> None:
+        for event in self._session.tick(now):
+            self._on_event(event)
+        self._flush()
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Credit):
+            self._io.grant(event.source, event.allowed)
+        elif isinstance(event, Arrive):
+            self._arrive(event.key, event.down, event.source)
+        elif isinstance(event, PeerFailed):
+            self._fail_with(PeerLost(f"{self.describe(event.uid)} failed: {event.reason}", [event.uid]))
+        elif isinstance(event, NotAssembled):
+            self._fail_with(self._not_assembled(event))
+        elif isinstance(event, Rejected):
+            self._fail_with(AssemblyError(f"node {self.uid} was refused: {event.reason}", [self.uid]))
+        else:
+            with self._status.changed:
+                if isinstance(event, Joined):
+                    self._joined = True
+                elif isinstance(event, StopAsked):
+                    self._status.stopping = True
+                elif isinstance(event, PeerDeparted):
+                    self._status.departed[event.uid] = event.rounds
+                elif isinstance(event, Report):
+                    self._reports[event.uid] = event.figures
+                self._status.changed.notify_all()
+
+    def _not_assembled(self, event: NotAssembled) -> AssemblyError:
+        who = ", ".join(map(self.describe, event.missing[:20]))
+        more = f" and {len(event.missing) - 20} more" if len(event.missing) > 20 else ""
+        total = len(self._machine_of)
+        text = f"{len(event.missing)} of {total} nodes did not join in time: {who}{more}" if event.missing else (
+            f"node {self.uid} did not hear the start"
+        )
+        return AssemblyError(f"{text}; {event.reason}" if event.reason else text, event.missing)
+
+    def _on_crash(self, error: BaseException) -> None:
+        self._fail_with(NodeFailed(f"node {self.uid}: the I/O thread failed: {error!r}"))
+
+    def _fail_with(self, error: Exception) -> None:
+        with self._status.changed:
+            if self._status.failure is None:
+                self._status.failure = error
+            self._status.changed.notify_all()
