@@ -1,0 +1,82 @@
+"""The first lines of every child. Imports nothing heavy: the supervisor imports this module too."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from decentnode.launch.messages import Channel, Request, Task
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent, the fork server, is gone; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+def protect() -> None:
+    """Ctrl-C and a closed terminal are the supervisor's business; no child outlives it."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def redirect_output(path: Path) -> None:
+    """Send what this process and its libraries print to `path`."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _leave(work: Callable[[], int]) -> None:
+    """End the process with the exit code of `work`, without waiting for threads that a library left behind."""
+    code = 8
+    try:
+        code = work()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def prepare(request: Request, connection: Connection) -> None:
+    """Target of the child that loads the experiment for the supervisor."""
+    protect()
+
+    def work() -> int:
+        from decentnode.launch.prepare import answer
+
+        return answer(request, Channel(connection))
+
+    _leave(work)
+
+
+def node(task: Task, connection: Connection) -> None:
+    """Target of the child that runs one node, or all of them when the task says so."""
+    protect()
+    if task.run_dir is not None:
+        redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")
+
+    def work() -> int:
+        if task.request.in_process:
+            from decentnode.launch.in_process import run_task
+        else:
+            from decentnode.launch.child import run_task
+        return run_task(task, Channel(connection))
+
+    _leave(work)
+
+
+def node_dir(run_dir: str | Path, uid: int) -> Path:
+    """Where a node writes: nodes/<uid>, three digits."""
+    return Path(run_dir) / "nodes" / f"{uid:03d}"

@@ -1,0 +1,104 @@
+"""What a run ran on: machine, versions, code. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decentnode import __version__
+from decentnode.metrics.summary import write_atomic
+
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "SLURM_JOB_ID", "SLURM_NODEID", "RANK")
+"""Environment variables that are written down; all others may hold secrets."""
+
+MAX_DIFF_BYTES = 1 << 20
+
+
+def _lines(path: str, key: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return [line.partition(":")[2].strip() for line in file if line.startswith(key)]
+    except OSError:
+        return []
+
+
+def versions() -> dict[str, str]:
+    found = {"decentnode": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy", "pyzmq", "msgpack", "pydantic", "safetensors"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine and the versions; `facts` are put first."""
+    memory = _lines("/proc/meminfo", "MemTotal")
+    return {
+        **facts,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cpu": next(iter(_lines("/proc/cpuinfo", "model name")), platform.processor()),
+        "cores": usable_cores(),
+        "memory": memory[0] if memory else "",
+        "python": sys.executable,
+        "versions": versions(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pip_freeze() -> str:
+    """Every installed distribution as name==version, sorted."""
+    found = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
+    return "".join(f"{line}\n" for line in sorted(found, key=str.lower))
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, timeout=10, check=True,
+            stdin=subprocess.DEVNULL, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout[:MAX_DIFF_BYTES].decode(errors="replace")
+
+
+def git_state(folders: list[Path]) -> tuple[str, str]:
+    """(commit and state, diff) of the repositories that hold `folders`; empty where there are none."""
+    states, diffs = [], []
+    roots = dict.fromkeys(root.strip() for folder in folders if (root := _git(folder, "rev-parse", "--show-toplevel")))
+    for root in map(Path, roots):
+        commit, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--short", "-uno")
+        if commit is None:
+            continue
+        states.append(f"{root.name} {commit.strip()}{' (changed)' if status else ''}\n{status or ''}")
+        if status:
+            diffs.append(_git(root, "diff", "HEAD") or "")
+    return "".join(states), "".join(diffs)
+
+
+def write(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> None:
+    """env.json, pip-freeze.txt, git.txt and git.diff. Raises OSError when the disk refuses."""
+    write_atomic(run_dir / "env.json", json.dumps(describe(facts), indent=2) + "\n")
+    write_atomic(run_dir / "pip-freeze.txt", pip_freeze())
+    state, diff = git_state([Path(__file__).parent, config_dir])
+    for name, text in (("git.txt", state), ("git.diff", diff)):
+        if text:
+            write_atomic(run_dir / name, text)

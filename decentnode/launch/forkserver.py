@@ -1,0 +1,66 @@
+"""The fork server: one process imports torch, and every node is forked from it (ecosystem.md section 0.1).
+
+Measured for 16 nodes on two cores: see `eval/bench.sh start`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
+
+PRELOAD = ["decentnode.launch.preload"]
+
+MALLOC = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(1 << 16),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""glibc maps every block over 32 MiB anew and gives it back, so that each large gradient is paid for in page faults
+(a 100 MB tensor: 25,000 of them per step). From one heap that is never trimmed the pages are reused."""
+
+THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""No pool of threads may exist in the server before a fork; a node sets its own number with torch."""
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables for the length of a block; those that the user has set stay."""
+    added = [key for key in values if key not in os.environ]
+    os.environ.update({key: values[key] for key in added})
+    try:
+        yield
+    finally:
+        for key in added:
+            del os.environ[key]
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """SIGINT is ignored by what starts in this block, from its first instruction on: Ctrl-C is the supervisor's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def start() -> ForkServerContext:
+    """Start the server if it does not run yet and return at once; it imports while the caller goes on.
+
+    The server ends when this process does, and takes its children along.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with _environment(MALLOC | THREADS), _without_interrupts():
+        multiprocessing.forkserver.ensure_running()
+    return context

@@ -1,0 +1,120 @@
+"""Append records to metrics.jsonl, one JSON object per line; a full disk never stops the training."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_BYTES = 16 << 20
+"""Lines kept in memory while the disk refuses them: over 50,000 rounds of one node at about 300 bytes each."""
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE})
+"""Errors after which writing may work again later."""
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """One line of JSON; NaN and infinity become null, which every JSON reader accepts."""
+    try:
+        text = json.dumps(record, allow_nan=False, default=_plain, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(finite(record), allow_nan=False, default=_plain, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """NumPy and torch scalars."""
+    number = value.item()
+    return number if not isinstance(number, float) or math.isfinite(number) else None
+
+
+def finite(value: Any) -> Any:
+    """The same value with null for every float that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+class MetricsWriter:
+    """Every record is handed to the operating system before `write` returns, or kept and tried again later."""
+
+    def __init__(self, path: Path, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+        """Opens `path` for appending. Raises OSError when even that is impossible."""
+        self.path = path
+        self.max_pending_bytes = max_pending_bytes
+        self.lost = 0
+        """Records dropped because the disk stayed full for longer than the memory lasted."""
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
+        self._refused = False
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if self._torn():
+            self._keep(b"\n")
+
+    def _torn(self) -> bool:
+        """Whether an earlier writer died in the middle of a line."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(-1, os.SEEK_END)
+                return file.read(1) != b"\n"
+        except OSError:
+            return False
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Never raises on a full disk; the first refusal is logged."""
+        self._keep(encode(record))
+        self._flush()
+
+    def _keep(self, line: bytes) -> None:
+        if self._pending_bytes + len(line) > self.max_pending_bytes and self._pending:
+            self.lost += 1
+            return
+        self._pending.append(line)
+        self._pending_bytes += len(line)
+
+    def _flush(self) -> None:
+        try:
+            while self._pending:
+                line = self._pending[0]
+                written = os.write(self._file, line)
+                self._pending_bytes -= written
+                if written < len(line):
+                    self._pending[0] = line[written:]
+                else:
+                    self._pending.popleft()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self._refused:
+                self._refused = True
+                logger.warning("%s: %s; training goes on, metrics wait in memory", self.path, os.strerror(error.errno))
+            return
+        if self._refused:
+            self._refused = False
+            logger.warning("%s: written again%s", self.path, f", {self.lost} records lost" if self.lost else "")
+
+    @property
+    def pending(self) -> int:
+        """Records that the disk has not taken yet."""
+        return len(self._pending)
+
+    def close(self) -> None:
+        """Try once more to write what waits; idempotent."""
+        if self._file < 0:
+            return
+        self._flush()
+        if self._pending or self.lost:
+            logger.warning("%s: %d records could not be written", self.path, self.pending + self.lost)
+        file, self._file = self._file, -1
+        os.close(file)
