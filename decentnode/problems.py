@@ -54,7 +54,8 @@ class Problem:
             other = place_of(tree, self.other)
             see = f"see {dotted(self.other)}" + (f" at {_short(other, place)}" if other else " (default)")
             hint = f"{hint}; {see}" if hint else see
-        return problem(place, f"{dotted(self.path)} {self.message}".strip(), hint)
+        separator = "" if self.message.startswith(":") else " "
+        return problem(place, f"{dotted(self.path)}{separator}{self.message}", hint)
 
 
 def _short(place: Place, beside: Place | str) -> str:
@@ -158,7 +159,7 @@ def _rule(details: ErrorDetails) -> str:
         return "must be a number"
     pattern = _RULES.get(kind) or _RULES.get(re.sub(r"_(type|parsing|attributes_type)$", "", kind))
     if pattern:
-        return pattern.format(**context)
+        return pattern.format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
     message = details["msg"]
     return message if message.startswith(("must ", "needs ")) else f"must be valid: {message[:1].lower()}{message[1:]}"
 

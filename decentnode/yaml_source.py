@@ -140,10 +140,12 @@ class _Builder:
     def _mapping(self, node: yaml.MappingNode, place: Place) -> Item:
         seen: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
                 first = seen[key.value].line + 1
                 self.complain(key.start_mark, f"duplicate key {key.value!r}, first given at line {first}")
-            elif isinstance(key, yaml.ScalarNode):
+            else:
                 seen[key.value] = key.start_mark
         self.loader.flatten_mapping(node)  # the merge key <<
         items: dict[str, Item] = {}

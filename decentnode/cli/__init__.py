@@ -1,1 +1,89 @@
-""""""
+"""The command line: one file per command, loaded only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import traceback
+from typing import Any
+
+import click
+
+from decentnode.errors import ConfigError, DecentnodeError
+
+COMMANDS: dict[str, str] = {
+    "run": "Run all nodes of an experiment on this machine.",
+    "launch": "Run this machine's share of an experiment.",
+    "node": "Run one node, for launchers that start processes themselves.",
+    "validate": "Check an experiment and show every problem with its place.",
+    "schema": "Write the JSON Schema of experiments, for editors.",
+    "graph": "Make, inspect, draw and convert graphs.",
+    "plot": "Draw accuracy, loss and consensus distance of runs.",
+}
+"""Command and its line in the help; the file decentnode/cli/<command>.py holds it as `command`."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command's file when it is called, and maps errors meant for the user to messages and exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return [name for name in COMMANDS if importlib.util.find_spec(f"decentnode.cli.{name}")]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS or not importlib.util.find_spec(f"decentnode.cli.{cmd_name}"):
+            return None
+        found = importlib.import_module(f"decentnode.cli.{cmd_name}").command
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """--traceback is taken anywhere: it is appended to a command that just failed."""
+        ctx.meta["decentnode.traceback"] = "--traceback" in args
+        return super().parse_args(ctx, [arg for arg in args if arg != "--traceback"])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DecentnodeError as error:
+            if ctx.meta["decentnode.traceback"]:
+                click.echo(traceback.format_exc(), err=True)
+            prefix = "" if isinstance(error, ConfigError) else "error: "
+            click.echo(f"{prefix}{error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+
+
+def _show_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted:
+        return
+    parts = [f"{name} {_version(name)}" for name in ("decentnode", "torch", "pyzmq", "numpy")]
+    click.echo(" · ".join([*parts, f"python {platform.python_version()}"]))
+    ctx.exit()
+
+
+def _version(distribution: str) -> str:
+    """Read from the installed metadata: importing torch to ask it takes a second."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_versions,
+              help="Show the versions of decentnode, torch and pyzmq.")  # fmt: skip
+@click.option("--traceback", is_flag=True, expose_value=False, help="Show the Python traceback of an error, too.")
+def main() -> None:
+    """Decentralized deep learning without a center: peers train on their own data and gossip models.
+
+    Exit codes: 0 finished, 2 wrong input, 3 the machine lacks something, 4 nodes did not join, 5 a peer was lost,
+    6 the training diverged, 7 a checkpoint cannot be used, 8 a node's own code raised, 130 interrupted.
+    """

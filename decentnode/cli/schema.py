@@ -1,0 +1,26 @@
+"""`decentnode schema`: what an editor needs to complete and check experiment files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from decentnode.errors import EnvironmentFault
+
+
+@click.command()
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file.")
+def command(output: Path | None) -> None:
+    """Write the JSON Schema of experiment files. Their first line names it for editors:
+    `# yaml-language-server: $schema=schema.json`."""
+    from decentnode.experiment import schema_text
+
+    text = schema_text()
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"{output}: cannot be written: {error.strerror}") from error

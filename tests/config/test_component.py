@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from decentnode.component import load_class, nearest, section
+from decentnode.errors import UsageError
+
+from . import fakes
+
+HERE = fakes.__package__
+
+
+def test_a_section_becomes_the_config_of_its_class():
+    tree = fakes.Tree.model_validate({"graph": {"name": "ring", "nodes": 3}})
+    assert isinstance(tree.graph, fakes.RingConfig)
+    assert tree.graph.nodes == 3
+    assert isinstance(tree.work.optimizer, fakes.SgdConfig)
+
+
+def test_bare_and_implied_names():
+    assert fakes.Tree.model_validate({"graph": {"file": "a.edges"}}).graph.name == "file"
+    assert fakes.Work.model_validate({"optimizer": "sgd"}).optimizer.name == "sgd"
+    assert fakes.Work.model_validate({"optimizer": {"lr": 1}}).optimizer.name == "sgd"
+
+
+def test_dumps_hold_every_key_of_the_chosen_config():
+    dump = fakes.Tree.model_validate({"graph": {"name": "ring", "nodes": 3}}).model_dump(mode="json")
+    assert dump["graph"] == {"name": "ring", "nodes": 3}
+    assert dump["work"]["optimizer"] == {"name": "sgd", "lr": 0.1, "nesterov": False}
+
+
+def test_a_tree_is_frozen():
+    tree = fakes.Tree.model_validate({"graph": {"name": "ring", "nodes": 3}})
+    with pytest.raises(ValidationError):
+        tree.graph.nodes = 4
+
+
+def test_a_class_from_outside_is_named_by_its_path():
+    name = f"{HERE}.fakes:Ring"
+    tree = fakes.Tree.model_validate({"graph": {"name": name, "nodes": 2}})
+    assert (tree.graph.name, tree.graph.nodes) == (name, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rnig", "must be one of ring, regular, file, or 'package.module:Class', got 'rnig'; did you mean 'ring'?"),
+        ("no.such:Thing", "no module named 'no'"),
+        (f"{HERE}.fakes:Rng", "has no class 'Rng'; did you mean 'Ring'?"),
+        (f"{HERE}.fakes:GRAPHS", "must name a class, got dict"),
+        (":Thing", "raised ValueError"),
+        ("..x:Thing", "raised TypeError"),
+        (f"{HERE}.broken:Thing", "raised RuntimeError('as outsiders do')"),
+    ],
+)
+def test_load_class_names_what_is_wrong(name, said):
+    with pytest.raises(UsageError) as caught:
+        load_class(name, fakes.GRAPHS, "graph")
+    assert said in str(caught.value)
+
+
+def test_a_class_without_config_is_refused():
+    assert "must name a class whose Config" in fakes.problems(f"graph: {{name: '{HERE}.fakes:NoConfig'}}")
+
+
+def test_nearest_ignores_case():
+    assert nearest("RING", fakes.GRAPHS) == "ring"
+    assert nearest("zzz", fakes.GRAPHS) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_must_be_finite(value):
+    with pytest.raises(ValidationError, match="finite"):
+        fakes.SgdConfig(lr=value)
+
+
+def test_booleans_are_no_numbers():
+    for bad in ({"batch": True}, {"hidden": [1, False]}):
+        with pytest.raises(ValidationError, match="true or false"):
+            fakes.Work.model_validate(bad)
+    assert fakes.SgdConfig.model_validate({"nesterov": True}).nesterov
+
+
+def test_json_schema_tells_components_apart_by_name():
+    schema = fakes.Tree.model_json_schema()
+    bare, ring, regular, file, outside = schema["properties"]["graph"]["anyOf"]
+    assert bare["enum"] == ["ring", "regular", "file"]
+    assert ring["properties"]["name"]["const"] == "ring"
+    assert regular["properties"]["name"]["const"] == "regular"
+    assert ring["properties"]["nodes"]["description"] == "How many nodes."
+    assert ring["required"] == ["name", "nodes"]
+    assert file["required"] == ["file"]
+    assert outside["properties"]["name"]["pattern"]
+
+
+def test_an_unknown_default_is_no_crash():
+    made = section({}, "thing")
+    with pytest.raises(ValidationError):
+        fakes.Tree.model_validate({"graph": None})
+    assert made.name_of({"x": 1}) is None
