@@ -1,1 +1,48 @@
-""""""
+"""Who talks to whom, in which round, with which weight. Pure functions: no sockets, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from decentnode.component import Config, load_class
+
+if TYPE_CHECKING:
+    from decentnode.graph.base import Graph
+
+GRAPHS: dict[str, str] = {
+    "ring": "decentnode.graph.families:Ring",
+    "torus": "decentnode.graph.families:Torus",
+    "star": "decentnode.graph.families:Star",
+    "complete": "decentnode.graph.families:Complete",
+    "line": "decentnode.graph.families:Line",
+    "tree": "decentnode.graph.families:Tree",
+    "regular": "decentnode.graph.families:Regular",
+    "small_world": "decentnode.graph.families:SmallWorld",
+    "erdos_renyi": "decentnode.graph.families:ErdosRenyi",
+    "hypercube": "decentnode.graph.families:Hypercube",
+    "exponential": "decentnode.graph.families:Exponential",
+    "file": "decentnode.graph.file:FileGraph",
+    "one_peer_exponential": "decentnode.graph.schedules:OnePeerExponential",
+    "directed_one_peer_exponential": "decentnode.graph.schedules:DirectedOnePeerExponential",
+    "alternating_ring": "decentnode.graph.schedules:AlternatingRing",
+    "alternating_exponential_ring": "decentnode.graph.schedules:AlternatingExponentialRing",
+    "random_matching": "decentnode.graph.schedules:RandomMatching",
+    "random_regular": "decentnode.graph.schedules:RandomRegular",
+    "base_k_plus_1": "decentnode.graph.schedules:Base",
+}
+
+WEIGHTS: dict[str, str] = {
+    "metropolis_hastings": "decentnode.graph.weights:MetropolisHastings",
+    "uniform": "decentnode.graph.weights:Uniform",
+    "laplacian": "decentnode.graph.weights:Laplacian",
+    "max_degree": "decentnode.graph.weights:Laplacian",
+    "file": "decentnode.graph.weights:FileWeights",
+}
+
+
+def build(config: Config, weights: Config | None, seed: int, base_dir: Path = Path()) -> Graph:
+    """The graph of an experiment. Raises GraphError when it cannot be made."""
+    rule = None if weights is None else load_class(weights.name, WEIGHTS, "weights")(weights, base_dir)
+    graph: Graph = load_class(config.name, GRAPHS, "graph")(config, seed=seed, base_dir=base_dir, weights=rule)
+    return graph

@@ -77,15 +77,29 @@ class RoundView:
         weights[self.uid] = self.weights[self.uid] + sum(self.weights.get(j, 0.0) for j in missing)
         sources = tuple(j for j in self.sources if j not in missing)
         return RoundView(
-            self.uid, self.round, self.neighbors, sources, weights, self.out_weights, self.members,
-            self.seed, self.phase, self.generation, self.extra,
+            self.uid,
+            self.round,
+            self.neighbors,
+            sources,
+            weights,
+            self.out_weights,
+            self.members,
+            self.seed,
+            self.phase,
+            self.generation,
+            self.extra,
         )
 
 
 def view(graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None) -> RoundView:
     """What node `uid` sees of `round`."""
     return RoundView(
-        uid, round, graph.neighbors(uid, round, members), graph.sources(uid, round, members),
-        graph.weights(uid, round, members), graph.out_weights(uid, round, members),
-        tuple(sorted(members)) if members is not None else tuple(range(graph.num_nodes)), seed,
+        uid,
+        round,
+        graph.neighbors(uid, round, members),
+        graph.sources(uid, round, members),
+        graph.weights(uid, round, members),
+        graph.out_weights(uid, round, members),
+        tuple(sorted(members)) if members is not None else tuple(range(graph.num_nodes)),
+        seed,
     )

@@ -23,6 +23,8 @@ class Place:
     """A torch device string, or "auto"."""
     bind: str
     """Address of the interface that the node listens on."""
+    threads: int | None = None
+    """Threads of the node, or None: cores / nodes of the machine."""
 
 
 class Mapping(Component, abc.ABC):

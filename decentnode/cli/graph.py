@@ -1,0 +1,187 @@
+"""decentnode graph make|info|draw|convert"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import pydantic
+
+from decentnode.component import load_class, nearest
+from decentnode.errors import GraphError
+from decentnode.graph import GRAPHS, WEIGHTS
+
+if TYPE_CHECKING:
+    from decentnode.graph.topology import Topology
+
+ALIASES = {"fullyconnected": "complete", "smallworld": "small_world", "erdosrenyi": "erdos_renyi"}
+"""decentralizepy's names in lower case."""
+
+
+def family(name: str, options: dict[str, Any], seed: int, weights: str | None = None) -> Topology:
+    """A graph from a family's name in any case, with those `options` that are not None. Raises GraphError."""
+    plain = name.lower().replace("-", "_")
+    plain = ALIASES.get(plain.replace("_", ""), plain)
+    known = [each for each in GRAPHS if each != "file"]
+    if plain not in known:
+        hint = nearest(plain, known)
+        raise GraphError(
+            f"graph must be one of {', '.join(known)}, got {name!r}" + (f"; did you mean {hint!r}?" if hint else "")
+        )
+    found = load_class(plain, GRAPHS, "graph")
+    given = {key: value for key, value in options.items() if value is not None}
+    try:
+        config = found.Config.model_validate({"name": plain, **given})
+    except pydantic.ValidationError as error:
+        takes = ", ".join(sorted(set(found.Config.model_fields) - {"name", "nodes", "seed"})) or "no options"
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise GraphError(f"graph {plain} (takes {takes}): {problems}") from error
+    return _with_weights(found, config, seed, weights)
+
+
+def _with_weights(found: Any, config: Any, seed: int, weights: str | None) -> Topology:
+    rule = None
+    if weights is not None:
+        rule_class = load_class(weights, WEIGHTS, "weights")
+        rule = rule_class(rule_class.Config(name=weights))
+    graph: Topology = found(config, seed=seed, weights=rule)
+    return graph
+
+
+def open_graph(text: str, options: dict[str, Any], seed: int, weights: str | None) -> Topology:
+    """A file when it looks like one, otherwise a family."""
+    if text.endswith((".edges", ".adj")) or Path(text).exists():
+        found = load_class("file", GRAPHS, "graph")
+        return _with_weights(found, found.Config(name="file", file=Path(text).absolute()), seed, weights)
+    return family(text, options, seed, weights)
+
+
+def family_options(function: Any) -> Any:
+    for option in reversed(
+        [
+            click.option("-n", "--nodes", type=int, help="Number of nodes."),
+            click.option("-d", "--degree", type=int, help="Degree (regular, random_regular)."),
+            click.option("-k", "--k-over-2", type=int, help="Half the lattice degree (small_world)."),
+            click.option("-b", "--beta", type=float, help="Probability of rewiring (small_world)."),
+            click.option("-p", "--probability", type=float, help="Probability of an edge (erdos_renyi)."),
+            click.option("--rows", type=int, help="Rows of the grid (torus)."),
+            click.option("--branching", type=int, help="Children per node (tree)."),
+            click.option("--peers", type=int, help="Peers per round (base_k_plus_1)."),
+            click.option("--nodes-per-machine", type=int, help="Nodes per machine (alternating_exponential_ring)."),
+            click.option("-s", "--seed", type=int, default=1, show_default=True, help="Seed of random families."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+@click.group("graph")
+def command() -> None:
+    """Make, inspect, draw and convert graphs."""
+
+
+@command.command("make")
+@click.argument("name", metavar="FAMILY")
+@family_options
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="File to write (.edges or .adj).")
+def make(name: str, seed: int, output: Path | None, **options: Any) -> None:
+    """Write a static graph to a file, or to standard output."""
+    from decentnode.graph.file import format_edges, write
+
+    graph = family(name, options, seed)
+    if graph.directed or graph.period != 1:
+        raise GraphError(
+            f"a file holds a static undirected graph, {name} is not one; name it in the experiment: "
+            f"graph: {{name: {name}, nodes: {graph.num_nodes}}}"
+        )
+    if output is None:
+        click.echo(format_edges(graph.lists(0)), nl=False)
+        return
+    write(graph.lists(0), output)
+    edges = sum(map(len, graph.lists(0))) // 2
+    click.echo(f"{output}: {graph.num_nodes} nodes, {edges} edges")
+
+
+@command.command("info")
+@click.argument("graph", metavar="FILE|FAMILY")
+@family_options
+@click.option("--weights", type=click.Choice([w for w in WEIGHTS if w != "file"]), help="Mixing weights.")
+@click.option("--parameters", type=int, help="Parameters of the model (4 bytes each), for the bytes per round.")
+@click.option("--model-bytes", type=int, help="Size of the model in bytes, instead of --parameters.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(
+    graph: str,
+    seed: int,
+    weights: str | None,
+    parameters: int | None,
+    model_bytes: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Degrees, diameter, spectral gap, rounds to consensus and bytes per round."""
+    opened = open_graph(graph, options, seed, weights)
+    facts = describe(opened, model_bytes if model_bytes is not None else 4 * parameters if parameters else None)
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for key, value in facts.items():
+        click.echo(f"{key.replace('_', ' '):24} {value if value is not None else 'never'}")
+
+
+def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
+    """What `graph info` prints."""
+    from decentnode.graph.spectrum import diameter, rounds_to_consensus, spectral_gap
+
+    rounds = range(graph.period or 8)
+    degrees = [len(graph.neighbors(uid, r)) for r in rounds for uid in range(graph.num_nodes)]
+    facts: dict[str, Any] = {
+        "nodes": graph.num_nodes,
+        "period": graph.period if graph.period is not None else "none (drawn every round)",
+        "directed": graph.directed,
+        "degree_min": min(degrees),
+        "degree_mean": round(sum(degrees) / len(degrees), 3),
+        "degree_max": max(degrees),
+    }
+    if graph.period == 1:
+        facts["edges"] = sum(degrees) // (1 if graph.directed else 2)
+        facts["diameter"] = diameter(graph.lists(0))
+    facts["spectral_gap"] = round(spectral_gap(graph), 6)
+    facts["rounds_to_consensus_1e-3"] = rounds_to_consensus(graph)
+    if model_bytes is not None:
+        facts["bytes_per_node_and_round"] = round(model_bytes * sum(degrees) / len(degrees))
+        facts["bytes_per_round"] = round(model_bytes * sum(degrees) / len(rounds))
+    return facts
+
+
+@command.command("draw")
+@click.argument("graph", metavar="FILE|FAMILY")
+@family_options
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="Picture to write: .png, .pdf or .svg.",
+)
+def draw(graph: str, seed: int, output: Path, **options: Any) -> None:
+    """Draw a graph (one panel per round of its period, at most eight)."""
+    if output.suffix not in (".png", ".pdf", ".svg"):
+        raise GraphError(f"{output}: must end in .png, .pdf or .svg")
+    from decentnode.report.graph import draw_graph
+
+    draw_graph(open_graph(graph, options, seed, None), output)
+    click.echo(str(output))
+
+
+@command.command("convert")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+def convert(source: Path, target: Path) -> None:
+    """Convert between .edges and .adj, by suffix."""
+    from decentnode.graph.file import read, write
+
+    lists = read(source)
+    write(lists, target)
+    click.echo(f"{target}: {len(lists)} nodes, {sum(map(len, lists)) // 2} edges")

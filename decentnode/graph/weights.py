@@ -1,0 +1,180 @@
+"""Mixing weights: how much a node listens to each neighbor and to itself."""
+
+from __future__ import annotations
+
+import abc
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from decentnode import component
+from decentnode.component import Component, Config
+from decentnode.errors import GraphError
+
+if TYPE_CHECKING:
+    from decentnode.graph.topology import Topology
+
+TOLERANCE = 1e-9
+"""How far a row or column sum of W may be from one."""
+
+
+class WeightsConfig(Config):
+    lazy: bool = False
+    """Use (I + W) / 2, whose eigenvalues are not negative."""
+
+
+class Weights(Component, abc.ABC):
+    """A rule from a topology to the rows of W."""
+
+    Config: ClassVar[type[component.Config]] = WeightsConfig
+
+    def __init__(self, config: component.Config, base_dir: Path = Path()) -> None:
+        self.config = config
+        self.base_dir = base_dir
+
+    def prepare(self, topology: Topology) -> None:
+        """Refuse a topology that the rule does not suit. Raises GraphError."""
+
+    def row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+        """Weights of the sources and of `uid` itself, summing to one."""
+        row = self._row(topology, uid, round)
+        row[uid] = 1.0 - sum(weight for j, weight in row.items() if j != uid)
+        if getattr(self.config, "lazy", False):
+            row = {j: weight / 2 for j, weight in row.items()}
+            row[uid] += 0.5
+        return row
+
+    @abc.abstractmethod
+    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+        """Weights of the sources; the node's own is what is left."""
+
+    def _need_undirected(self, topology: Topology) -> None:
+        if topology.directed:
+            raise GraphError(
+                f"weights {self.config.name or 'metropolis_hastings'} need an undirected graph; "
+                f"use weights uniform, or leave weights out"
+            )
+
+
+class MetropolisHastingsConfig(WeightsConfig):
+    pass
+
+
+class MetropolisHastings(Weights):
+    """W_ij = 1 / (1 + max(d_i, d_j)): symmetric, doubly stochastic, known from the degrees alone."""
+
+    Config: ClassVar[type[component.Config]] = MetropolisHastingsConfig
+
+    def prepare(self, topology: Topology) -> None:
+        self._need_undirected(topology)
+
+    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+        lists = topology.lists(round)
+        degree = len(lists[uid])
+        return {j: 1.0 / (1 + max(degree, len(lists[j]))) for j in lists[uid]}
+
+
+class Uniform(Weights):
+    """W_ij = 1 / (1 + number of sources of i): row-stochastic; the mean is kept on regular graphs only."""
+
+    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+        sources = topology.in_lists(round)[uid]
+        return {j: 1.0 / (1 + len(sources)) for j in sources}
+
+
+class LaplacianConfig(WeightsConfig):
+    step: float | None = Field(None, gt=0)
+    """epsilon of W = I - epsilon L; 1 / (1 + largest degree) when not given."""
+
+
+class Laplacian(Weights):
+    """W = I - epsilon L with the graph's Laplacian L (max-degree weights): symmetric, doubly stochastic."""
+
+    Config: ClassVar[type[component.Config]] = LaplacianConfig
+
+    def prepare(self, topology: Topology) -> None:
+        self._need_undirected(topology)
+        self._steps: dict[int, float] = {}
+
+    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+        phase = topology.phase(round)
+        lists = topology.lists(round)
+        step = self._steps.get(phase)
+        if step is None:
+            if len(self._steps) > 64:
+                self._steps.clear()
+            largest = max(map(len, lists))
+            assert isinstance(self.config, LaplacianConfig)
+            step = 1.0 / (1 + largest) if self.config.step is None else self.config.step
+            if step * largest > 1:
+                worst = max(range(len(lists)), key=lambda i: len(lists[i]))
+                raise GraphError(
+                    f"weights laplacian: step must be at most 1 / {largest}, the degree of node {worst}, "
+                    f"got {step:g}: node {worst} would have the negative weight {1 - step * largest:g}"
+                )
+            self._steps[phase] = step
+        return dict.fromkeys(lists[uid], step)
+
+
+class FileWeightsConfig(WeightsConfig):
+    path: Path
+    """Text file with n lines of n numbers: line i + 1 is row i of W. A .npz or .npy file holds the array."""
+    doubly_stochastic: bool = True
+    """Also check that the columns sum to one, so that the mean over all nodes is kept."""
+
+
+class FileWeights(Weights):
+    """An explicit matrix W, checked against the graph."""
+
+    Config: ClassVar[type[component.Config]] = FileWeightsConfig
+
+    def prepare(self, topology: Topology) -> None:
+        if topology.period != 1:
+            raise GraphError("weights from a file need a static graph")
+        assert isinstance(self.config, FileWeightsConfig)
+        path = self.base_dir / self.config.path
+        self._matrix = read_matrix(path, topology.num_nodes)
+        check(self._matrix, doubly=self.config.doubly_stochastic, where=f"{path}: ")
+        for uid, sources in enumerate(topology.in_lists(0)):
+            foreign = set(np.flatnonzero(self._matrix[uid])) - {uid, *sources}
+            if foreign:
+                raise GraphError(
+                    f"{path}: node {uid} has a weight for node {min(foreign)}, which does not send to it in the graph"
+                )
+
+    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+        return {j: float(self._matrix[uid, j]) for j in topology.in_lists(round)[uid]}
+
+
+def read_matrix(path: Path, num_nodes: int) -> np.ndarray:
+    """[n, n] float64. Raises GraphError naming what is wrong and where."""
+    try:
+        if path.suffix in (".npz", ".npy"):
+            loaded = np.load(path, allow_pickle=False)
+            matrix = loaded[loaded.files[0]] if path.suffix == ".npz" else loaded
+        else:
+            matrix = np.loadtxt(path, ndmin=2)
+    except OSError as error:
+        raise GraphError(f"{path}: {error.strerror or 'cannot be read'}") from error
+    except (ValueError, IndexError, UnicodeDecodeError) as error:
+        raise GraphError(f"{path}: not a matrix of numbers: {error}") from error
+    if matrix.shape != (num_nodes, num_nodes):
+        shape = " x ".join(map(str, matrix.shape))
+        raise GraphError(f"{path}: must have {num_nodes} x {num_nodes} numbers, got {shape}")
+    return matrix.astype(np.float64)
+
+
+def check(matrix: np.ndarray, doubly: bool = True, where: str = "") -> None:
+    """Raises GraphError naming the node whose row (or column) of W is negative or does not sum to one."""
+    if not np.isfinite(matrix).all() or (matrix < -TOLERANCE).any():
+        uid = int(np.argwhere(~np.isfinite(matrix) | (matrix < -TOLERANCE))[0][0])
+        raise GraphError(f"{where}weights must not be negative: row {uid} (what node {uid} listens to) has one that is")
+    for axis, what in ((1, "row"), (0, "column")) if doubly else ((1, "row"),):
+        sums = matrix.sum(axis=axis)
+        wrong = np.flatnonzero(np.abs(sums - 1) > TOLERANCE * 100)
+        if len(wrong):
+            raise GraphError(
+                f"{where}{what} {wrong[0]} of the weights (node {wrong[0]}) must sum to 1, got {sums[wrong[0]]:.6g}"
+            )

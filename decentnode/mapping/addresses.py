@@ -1,0 +1,72 @@
+"""Hosts of machines, from a list, a mapping, a YAML file or decentralizepy's JSON; and this host's own names."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import yaml
+
+from decentnode.errors import MappingError
+
+Addresses = Path | list[str] | dict[int, str]
+"""A file, hosts in order, or machine number -> host."""
+
+
+def hosts(addresses: Addresses | None, machines: int, base_dir: Path) -> list[str]:
+    """One host per machine. Raises MappingError naming the machine without an address."""
+    if addresses is None:
+        if machines > 1:
+            raise MappingError(f"addresses must name the hosts of the {machines} machines, got none")
+        return ["127.0.0.1"]
+    where = ""
+    given: object = addresses
+    if isinstance(addresses, Path):
+        path = base_dir / addresses
+        where = f"{path}: "
+        try:
+            given = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        except OSError as error:
+            raise MappingError(f"{path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise MappingError(f"{path}: neither YAML nor JSON: {error}") from error
+    if isinstance(given, Mapping):
+        table = {str(machine): host for machine, host in given.items()}
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        table = {str(machine): host for machine, host in enumerate(given)}
+    else:
+        raise MappingError(f'{where}addresses must be a list of hosts or a mapping such as {{"0": "10.0.0.1"}}')
+    for machine in range(machines):
+        if not isinstance(table.get(str(machine)), str):
+            raise MappingError(f"{where}machine {machine} of {machines} has no address")
+    return [str(table[str(machine)]) for machine in range(machines)]
+
+
+def own_names() -> set[str]:
+    """Host name, short and as the system gives it, and every address of every interface; asks no name server."""
+    name = socket.gethostname()
+    found = {name, name.partition(".")[0], "localhost"}
+    for interfaces in psutil.net_if_addrs().values():
+        found |= {
+            each.address.partition("%")[0] for each in interfaces if each.family in (socket.AF_INET, socket.AF_INET6)
+        }
+    return found
+
+
+def find(hosts_: Sequence[str], names: set[str]) -> int:
+    """The one machine whose host is among `names`. Raises MappingError when none or several are."""
+    found = [machine for machine, host in enumerate(hosts_) if host in names]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"{machine}: {host}" for machine, host in enumerate(hosts_))
+    if not found:
+        raise MappingError(
+            f"this machine ({', '.join(sorted(names))}) is none of the mapping's ({known}); "
+            f"say which it is with --machine"
+        )
+    raise MappingError(
+        f"this machine is several of the mapping's: {', '.join(map(str, found))} of ({known}); "
+        f"say which it is with --machine"
+    )

@@ -1,0 +1,53 @@
+"""Machines alike: uid = machine * nodes_per_machine + rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from decentnode import component
+from decentnode.component import Config
+from decentnode.mapping.addresses import Addresses, hosts
+from decentnode.mapping.table import MachineConfig, Table
+
+
+class LinearConfig(Config):
+    machines: int = Field(1, ge=1)
+    """How many machines take part."""
+    nodes_per_machine: int = Field(ge=1)
+    """Nodes on each."""
+    addresses: Addresses | None = None
+    """Host of each machine: a list, {machine: host}, or the path of a YAML or JSON file with either; needed for several
+    machines."""
+    base_port: int | None = Field(None, ge=1, le=65535)
+    """First TCP port on every machine: node r takes base_port + 2 r and the next one. On one machine nodes use Unix
+    sockets or free ports when not given; across machines it is 20000."""
+    bind: str | None = None
+    """Address of the interface to listen on; a machine's own address when there are several, loopback otherwise."""
+    device: str = "auto"
+    """Torch device of every node."""
+    threads: int | None = Field(None, ge=1)
+    """Threads per node; cores / nodes when not given."""
+
+
+class Linear(Table):
+    Config: ClassVar[type[component.Config]] = LinearConfig
+
+    def __init__(self, config: component.Config, *, base_dir: Path = Path()) -> None:
+        """Raises MappingError for missing addresses and colliding ports."""
+        assert isinstance(config, LinearConfig)
+        self._lay_out(
+            [
+                MachineConfig(
+                    nodes=config.nodes_per_machine,
+                    host=host,
+                    base_port=config.base_port,
+                    bind=config.bind,
+                    device=config.device,
+                    threads=config.threads,
+                )
+                for host in hosts(config.addresses, config.machines, base_dir)
+            ]
+        )

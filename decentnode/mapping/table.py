@@ -1,0 +1,102 @@
+"""Machines that differ: each with its own number of nodes, host, ports, interface, device and threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pydantic
+from pydantic import Field
+
+from decentnode import component
+from decentnode.component import Config
+from decentnode.errors import MappingError
+from decentnode.mapping.addresses import find
+from decentnode.mapping.base import Mapping, Place
+
+PORTS_PER_NODE = 2
+DEFAULT_BASE_PORT = 20000
+
+
+class MachineConfig(pydantic.BaseModel):
+    """One machine of a table."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    nodes: int = Field(ge=1)
+    """How many nodes it runs."""
+    host: str = "127.0.0.1"
+    """Name or address that the other machines reach it by."""
+    base_port: int | None = Field(None, ge=1, le=65535)
+    """First port: node r of the machine takes base_port + 2 r and the next one."""
+    bind: str | None = None
+    """Address of the interface to listen on; `host` when there are several machines, loopback otherwise."""
+    device: str = "auto"
+    """Torch device of its nodes."""
+    threads: int | None = Field(None, ge=1)
+    """Threads per node; cores / nodes when not given."""
+
+
+class TableConfig(Config):
+    machines: list[MachineConfig] = Field(min_length=1)
+    """The machines in order; uids are numbered through."""
+
+
+class Table(Mapping):
+    """uid = nodes of the machines before + rank."""
+
+    Config: ClassVar[type[component.Config]] = TableConfig
+
+    def __init__(self, config: component.Config, *, base_dir: Path = Path()) -> None:  # noqa: ARG002
+        assert isinstance(config, TableConfig)
+        self._lay_out(config.machines)
+
+    def _lay_out(self, machines: list[MachineConfig]) -> None:
+        self.machines = machines
+        self.num_machines = len(machines)
+        self._first = [sum(m.nodes for m in machines[:i]) for i in range(len(machines) + 1)]
+        self.num_nodes = self._first[-1]
+        self._places = [self._place(machine, rank) for machine, m in enumerate(machines) for rank in range(m.nodes)]
+        self._check_ports()
+
+    def _place(self, machine: int, rank: int) -> Place:
+        m = self.machines[machine]
+        single = self.num_machines == 1
+        base = m.base_port if single else m.base_port or DEFAULT_BASE_PORT
+        port = None if base is None else base + PORTS_PER_NODE * rank
+        bind = m.bind or ("127.0.0.1" if single else m.host)
+        return Place(self._first[machine] + rank, machine, rank, m.host, port, m.device, bind, m.threads)
+
+    def _check_ports(self) -> None:
+        taken: dict[tuple[str, int], Place] = {}
+        for place in self._places:
+            if place.port is None:
+                continue
+            if place.port + PORTS_PER_NODE - 1 > 65535:
+                raise MappingError(
+                    f"node {place.uid} (machine {place.machine}, rank {place.rank}) would take port "
+                    f"{place.port + 1}; ports end at 65535: lower base_port"
+                )
+            for port in range(place.port, place.port + PORTS_PER_NODE):
+                other = taken.setdefault((place.host, port), place)
+                if other is not place:
+                    raise MappingError(
+                        f"port {port} on {place.host} is taken twice: by node {other.uid} (machine "
+                        f"{other.machine}) and node {place.uid} (machine {place.machine}); give the "
+                        f"machines different hosts or base_port"
+                    )
+
+    def place(self, uid: int) -> Place:
+        if not 0 <= uid < self.num_nodes:
+            raise MappingError(f"uid must be in [0, {self.num_nodes}), got {uid}")
+        return self._places[uid]
+
+    def uid(self, machine: int, rank: int) -> int:
+        if not 0 <= machine < self.num_machines:
+            raise MappingError(f"machine must be in [0, {self.num_machines}), got {machine}")
+        if not 0 <= rank < self.machines[machine].nodes:
+            raise MappingError(f"rank on machine {machine} must be in [0, {self.machines[machine].nodes}), got {rank}")
+        return self._first[machine] + rank
+
+    def find_machine(self, names: set[str]) -> int:
+        return 0 if self.num_machines == 1 else find([m.host for m in self.machines], names)
