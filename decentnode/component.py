@@ -111,7 +111,7 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Section:
     """The annotation that `section` makes; see there."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import torch
@@ -105,3 +106,29 @@ class FlatModel:
                 flat[offset : offset + p.numel()].as_strided(p.shape, p.stride()).copy_(p.grad)
             offset += p.numel()
         return flat
+
+    def set_gradients(self, flat: Tensor) -> None:
+        """Let the gradients be views of `flat` [P], in the order of `parameters`."""
+        if flat.shape != self.parameters.shape or flat.dtype != self.dtype or not flat.is_contiguous():
+            raise ValueError(
+                f"flat must be contiguous [{self.num_parameters}] {self.dtype}, got {list(flat.shape)} {flat.dtype}"
+            )
+        offset = 0
+        for p in self._trainable:
+            p.grad = flat[offset : offset + p.numel()].as_strided(p.shape, p.stride())
+            offset += p.numel()
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc reuse freed memory of this process instead of returning it; whether that was possible.
+
+    By default every large block (a gradient, an activation) is mapped anew and its pages are cleared by the kernel
+    again in each step. Measured on one thread: a step of GN-LeNet at batch 8 takes 2.9 instead of 3.9 ms, one of a
+    25 M parameter MLP 38 instead of 68 ms, with the same peak memory. Call it once per process, before the first step.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        return False
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    return bool(mallopt(trim_threshold, 1 << 30) and mallopt(mmap_max, 0))

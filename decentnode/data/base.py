@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field, SerializeAsAny
+from pydantic import Field
 
 from decentnode.component import Component, Config, section
 from decentnode.data.partition import PARTITIONS
@@ -40,7 +40,7 @@ class Samples:
 class DatasetConfig(Config):
     """Base of every dataset's Config."""
 
-    partition: Annotated[SerializeAsAny[Config], section(PARTITIONS, "partition", "iid")] = Field(
+    partition: Annotated[Config, section(PARTITIONS, "partition", "iid")] = Field(
         default={"name": "iid"}, validate_default=True
     )
     """How the training samples are dealt to the nodes."""

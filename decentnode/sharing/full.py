@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from decentnode import component
 from decentnode.component import Config
 from decentnode.graph.base import RoundView
 from decentnode.sharing.base import Payload, Sharing, TensorSpec
@@ -20,11 +21,11 @@ class FullConfig(Config):
 class Full(Sharing):
     """x_i <- sum_j W_ij x_j (D-PSGD, Lian et al. 2017, arXiv 1705.09056, algorithm 1)."""
 
-    Config: ClassVar[type[Config]] = FullConfig
+    Config: ClassVar[type[component.Config]] = FullConfig
     elementwise: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: component.Config) -> None:
         self.config = config
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:

@@ -1,0 +1,77 @@
+"""Sections whose keys are the arguments of a torch class: names and arguments are checked against its signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pydantic
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from decentnode.component import Config, nearest
+
+
+class ArgumentsConfig(Config):
+    """Base of a Config that passes unknown keys on to a torch class."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    def arguments(self) -> dict[str, Any]:
+        """The keys that are no field of this Config: the torch class's own arguments."""
+        return dict(self.model_extra or {})
+
+
+def problem_at(key: str, text: str, value: Any) -> pydantic.ValidationError:
+    """An error at one key of a section; `text` starts with "must" or "needs"."""
+    error = PydanticCustomError("component", "{text}", {"text": text})
+    return pydantic.ValidationError.from_exception_data(
+        "arguments", [InitErrorDetails(type=error, loc=(key,), input=value)]
+    )
+
+
+def chosen(name: str, table: Mapping[str, type[Any]]) -> type[Any]:
+    """The class of that name. Raises ValidationError with the nearest name."""
+    if name not in table:
+        hint = nearest(name, table)
+        raise problem_at(
+            "name", f"must be one of {', '.join(sorted(table))}, got {name!r}"
+            + (f"; did you mean '{hint}'?" if hint else ""), name,
+        )
+    return table[name]
+
+
+def check_arguments(
+    name: str, of: type[Any], given: Mapping[str, Any], reserved: tuple[str, ...],
+    make: Callable[[dict[str, Any]], Any],
+) -> None:
+    """Raises ValidationError at an argument that `of` does not take or needs, or whose value torch refuses.
+
+    reserved: arguments that the caller fills or refuses. make: tries arguments on a parameter of one element, because
+    torch's constructors hold the rules of the values.
+    """
+    parameters = {
+        key: parameter
+        for key, parameter in inspect.signature(of).parameters.items()
+        if key not in reserved and parameter.kind is not parameter.VAR_KEYWORD
+    }
+    for key, value in given.items():
+        if key not in parameters:
+            hint = nearest(key, parameters)
+            known = f"did you mean '{hint}'?" if hint else f"it takes {', '.join(parameters) or 'none'}"
+            raise problem_at(key, f"must be an argument of {name}; {known}", value)
+        default = parameters[key].default
+        if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, bool | str):
+            raise problem_at(key, f"must be a number, got {value!r}", value)
+    needed = {key for key, p in parameters.items() if p.default is p.empty}
+    for key in sorted(needed - set(given)):
+        raise problem_at("name", f"needs {key!r} beside it for {name}", name)
+    for keys in [*(needed | {key} for key in given), set(given)]:  # one at a time first, to name the culprit
+        arguments = {key: given[key] for key in given if key in keys}
+        try:
+            make(arguments)
+        except Exception as error:
+            last = next((key for key in reversed(arguments) if key not in needed or keys == needed), "name")
+            if arguments == dict(given) and len(given) > 1:
+                last = "name"
+            raise problem_at(last, f"must suit torch's {of.__name__}: {error}", given.get(last, name)) from error

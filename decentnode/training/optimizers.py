@@ -1,0 +1,70 @@
+"""torch.optim optimizers by lower-case name, with their own arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pydantic
+import torch
+from torch import nn
+
+from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen, problem_at
+
+REFUSED = {
+    "lbfgs": "it evaluates the loss several times per step",
+    "sparseadam": "it takes sparse gradients only",
+    "muon": "it takes matrices only, and models have vectors too",
+}
+RESERVED = ("params", "capturable", "differentiable")
+
+
+def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    base = torch.optim.Optimizer
+    found = {name.lower(): it for name, it in vars(torch.optim).items() if isinstance(it, type) and issubclass(it, base)}
+    return {name: it for name, it in found.items() if it is not base and name not in REFUSED}
+
+
+class OptimizerConfig(ArgumentsConfig):
+    """`{name: sgd, lr: 0.1, momentum: 0.9}`: further keys are the arguments of the torch.optim class."""
+
+    name: str = "sgd"
+    """Class of torch.optim in lower case: sgd, adam, adamw, adagrad, rmsprop, nadam ..."""
+
+    @pydantic.model_validator(mode="after")
+    def _known(self) -> OptimizerConfig:
+        if self.name in REFUSED:
+            raise problem_at("name", f"must be another optimizer than {self.name}: {REFUSED[self.name]}", self.name)
+        found: Any = chosen(self.name, _optimizers())
+        parameter = nn.Parameter(torch.zeros(1))
+        check_arguments(
+            self.name, found, self.arguments(), RESERVED, lambda given: found([parameter], **_as_tuples(given))
+        )
+        return self
+
+
+def _as_tuples(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+
+
+def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer, fused where torch has a fused kernel for these parameters and the config does not choose.
+
+    Fused: one pass over parameter, gradient and state instead of one per operation.
+    """
+    found: Any = _optimizers()[config.name]
+    arguments = _as_tuples(config.arguments())
+    optimizer: torch.optim.Optimizer
+    supported = inspect.signature(found).parameters
+    if not {"fused", "foreach"} & set(arguments):
+        if "fused" in supported:
+            try:
+                optimizer = found(parameters, fused=True, **arguments)
+                return optimizer
+            except (RuntimeError, ValueError):  # no fused kernel for this device, dtype or option
+                pass
+        if "foreach" in supported:
+            arguments["foreach"] = True
+    optimizer = found(parameters, **arguments)
+    return optimizer

@@ -1,0 +1,51 @@
+"""The order in which a node sees its training samples: a pure function of (seed, uid, epoch)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from decentnode import rng
+
+
+class Sampler:
+    """Walks through epochs; its state is (epoch, cursor) and goes on across rounds."""
+
+    def __init__(
+        self, num_samples: int, batch: int, *, seed: int, uid: int, shuffle: bool = True, drop_last: bool = False
+    ) -> None:
+        """batch: samples of one optimizer step. The last one of an epoch is smaller, or left out with drop_last."""
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        if drop_last and num_samples < batch:
+            raise ValueError(f"drop_last needs at least one whole batch of {batch} samples, got {num_samples} samples")
+        self.num_samples = num_samples
+        self.batch = batch
+        self.epoch = 0
+        self.cursor = 0
+        self._seed, self._uid, self._shuffle = seed, uid, shuffle
+        self._usable = num_samples // batch * batch if drop_last else num_samples
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self._usable // self.batch)
+
+    def take(self, steps: int) -> tuple[np.ndarray, list[int]]:
+        """Samples of the next `steps` optimizer steps: indices [M] int64 and how many of them each step has."""
+        parts: list[np.ndarray] = []
+        for _ in range(steps):
+            if self.cursor >= self._usable:
+                self.epoch, self.cursor = self.epoch + 1, 0
+            stop = min(self.cursor + self.batch, self._usable)
+            parts.append(self._epoch_order()[self.cursor : stop])
+            self.cursor = stop
+        return np.concatenate(parts) if parts else np.empty(0, np.int64), [len(part) for part in parts]
+
+    def _epoch_order(self) -> np.ndarray:
+        if self._order[0] != self.epoch:
+            if self._shuffle:
+                order = rng.stream(self._seed, self._uid, "order of samples", self.epoch).permutation(self.num_samples)
+            else:
+                order = np.arange(self.num_samples)
+            self._order = (self.epoch, order)
+        return self._order[1]
