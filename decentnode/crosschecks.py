@@ -7,6 +7,7 @@ problem with the places of both values. A part that cannot be made is reported o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from decentnode.errors import UsageError
 from decentnode.graph.base import Graph
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
-from decentnode.problems import Problem
+from decentnode.problems import Problem, raised
 from decentnode.sharing import SHARINGS
 
 if TYPE_CHECKING:
@@ -51,14 +52,14 @@ def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
     try:
         experiment.make_graph()
     except UsageError as error:
-        yield Problem(("graph",), f": {error}")
+        yield raised("graph", error, type(experiment.graph).model_fields)
 
 
 def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:
     try:
         experiment.make_mapping()
     except UsageError as error:
-        yield Problem(("mapping",), f": {error}")
+        yield raised("mapping", error, type(experiment.mapping).model_fields)
 
 
 def mapping_holds_the_graph(experiment: Experiment) -> Iterator[Problem]:
@@ -70,30 +71,11 @@ def mapping_holds_the_graph(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("graph", key) if key else ("graph",), f": the graph {message}", other=("mapping",))
 
 
-def ports_are_free_of_collisions(experiment: Experiment) -> Iterator[Problem]:
-    """A node takes two ports, `port` and `port` + 1, on its host."""
-    mapping = _mapping(experiment)
-    taken: dict[tuple[str, int], int] = {}
-    for uid in range(mapping.num_nodes if mapping is not None else 0):
-        assert mapping is not None
-        place = mapping.place(uid)
-        if place.port is None:
-            continue
-        for port in (place.port, place.port + 1):
-            other = taken.setdefault((place.host, port), uid)
-            if other != uid:
-                yield Problem(("mapping",), f"gives port {port} on {place.host} to node {other} and to node {uid}")
-                return
-            if not 0 < port < 65536:
-                yield Problem(("mapping",), f"gives node {uid} port {port}: it must be 1 .. 65535")
-                return
-
-
 def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
     try:
         load_class(experiment.data.name, DATASETS, "data")(experiment.data, experiment.base_dir)
     except UsageError as error:
-        yield Problem(("data",), f": {error}")
+        yield raised("data", error, type(experiment.data).model_fields)
 
 
 def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
@@ -110,7 +92,7 @@ def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
     try:
         shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
     except UsageError as error:
-        yield Problem(("data", "partition"), f": {error}", other=("graph",))
+        yield dataclasses.replace(raised("data.partition", error), other=("graph",))
 
 
 def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
@@ -124,7 +106,7 @@ def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
                 dataset.input_shape, dataset.num_classes
             )
     except UsageError as error:
-        yield Problem(("model",), f": {error}", other=("data",))
+        yield dataclasses.replace(raised("model", error, type(experiment.model).model_fields), other=("data",))
 
 
 def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
@@ -149,7 +131,6 @@ CHECKS: tuple[Check, ...] = (
     graph_can_be_made,
     mapping_can_be_made,
     mapping_holds_the_graph,
-    ports_are_free_of_collisions,
     data_can_be_opened,
     every_node_gets_data,
     model_takes_the_data,

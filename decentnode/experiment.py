@@ -15,13 +15,13 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, Field, PrivateAttr
 
-import decentnode.graph
 from decentnode.communication import COMMUNICATIONS
 from decentnode.component import Config, Settings, load_class, section
 from decentnode.crosschecks import CHECKS
 from decentnode.data import DATASETS
 from decentnode.errors import ConfigError, UsageError
 from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
 from decentnode.mapping import MAPPINGS
 from decentnode.mapping.base import Mapping as NodeMapping
@@ -86,7 +86,7 @@ class Experiment(Settings):
         default={"name": DEFAULT_NAMES["communication"]}, validate_default=True
     )
     """How payloads move between nodes."""
-    node: NodeConfig = NodeConfig()
+    node: NodeConfig = Field(default={}, validate_default=True)
     """The rounds: how many, in which order, what a failure does."""
     run: RunConfig = RunConfig()
     """Where the results go."""
@@ -116,13 +116,14 @@ class Experiment(Settings):
     def make_graph(self) -> Graph:
         """The graph, made once. Raises GraphError."""
         if self._graph is None:
-            self._graph = build_graph(self)
+            self._graph = build_graph(self.graph, self.weights, self.seed, self._base_dir)
         return self._graph
 
     def make_mapping(self) -> NodeMapping:
         """The mapping, made once. Raises MappingError."""
         if self._mapping is None:
-            self._mapping = build_mapping(self)
+            chosen = load_class(self.mapping.name, MAPPINGS, "mapping")
+            self._mapping = chosen(self.mapping, base_dir=self._base_dir)
         return self._mapping
 
     def resolved(self) -> dict[str, Any]:
@@ -154,16 +155,23 @@ class Experiment(Settings):
 
     def digest(self) -> str:
         """16 hex digits that all machines of a run must share: the resolved values and the graph's edges."""
-        paths = {path for path, _ in _paths(self, ())}
-        content = _portable(self.resolved(), paths, ())
-        graph = self.make_graph()
-        rounds = range(min(graph.period or 4, 16))
-        edges = [[graph.neighbors(uid, r) for uid in range(graph.num_nodes)] for r in rounds]
-        weights = None
-        if self.weights is not None and any(isinstance(v, Path) for v in dict(self.weights).values()):
-            weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
-        text = json.dumps([content, edges, weights], sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(portable_text(self).encode(), digest_size=8).hexdigest()
+
+
+def portable_text(experiment: Experiment) -> str:
+    """What the digest covers: no paths, ports, hosts or devices, but the edges that the graph came out with.
+
+    Edges of the first rounds stand for a graph that changes; weights stand for themselves only when a file holds
+    them, because computed ones may differ in their last bits.
+    """
+    graph = experiment.make_graph()
+    rounds = range(min(graph.period or 4, 16))
+    edges = [[graph.neighbors(uid, r) for uid in range(graph.num_nodes)] for r in rounds]
+    weights = None
+    if experiment.weights is not None and any(_paths(experiment.weights, ())):
+        weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
+    content = _portable(experiment.resolved(), {path for path, _ in _paths(experiment, ())}, ())
+    return json.dumps([content, edges, weights], sort_keys=True, separators=(",", ":"))
 
 
 def _without_empty_names(value: Any) -> Any:
@@ -308,13 +316,3 @@ def schema_text() -> str:
     for optional in ("name", "extends"):
         schema["required"] = [key for key in schema["required"] if key != optional]
     return json.dumps(schema, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-
-
-def build_graph(experiment: Experiment) -> Graph:
-    return decentnode.graph.build(experiment.graph, experiment.weights, experiment.seed, experiment.base_dir)
-
-
-def build_mapping(experiment: Experiment) -> NodeMapping:
-    found = load_class(experiment.mapping.name, MAPPINGS, "mapping")
-    mapping: NodeMapping = found(experiment.mapping, base_dir=experiment.base_dir)
-    return mapping

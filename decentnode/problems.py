@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,26 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
+def raised(section: str, error: Exception, keys: Iterable[str] = ()) -> Problem:
+    """The problem that a part's own error tells; "section.key must be ..." or "key must be ..." points at the key."""
+    text = str(error)
+    head, space, rest = text.partition(" ")
+    if head.startswith(f"{section}.") and re.fullmatch(r"\w+(\.\w+)+", head):
+        return Problem(tuple(head.split(".")), rest)
+    if space and head in keys:
+        return Problem((*section.split("."), head), rest)
+    return Problem(tuple(section.split(".")), f": {text}")
+
+
 def place_of(tree: Item, path: Sequence[str | int]) -> Place | None:
-    """Where the value at `path` stands, or the nearest section around it; None when nothing of it was written."""
+    """Where the value at `path` stands, or the nearest section around it; None when nothing of it was written.
+
+    A section stands where its key is.
+    """
     item, depth = _descend(tree, path)
-    return item.place if depth or not path else None
+    if not depth and path:
+        return None
+    return item.key if item.key is not None and isinstance(item.value, dict) else item.place
 
 
 def _descend(tree: Item, path: Sequence[str | int]) -> tuple[Item, int]:

@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import pickle
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from decentnode.errors import ConfigError
+from decentnode.experiment import Experiment, load
+
+BASE = """\
+name: base
+graph: {name: ring, nodes: 4}
+data: {name: digits}
+model: {name: mlp}
+training: {name: supervised, batch_size: 8}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a file into the current directory; shown paths are then short."""
+    monkeypatch.chdir(tmp_path)
+
+    def _write(text: str | bytes, name: str = "a.yaml") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return name
+
+    return _write
+
+
+def said(path: str, *overrides: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, environ or {})
+    return "\n".join(caught.value.problems)
+
+
+def test_defaults(write):
+    experiment = load(write(BASE), environ={})
+    assert experiment.seed == 1
+    assert experiment.sharing.name == "full"
+    assert experiment.communication.name == "auto"
+    assert experiment.node.rounds == 60
+    assert experiment.mapping.name == "linear"
+    assert experiment.make_mapping().num_nodes == experiment.make_graph().num_nodes == 4
+    assert experiment.make_mapping().num_machines == 1
+    assert experiment.run_dir == Path.cwd() / "runs"
+
+
+def test_the_name_is_the_files_when_not_given(write):
+    assert load(write(BASE.replace("name: base\n", ""), "my first run.yaml"), environ={}).name == "my-first-run"
+
+
+def test_a_name_must_be_a_folder(write):
+    assert said(write(BASE.replace("base", "a/b"))) == (
+        "a.yaml:1:7: name must be at most 100 letters, digits, '.', '_' or '-' (it names a folder), got 'a/b'\n"
+        "    name: a/b\n"
+        "          ^"
+    )
+
+
+def test_precedence(write):
+    write(BASE + "seed: 2\nnode: {rounds: 2, evaluate_every: 2}\nrun: {dir: x}\n", "p.yaml")
+    path = write("extends: p.yaml\nnode: {rounds: 3}\n")
+    environ = {"DECENTNODE__NODE__EVALUATE_EVERY": "4", "DECENTNODE__NODE__CHECK_FINITE": "off"}
+    experiment = load(path, ["node.evaluate_every=5"], environ)
+    assert (experiment.node.rounds, experiment.node.evaluate_every, experiment.node.check_finite) == (3, 5, False)
+    origins = ["seed", "node.rounds", "node.check_finite", "node.evaluate_every", "node.missing", "nothing.at.all"]
+    assert [experiment.origin(key) for key in origins] == ["p.yaml:6", "a.yaml:2", "env", "--set", "default", "default"]
+
+
+def test_extends_replaces_a_section_that_gets_another_name(write):
+    write(BASE, "p.yaml")
+    experiment = load(write("extends: p.yaml\ngraph: {name: regular, nodes: 6, degree: 3}\n"), environ={})
+    assert experiment.resolved()["graph"]["degree"] == 3
+    assert experiment.make_mapping().num_nodes == 6
+
+
+def test_extends_chains_and_is_relative_to_its_file(write):
+    write(BASE, "base/p.yaml")
+    write("extends: base/p.yaml\nseed: 5\n", "q.yaml")
+    experiment = load(write("extends: ../q.yaml\nnode: {rounds: 1}\n", "sub/a.yaml"), environ={})
+    assert (experiment.seed, experiment.node.rounds, experiment.name) == (5, 1, "base")
+    assert experiment.base_dir == Path("sub").absolute()
+
+
+def test_extends_in_a_circle_and_to_nowhere(write):
+    write("extends: a.yaml\n", "p.yaml")
+    assert "p.yaml:1:10: extends must not lead back to a file: a.yaml -> p.yaml -> a.yaml" in said(
+        write("extends: p.yaml\n")
+    )
+    assert "b.yaml:1:10: extends: no such file: nope.yaml" in said(write("extends: nope.yaml\n", "b.yaml"))
+    assert "extends must be the path of one file" in said(write("extends: [p.yaml]\n", "c.yaml"))
+
+
+def test_problems_of_a_parent_name_the_parent(write):
+    write(BASE + "node: {rounds: many}\n", "p.yaml")
+    assert said(write("extends: p.yaml\nseed: -1\n")).splitlines()[::3] == [
+        "a.yaml:2:7: seed must be >= 0, got -1",
+        "p.yaml:6:16: node.rounds must be an integer, got 'many'",
+    ]
+
+
+def test_problems_of_set_and_environment_name_them(write):
+    path = write(BASE)
+    assert said(path, "training.batch_size=x") == (
+        "--set training.batch_size=x: training.batch_size must be an integer, got 'x'"
+    )
+    assert said(path, "trainig.batch_size=1") == (
+        "--set trainig.batch_size=1: trainig is not a known key\n    did you mean 'training'?"
+    )
+    assert said(path, environ={"DECENTNODE__SEED": "-1"}) == "environment DECENTNODE__SEED: seed must be >= 0, got -1"
+
+
+def test_set_of_a_name_alone_hints_at_replacing_the_section(write):
+    path = write(BASE.replace("name: ring, nodes: 4", "name: regular, nodes: 6, degree: 3"))
+    assert "--set graph='{name: ring, ...}'" in said(path, "graph.name=ring")
+    assert load(path, ["graph={name: ring, nodes: 5}"], {}).make_graph().num_nodes == 5
+
+
+def test_set_over_a_bare_name(write):
+    path = write(BASE.replace("{name: mlp}", "mlp"))
+    experiment = load(path, ["model.hidden=[8]"], {})
+    assert experiment.resolved()["model"]["hidden"] == [8]
+    assert experiment.origin("model.name") == "a.yaml:4"
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [
+        (b"", "a.yaml: is empty; an experiment needs at least graph, data, model and training"),
+        (b"# nothing\n", "a.yaml: is empty"),
+        (b"- a\n", "a.yaml:1:1: an experiment must be keys and values"),
+        (b"text", "an experiment must be keys and values"),
+        (b"\x89PNG\r\n\x1a\n\x00", "a.yaml:1: must be UTF-8 text, got byte 0x89: is it a binary file?"),
+        (b"graph: {name: ring, nodes: 4}\n", "a.yaml: data is missing\n    The dataset, and how its training"),
+        (b"a: 1\n\tb: 1\n", "YAML does not allow tabs for indentation: use spaces"),
+        (b"a: 1\na: 2\n", "a.yaml:2:1: duplicate key 'a', first given at line 1"),
+    ],
+)
+def test_bad_files(write, data, part):
+    assert part in said(write(data))
+
+
+def test_a_missing_file(tmp_path):
+    assert "nope.yaml: cannot be read: No such file or directory" in said(str(tmp_path / "nope.yaml"))
+
+
+def test_all_problems_at_once(write):
+    text = BASE + textwrap.dedent(
+        """\
+        seed: no
+        sharing: {name: fulll}
+        node:
+          rounds: 1e3
+          schedule: overlaped
+          missing: off
+        extra: 1
+        """
+    )
+    assert said(write(text)).splitlines() == textwrap.dedent(
+        """\
+        a.yaml:6:7: seed must be a number, got no
+            seed: no
+                  ^ YAML reads a bare no as false
+        a.yaml:7:17: sharing.name must be one of full, got 'fulll'
+            sharing: {name: fulll}
+                            ^ did you mean 'full'?
+        a.yaml:9:11: node.rounds must be an integer, got '1e3'
+            rounds: 1e3
+                    ^ write 1000
+        a.yaml:10:13: node.schedule must be one of sequential, overlapped, got 'overlaped'
+            schedule: overlaped
+                      ^ did you mean 'overlapped'?
+        a.yaml:11:12: node.missing must be one of fail, return_weight, got off
+            missing: off
+                     ^ YAML reads a bare off as false: quote it
+        a.yaml:12:1: extra is not a known key
+            extra: 1
+            ^ known keys: name, seed, graph, weights, mapping, data, model, training, sharing, communication, node, run
+        """
+    ).splitlines()
+
+
+def test_graph_and_mapping_must_agree(write):
+    problem = said(write(BASE + "mapping:\n  machines: 1\n  nodes_per_machine: 6\n"))
+    assert problem == (
+        "a.yaml:2:28: graph.nodes: the graph has 4 nodes but the mapping has places for 6\n"
+        "    graph: {name: ring, nodes: 4}\n"
+        "                               ^ see mapping at line 6"
+    )
+
+
+def test_a_graph_file_is_relative_to_the_file_that_names_it(write):
+    write("4\n0 1\n1 0\n1 2\n2 1\n2 3\n3 2\n3 0\n0 3\n", "graphs/ring.edges")
+    write(BASE.replace("{name: ring, nodes: 4}", "{file: ../graphs/ring.edges}"), "base/p.yaml")
+    experiment = load(write("extends: ../base/p.yaml\n", "sub/a.yaml"), environ={})
+    assert experiment.make_graph().num_nodes == 4
+    assert load("base/p.yaml", ["graph={file: graphs/ring.edges}"], {}).make_graph().num_nodes == 4
+    assert "graphs/none.edges: No such file" in said("base/p.yaml", "graph.file=graphs/none.edges")
+
+
+def test_a_bad_graph_file_is_reported_with_both_places(write):
+    write("2\n0 1\n0 7\n", "g.edges")
+    problem = said(write(BASE.replace("{name: ring, nodes: 4}", "{file: g.edges}")))
+    assert problem.startswith("a.yaml:2:1: graph: ")
+    assert "g.edges:3: node 7 is out of range, nodes are 0 to 1" in problem
+
+
+def test_run_dir_is_relative_to_where_it_was_written(write):
+    path = write(BASE + "run: {dir: out}\n", "sub/a.yaml")
+    assert load(path, environ={}).run_dir == Path("sub/out").absolute()
+    assert load(path, ["run.dir=out"], {}).run_dir == Path("out").absolute()
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (("digits", "npz, file: none.npz"), "none.npz"),
+        (("digits", "digits, partition: {name: k_classes, classes: 11}"), "must be at most 10, the classes of digits"),
+        (("digits}\nmodel: {name: mlp}", "synthetic, input_shape: [9]}\nmodel: gn_lenet"), "a.yaml:4:8: model: "),
+        (("nodes: 4", "nodes: 2000"), "a.yaml:3:1: data.partition"),
+    ],
+)
+def test_parts_that_do_not_fit_together(write, change, part):
+    assert part in said(write(BASE.replace(*change)))
+
+
+def test_ports_must_not_collide(write):
+    text = "mapping: {name: table, machines: [{nodes: 2, base_port: 8000}, {nodes: 2, base_port: 8002}]}\n"
+    assert said(write(BASE + text)).startswith("a.yaml:6:1: mapping: port 8002 on 127.0.0.1 is taken twice: ")
+    assert "ports end at 65535" in said(write(BASE + text.replace("8002", "65533")))
+
+
+def test_resolved_reads_back(write):
+    experiment = load(write(BASE + "sharing: full\n"), ["node.rounds=3"], {})
+    text = experiment.resolved_yaml()
+    assert "  rounds: 3  # --set\n" in text
+    assert "  batch_size: 8  # a.yaml:5\n" in text
+    assert "sharing:\n  name: full  # a.yaml:6\n" in text
+    assert yaml.safe_load(text) == experiment.resolved()
+    again = load(write(text, "again.yaml"), environ={})
+    assert again.resolved() == experiment.resolved()
+    assert again.digest() == experiment.digest()
+
+
+def test_an_experiment_travels_to_another_process(write):
+    experiment = load(write(BASE), environ={})
+    twin = pickle.loads(pickle.dumps(experiment))
+    assert twin.resolved() == experiment.resolved()
+    assert (twin.base_dir, twin.digest(), twin.origin("name")) == (experiment.base_dir, experiment.digest(), "a.yaml:1")
+
+
+def test_digest(write):
+    path = write(BASE)
+    digest = load(path, environ={}).digest()
+    assert len(digest) == 16
+    assert int(digest, 16) >= 0
+    assert load(write(BASE + "run: {dir: elsewhere}\n", "sub/a.yaml"), environ={}).digest() == digest
+    for change in ("node.rounds=3", "seed=2", "graph.nodes=5", "training.batch_size=9"):
+        assert load(path, [change], {}).digest() != digest, change
+
+
+def test_digest_covers_the_content_of_a_graph_file_not_its_place(write):
+    text = BASE.replace("{name: ring, nodes: 4}", "{file: g.edges}")
+    ring = "4\n0 1\n1 0\n1 2\n2 1\n2 3\n3 2\n3 0\n0 3\n"
+    write(ring, "one/g.edges")
+    write(ring, "two/g.edges")
+    write(ring + "0 2\n2 0\n", "three/g.edges")
+    one, two, three = (load(write(text, f"{d}/a.yaml"), environ={}).digest() for d in ("one", "two", "three"))
+    assert one == two != three
+    moved = load(write(text.replace("g.edges", "../one/g.edges"), "four/a.yaml"), environ={}).digest()
+    assert moved == one
+
+
+def test_digest_is_the_same_on_every_machine(write):
+    """Changing it is allowed, but then nodes of different versions refuse each other: say so in the notes."""
+    from decentnode.experiment import portable_text
+
+    text = portable_text(load(write(BASE), environ={}))
+    assert " " not in text.replace("decentnode ", "")
+    assert "runs" not in text
+    assert '"nodes":4' in text
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates(),
+    st.sampled_from(["ring", "digits", "mlp", "full", "no:thing", "os:path", "supervised", "1e-3", "runs"]),
+)  # fmt: skip
+NAMES = [*Experiment.model_fields, "nodes", "lr", "optimizer", "extends"]
+KEYS = st.one_of(st.sampled_from(NAMES), st.text(max_size=5))
+TREES = st.recursive(
+    LEAVES, lambda below: st.lists(below, max_size=3) | st.dictionaries(KEYS, below, max_size=6), max_leaves=20
+)
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FUZZ
+@given(st.dictionaries(KEYS, TREES, max_size=8), st.lists(KEYS, min_size=1, max_size=3), LEAVES)
+def test_any_tree_is_an_experiment_or_a_config_error(write, tree, keys, value):
+    good = yaml.safe_load(BASE)
+    for text in (yaml.safe_dump(tree), yaml.safe_dump(good | tree)):
+        path = write(text.encode("utf-8", "replace"))
+        try:
+            load(path, [".".join(keys) + "=" + str(value)], {})
+        except ConfigError as error:
+            assert error.problems
+
+
+@FUZZ
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_config_error(write, data):
+    with pytest.raises(ConfigError):
+        load(write(data), environ={})
+
+
+@pytest.mark.parametrize("cut", range(0, len(BASE), 7))
+def test_a_file_cut_short(write, cut):
+    try:
+        load(write(BASE[:cut]), environ={})
+    except ConfigError as error:
+        assert error.problems
