@@ -3,5 +3,6 @@
 COMMUNICATIONS: dict[str, str] = {
     "auto": "decentnode.communication.zeromq:ZeroMQ",
     "inproc": "decentnode.communication.inproc:Inproc",
+    "shared_memory": "decentnode.communication.zeromq:ZeroMQ",
     "zeromq": "decentnode.communication.zeromq:ZeroMQ",
 }

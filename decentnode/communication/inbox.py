@@ -6,20 +6,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decentnode.communication.base import Arrival, Counters, Exchange, Schema
+from decentnode.communication.board import Reader
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, from_buffer, plans
 from decentnode.errors import PeerFault
 from decentnode.sharing.base import Payload
-from decentnode.wire.messages import Chunk, Scalars
+from decentnode.wire.messages import Chunk, Scalars, Slot
 
 Key = tuple[int, int]  # round, phase
 
 STOPPING_TIMEOUT_SECONDS = 10.0
 """Once a stop is announced, a silent neighbor is waited for no longer than this."""
+
+
+class Bell(Protocol):
+    """Something that the training thread sleeps on."""
+
+    def ring(self) -> None:
+        """Any thread: wake the listener."""
+
+    def listen(self, timeout_seconds: float) -> None:
+        """Blocking until rung; takes in what neighbors said meanwhile."""
 
 
 @dataclass
@@ -32,6 +44,28 @@ class Status:
     """Rounds that a departed uid took part in."""
     failure: Exception | None = None
     """What every wait raises from now on."""
+    bell: Bell | None = None
+    """Where neighbors on this host ring; without one the training thread waits on `changed`."""
+    _sleeping: bool = False
+
+    def notify(self) -> None:
+        """With `changed` held: wake whoever waits."""
+        self.changed.notify_all()
+        if self._sleeping and self.bell is not None:
+            self.bell.ring()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Training thread, with `changed` held (and let go meanwhile): until something may have changed."""
+        if self.bell is None:
+            self.changed.wait(timeout_seconds)
+            return
+        self._sleeping = True
+        self.changed.release()
+        try:
+            self.bell.listen(timeout_seconds)
+        finally:
+            self.changed.acquire()
+            self._sleeping = False
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:
@@ -43,6 +77,9 @@ class _Incoming:
 
     def __init__(self, tensors: tuple[TensorPlan, ...]) -> None:
         self.buffers: list[dict[int, memoryview]] = [{} for _ in tensors]
+        self.mapped: list[Tensor] | None = None
+        """The payload in the neighbor's shared memory, instead of buffers."""
+        self.let_go: Callable[[], None] = lambda: None
         self.totals: list[int | None] = [plan.spec.max_elements if plan.spec.exact else None for plan in tensors]
         self.scalars: Scalars = {}
         self.assembled: list[Tensor] | None = None
@@ -50,10 +87,12 @@ class _Incoming:
         self._plans = tensors
 
     def has(self, tensor: int, chunk: int) -> bool:
-        return chunk in self.buffers[tensor] or chunk in self.copied[tensor]
+        return self.mapped is not None or chunk in self.buffers[tensor] or chunk in self.copied[tensor]
 
     @property
     def complete(self) -> bool:
+        if self.mapped is not None:
+            return True
         for plan, total, buffers, copied in zip(self._plans, self.totals, self.buffers, self.copied, strict=True):
             if total is None or len(buffers) + len(copied) < plan.count(total):
                 return False
@@ -66,7 +105,8 @@ class _Incoming:
                 return 0
             self.assembled = [
                 torch.empty(total, dtype=plan.spec.dtype)
-                for plan, total in zip(self._plans, self.totals, strict=True) if total is not None
+                for plan, total in zip(self._plans, self.totals, strict=True)
+                if total is not None
             ]
         freed = 0
         for plan, tensor, buffers, copied in zip(self._plans, self.assembled, self.buffers, self.copied, strict=True):
@@ -78,9 +118,16 @@ class _Incoming:
             buffers.clear()
         return freed
 
+    def part(self, chunk: int, start: int, stop: int) -> Tensor:
+        """One chunk of the first tensor, without a copy."""
+        if self.mapped is not None:
+            return self.mapped[0][start:stop]
+        return from_buffer(self.buffers[0][chunk], self._plans[0].spec.dtype)
+
     def payload(self) -> Payload:
-        assert self.assembled is not None
-        tensors = {plan.name: tensor for plan, tensor in zip(self._plans, self.assembled, strict=True)}
+        whole = self.assembled if self.mapped is None else self.mapped
+        assert whole is not None
+        tensors = {plan.name: tensor for plan, tensor in zip(self._plans, whole, strict=True)}
         numbers = {name: value for name, value in self.scalars.items() if not isinstance(value, str)}
         return Payload(tensors, numbers)
 
@@ -92,7 +139,11 @@ class Inbox:
     """Chunks by (round, phase) and source. `consumed(uid, bytes)` tells the transport what it may ask more of."""
 
     def __init__(
-        self, schemas: tuple[Schema, ...], chunk_bytes: int, status: Status, counters: Counters,
+        self,
+        schemas: tuple[Schema, ...],
+        chunk_bytes: int,
+        status: Status,
+        counters: Counters,
         consumed: Callable[[int, int], None],
     ) -> None:
         self.schemas = schemas
@@ -130,6 +181,36 @@ class Inbox:
                 self._absorb(key, message.source, incoming)
             self._wake(key, message, incoming)
 
+    def put_slot(self, message: Slot, reader: Reader) -> None:
+        """Take a payload that lies in a neighbor's board. Raises PeerFault as `put` does."""
+        if message.phase >= len(self.plans):
+            raise PeerFault("wrong_shape", f"phase {message.phase}")
+        tensors = self.plans[message.phase]
+        totals = [int.from_bytes(message.totals[i : i + 8], "little") for i in range(0, len(message.totals), 8)]
+        if len(totals) != len(tensors) or not all(p.accepts(t) for p, t in zip(tensors, totals, strict=True)):
+            raise PeerFault("wrong_shape", f"slot of {totals} elements")
+        key = (message.round, message.phase)
+
+        def let_go() -> None:
+            reader.release(message.phase, message.use)
+
+        with self.status.changed:
+            if message.round < self._floor or key in self._finished:
+                let_go()
+                raise PeerFault("stale_round", f"round {message.round} from {message.source}")
+            sources = self._incoming.setdefault(key, {})
+            if message.source in sources:
+                raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
+            incoming = sources[message.source] = _Incoming(tensors)
+            slots = reader.slots[message.phase][message.slot]
+            incoming.mapped = [tensor[:total] for tensor, total in zip(slots, totals, strict=True)]
+            incoming.let_go = let_go
+            incoming.scalars = message.scalars
+            if self._wanted:
+                self._wanted = {each for each in self._wanted if each[:2] != (key, message.source)}
+                if not self._wanted:
+                    self.status.notify()
+
     def _plan(self, message: Chunk, buffer: memoryview) -> TensorPlan:
         if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):
             raise PeerFault("wrong_shape", f"tensor {message.tensor} of phase {message.phase}")
@@ -155,7 +236,7 @@ class Inbox:
         if (key, message.source, -1) in self._wanted and incoming.complete:
             self._wanted.discard((key, message.source, -1))
         if not self._wanted:
-            self.status.changed.notify_all()
+            self.status.notify()
 
     # -- training thread --------------------------------------------------------------------------------------
 
@@ -178,13 +259,12 @@ class Inbox:
 
     def _drop(self, key: Key) -> None:
         for source, incoming in self._incoming.pop(key, {}).items():
+            incoming.let_go()
             waiting = incoming.waiting_bytes()
             if waiting:
                 self._consumed(source, waiting)
 
-    def wait(
-        self, key: Key, chunk: int, sources: list[int], timeout_seconds: float
-    ) -> dict[int, _Incoming]:
+    def wait(self, key: Key, chunk: int, sources: list[int], timeout_seconds: float) -> dict[int, _Incoming]:
         """Blocking: those of `sources` that delivered `chunk` (-1: everything).
 
         Fewer when the others departed or nothing came for `timeout_seconds`.
@@ -200,7 +280,7 @@ class Inbox:
                 if not waiting or remaining <= 0:
                     break
                 self._wanted = {(key, source, chunk) for source in waiting}
-                self.status.changed.wait(min(remaining, 1.0))
+                self.status.wait(min(remaining, 1.0))
                 still = self._outstanding(key, chunk, waiting)
                 if len(still) < len(waiting):
                     last = time.monotonic()
@@ -227,6 +307,8 @@ class Inbox:
         """Give back the buffers of a mixed chunk."""
         with self.status.changed:
             for source, incoming in sources.items():
+                if incoming.mapped is not None:
+                    continue
                 buffer = incoming.buffers[0].pop(chunk)
                 incoming.copied[0].add(chunk)
                 self._consumed(source, buffer.nbytes + MESSAGE_COST)
@@ -258,8 +340,7 @@ class InboxExchange(Exchange):
                 alive = [source for source in alive if source in arrived]
             start, stop = plan.bounds(chunk, schema.elements)
             received = {
-                source: Payload({plan.name: from_buffer(incoming.buffers[0][chunk], plan.spec.dtype)})
-                for source, incoming in arrived.items()
+                source: Payload({plan.name: incoming.part(chunk, start, stop)}) for source, incoming in arrived.items()
             }
             yield Arrival(start, stop, received, self._missing)
             inbox.release(chunk, arrived)

@@ -186,4 +186,3 @@ class Inproc(Communication):
 
     def close(self) -> None:
         pass
-

@@ -53,8 +53,13 @@ class IoThread(threading.Thread):
     """Runs until `close`. Other threads reach it through `call` alone."""
 
     def __init__(
-        self, name: str, window_bytes: int, max_bulk_bytes: int, on_control: Callable[[bytes, str], None],
-        on_bulk: Callable[[bytes, memoryview | None, str], None], on_tick: Callable[[float], None],
+        self,
+        name: str,
+        window_bytes: int,
+        max_bulk_bytes: int,
+        on_control: Callable[[bytes, str], None],
+        on_bulk: Callable[[bytes, memoryview | None, str], None],
+        on_tick: Callable[[float], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
         """on_control(header, user id) and on_bulk(header, body, user id) run on this thread, as does on_tick."""

@@ -26,14 +26,16 @@ from decentnode.communication.base import (
     Pending,
     Schema,
 )
+from decentnode.communication.bell import MAX_DATAGRAM, DatagramBell
+from decentnode.communication.board import Board, Layout, Reader, path_of
 from decentnode.communication.inbox import STOPPING_TIMEOUT_SECONDS, Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, IoThread
 from decentnode.communication.means import Means, Outgoing, own_share
-from decentnode.communication.plan import MESSAGE_COST, chunk_elements, to_bytes
+from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, NodeFailed, PeerFault, PeerLost
 from decentnode.sharing.base import Payload
 from decentnode.wire import codec
-from decentnode.wire.messages import Arrive, Chunk, Credit, Depart, Message, Part, Report, Scalars
+from decentnode.wire.messages import Arrive, Chunk, Credit, Depart, Message, Part, Report, Scalars, Slot
 from decentnode.wire.session import (
     Event,
     Joined,
@@ -55,8 +57,9 @@ GROUP = 8
 
 
 class ZeroMQConfig(CommunicationConfig):
-    same_host: Literal["ipc", "tcp"] = "ipc"
-    """How nodes on one host reach each other: Unix sockets in a private folder, or loopback tcp."""
+    same_host: Literal["shared_memory", "ipc", "tcp"] | None = None
+    """How payloads travel between nodes of one host. When not given: shared_memory for communication auto (ipc where
+    /dev/shm is too small) and shared_memory (an error there), ipc for zeromq."""
     chunk_bytes: int = Field(1 << 20, ge=1 << 16, le=1 << 26)
     """Size of one chunk of a payload, in bytes; rounded down to whole blocks of 262,144 elements."""
     window_bytes: int = Field(64 << 20, ge=1 << 20)
@@ -87,16 +90,24 @@ class PendingMean(Pending):
 
 
 class ZeroMQ(Communication):
-    """Chunks of payloads over DEALER -> ROUTER pairs, with a window of bytes per edge.
+    """Payloads through shared memory between nodes of one host, as chunks over DEALER -> ROUTER pairs between hosts.
 
-    The training thread encodes and mixes; everything in between is the I/O thread's.
+    The training thread encodes and mixes; the sockets are the I/O thread's. An edge's way is decided at the start: a
+    neighbor that could map this node's board reads payloads there, every other one gets chunks.
     """
 
     Config: ClassVar[type[component.Config]] = ZeroMQConfig
 
     def __init__(
-        self, config: CommunicationConfig, *, uid: int, machine_of: Mapping[int, int], schemas: tuple[Schema, ...],
-        digest: str, run_id: bytes | None = None, bind: BindPlan | None = None,
+        self,
+        config: CommunicationConfig,
+        *,
+        uid: int,
+        machine_of: Mapping[int, int],
+        schemas: tuple[Schema, ...],
+        digest: str,
+        run_id: bytes | None = None,
+        bind: BindPlan | None = None,
     ) -> None:
         """machine_of: the machine of every uid of the run. run_id: None adopts the one that uid 0 drew."""
         assert isinstance(config, ZeroMQConfig)
@@ -122,12 +133,23 @@ class ZeroMQ(Communication):
         self._granted: dict[int, int] = {}
         self._came: dict[int, int] = {}
         self._closed = False
+        self._board: Board | None = None
+        self._layout = Layout(schemas, len(machine_of))
+        self._readers: dict[int, Reader] = {}
+        self._by_memory: frozenset[int] = frozenset()
+        """Neighbors that read this node's board."""
+        self._bell: DatagramBell | None = None
         kinds = (torch.float32, torch.float64)
         largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
         self._window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
         self._io = IoThread(
-            f"io-{uid}", self._window, largest + 65536,
-            self._on_control, self._on_bulk, self._on_tick, self._on_crash,
+            f"io-{uid}",
+            self._window,
+            largest + 65536,
+            self._on_control,
+            self._on_bulk,
+            self._on_tick,
+            self._on_crash,
         )
 
     # -- where everybody is -----------------------------------------------------------------------------------
@@ -187,6 +209,99 @@ class ZeroMQ(Communication):
                     self._io.call(self._give_up)
                     deadline = time.monotonic() + GRACE_SECONDS
                 self._status.changed.wait(min(max(remaining, 0.05), 1.0))
+        if any(self._wants_memory(uid) for uid in self._addresses):
+            self._share_memory(timeout_seconds)
+
+    # -- shared memory ----------------------------------------------------------------------------------------
+
+    @property
+    def _same_host(self) -> str:
+        return self.config.same_host or ("ipc" if self.config.name == "zeromq" else "shared_memory")
+
+    def _wants_memory(self, uid: int) -> bool:
+        """Whether payloads to and from `uid` should go through shared memory."""
+        local = self._machine_of[uid] == self._machine_of[self.uid] and self._plan.ipc_dir is not None
+        return local and self._same_host == "shared_memory"
+
+    def _share_memory(self, timeout_seconds: float) -> None:
+        """Make this node's board, map those of the others, and take the names away when everybody has them.
+
+        The name of a board comes from the run's id and the uid; its size from the local schema.
+        """
+        assert self._plan.ipc_dir is not None
+        self._bell = DatagramBell(self._plan.ipc_dir, self.uid, self._on_datagram)
+        run = self.run_id.hex()
+        try:
+            self._board = Board(path_of(run, self.uid), self._layout)
+        except EnvironmentFault as error:
+            if self.config.name == "shared_memory" or self.config.same_host == "shared_memory":
+                raise
+            logger.warning("payloads leave over ipc: %s", error)
+        try:
+            self.barrier("boards made", timeout_seconds)
+            for uid in filter(self._wants_memory, self._addresses):
+                try:
+                    self._readers[uid] = Reader(path_of(run, uid), self._layout, self.uid)
+                except PeerFault as fault:
+                    logger.warning("no shared memory from %s: %s", self.describe(uid), fault)
+            self.barrier("boards mapped", timeout_seconds)
+        finally:
+            if self._board is not None:
+                self._board.unlink()
+        if self._board is not None:
+            local = filter(self._wants_memory, self._addresses)
+            self._by_memory = frozenset(uid for uid in local if self._board.attached(uid))
+        self._status.bell = self._bell
+
+    def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
+        """Write a payload into this node's board and ring at its readers."""
+        board = self._board
+        assert board is not None and self._bell is not None
+        self._checked(payload, phase)
+        deadline = time.monotonic() + self.config.timeout_seconds
+        try:
+            slot, use = board.publish(phase, payload, uids, deadline, self._status.raise_if_failed)
+        except TimeoutError as error:
+            late = error.args[0]
+            raise PeerLost(
+                f"node {self.uid}: {self.describe(late)} still reads an earlier payload in round {round} after "
+                f"{self.config.timeout_seconds:g} s (communication.timeout_seconds)",
+                [late],
+            ) from error
+        totals = b"".join(tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values())
+        header = self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars))
+        metadata = sum(t.nbytes for name, t in payload.tensors.items() if name in payload.metadata)
+        data = sum(t.nbytes for t in payload.tensors.values()) - metadata
+        for uid in uids:
+            edge = self.counters.edge(uid)
+            edge.frames_sent += 1
+            edge.metadata_bytes_sent += len(header) + metadata
+            edge.data_bytes_sent += data
+            if len(header) > MAX_DATAGRAM or not self._bell.send(uid, header):
+                self._io.call(lambda uid=uid: self._io.send_control(uid, header))  # type: ignore[misc]
+
+    def _on_datagram(self, datagram: bytes) -> None:
+        """Training thread: a neighbor's doorbell."""
+        try:
+            message = codec.decode(datagram)
+            if not isinstance(message, Slot):
+                raise PeerFault("wrong_plane", type(message).__name__)
+            self._session.receive(message)
+            self._on_slot(message, len(datagram))
+        except PeerFault as fault:
+            self._refuse(fault)
+
+    def _on_slot(self, message: Slot, size: int) -> None:
+        reader = self._readers.get(message.source)
+        if reader is None:
+            raise PeerFault("no_board", f"of {message.source}")
+        self._inbox.put_slot(message, reader)
+        edge = self.counters.edge(message.source)
+        edge.frames_received += 1
+        edge.metadata_bytes_received += size
+        specs = self.schemas[message.phase].tensors.values()
+        totals = [int.from_bytes(message.totals[i : i + 8], "little") for i in range(0, len(message.totals), 8)]
+        edge.data_bytes_received += sum(t * s.dtype.itemsize for t, s in zip(totals, specs, strict=True))
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -217,24 +332,38 @@ class ZeroMQ(Communication):
         groups: dict[int, tuple[Payload, list[int]]] = {}
         for uid, payload in outgoing.items():
             groups.setdefault(id(payload), (payload, []))[1].append(uid)
+        by_memory = [uid for uid in outgoing if uid in self._by_memory]
+        if by_memory and len({id(outgoing[uid]) for uid in by_memory}) == 1:
+            self._publish(outgoing[by_memory[0]], by_memory, round, phase)
+        else:
+            by_memory = []
         for payload, uids in groups.values():
-            self._send_payload(payload, uids, round, phase)
+            left = [uid for uid in uids if uid not in by_memory]
+            if left:
+                self._send_payload(payload, left, round, phase)
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
 
-    def _send_payload(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
+    def _checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
+        """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""
         plans = self._inbox.plans[phase]
-        if payload.tensors.keys() != {plan.name for plan in plans}:
+        if list(payload.tensors) != [plan.name for plan in plans]:
             raise ValueError(f"payload must have tensors {[p.name for p in plans]}, got {list(payload.tensors)}")
-        batch: list[tuple[zmq.Frame, zmq.Frame, int]] = []
-        scalars: Scalars = payload.scalars
-        summed = self._sums(uids)
-        for index, plan in enumerate(plans):
+        for plan in plans:
             tensor = payload.tensors[plan.name]
             if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
                 raise ValueError(
                     f"payload {plan.name!r} must be [{plan.spec.max_elements}] {plan.spec.dtype}, "
                     f"got {list(tensor.shape)} {tensor.dtype}"
                 )
+        return plans
+
+    def _send_payload(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
+        plans = self._checked(payload, phase)
+        batch: list[tuple[zmq.Frame, zmq.Frame, int]] = []
+        scalars: Scalars = payload.scalars
+        summed = self._sums(uids)
+        for index, plan in enumerate(plans):
+            tensor = payload.tensors[plan.name]
             raw, size = to_bytes(tensor), plan.spec.dtype.itemsize
             for chunk in range(plan.count(tensor.numel())):
                 start, stop = plan.bounds(chunk, tensor.numel())
@@ -330,7 +459,8 @@ class ZeroMQ(Communication):
                     names = ", ".join(map(self.describe, late))
                     raise PeerLost(
                         f"node {self.uid}: barrier {name!r} not passed within {timeout_seconds:g} s, waiting for "
-                        f"{names}", late,
+                        f"{names}",
+                        late,
                     )
                 self._status.changed.wait(min(remaining, 1.0))
             del self._arrived[name, 1]
@@ -345,7 +475,7 @@ class ZeroMQ(Communication):
             everybody = not down and here >= {self.uid, *tree.children}
             if down or (everybody and tree.parent is None):
                 self._arrived.setdefault((name, 1), set()).add(self.uid)
-                self._status.changed.notify_all()
+                self._status.notify()
         if down or (everybody and tree.parent is None):
             for child in tree.children:
                 self._control(child, Arrive, name, 1)
@@ -381,7 +511,7 @@ class ZeroMQ(Communication):
 
         with self._status.changed:
             self._status.stopping = True
-            self._status.changed.notify_all()
+            self._status.notify()
         self._io.call(stop)
 
     @property
@@ -409,6 +539,11 @@ class ZeroMQ(Communication):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._status.bell = None
+            if self._bell is not None:
+                self._bell.close()
+            if self._board is not None:
+                self._board.unlink()
             self._io.close(0.5 if self._status.failure is not None else CLOSE_SECONDS)
 
     # -- I/O thread -------------------------------------------------------------------------------------------
@@ -436,7 +571,7 @@ class ZeroMQ(Communication):
         self._means.consumed.clear()
         if self._means.done:
             with self._status.changed:
-                self._status.changed.notify_all()
+                self._status.notify()
 
     def _on_control(self, header: bytes, user: str) -> None:  # noqa: ARG002
         try:
@@ -444,7 +579,10 @@ class ZeroMQ(Communication):
             if isinstance(message, Chunk | Part):
                 raise PeerFault("wrong_plane", type(message).__name__)
             for event in self._session.receive(message):
-                self._on_event(event)
+                if isinstance(event, Slot):
+                    self._on_slot(event, len(header))
+                else:
+                    self._on_event(event)
         except PeerFault as fault:
             self._refuse(fault)
         self._flush()
@@ -509,14 +647,16 @@ class ZeroMQ(Communication):
                     self._status.departed[event.uid] = event.rounds
                 elif isinstance(event, Report):
                     self._reports[event.uid] = event.figures
-                self._status.changed.notify_all()
+                self._status.notify()
 
     def _not_assembled(self, event: NotAssembled) -> AssemblyError:
         who = ", ".join(map(self.describe, event.missing[:20]))
         more = f" and {len(event.missing) - 20} more" if len(event.missing) > 20 else ""
         total = len(self._machine_of)
-        text = f"{len(event.missing)} of {total} nodes did not join in time: {who}{more}" if event.missing else (
-            f"node {self.uid} did not hear the start"
+        text = (
+            f"{len(event.missing)} of {total} nodes did not join in time: {who}{more}"
+            if event.missing
+            else (f"node {self.uid} did not hear the start")
         )
         return AssemblyError(f"{text}; {event.reason}" if event.reason else text, event.missing)
 
@@ -527,4 +667,4 @@ class ZeroMQ(Communication):
         with self._status.changed:
             if self._status.failure is None:
                 self._status.failure = error
-            self._status.changed.notify_all()
+            self._status.notify()

@@ -38,8 +38,15 @@ def decode(header: Bytes) -> Message:
         raise PeerFault("oversized_header", f"{size} bytes")
     try:
         parts = msgpack.unpackb(
-            header, raw=False, use_list=True, strict_map_key=True, max_str_len=16384, max_bin_len=MAX_HEADER_BYTES,
-            max_array_len=64, max_map_len=MAX_SCALARS, max_ext_len=0,
+            header,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            max_str_len=16384,
+            max_bin_len=MAX_HEADER_BYTES,
+            max_array_len=64,
+            max_map_len=MAX_SCALARS,
+            max_ext_len=0,
         )
     except Exception as error:
         raise PeerFault("malformed_header", type(error).__name__) from None

@@ -192,10 +192,39 @@ class Report(Message):
     figures: Scalars = named_scalars()
 
 
+@dataclass(frozen=True)
+class Slot(Message):
+    """A doorbell: my payload of this round lies in this slot of my board (communication/board.py)."""
+
+    TYPE: ClassVar[int] = 16
+    round: int = number(MAX_ROUND)
+    phase: int = number(256)
+    slot: int = number(2)
+    use: int = number(1 << 62)
+    totals: bytes = blob(8 * 64)
+    """Elements of each tensor, 8 bytes little-endian each: checked against the schema."""
+    scalars: Scalars = named_scalars()
+
+
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
-        Hello, Welcome, Reject, Present, Refused, Start, Absent, Chunk, Part, Credit, Arrive, Stop, Depart, Fail, Report
+        Hello,
+        Welcome,
+        Reject,
+        Present,
+        Refused,
+        Start,
+        Absent,
+        Chunk,
+        Part,
+        Credit,
+        Arrive,
+        Stop,
+        Depart,
+        Fail,
+        Report,
+        Slot,
     )
 }
 BULK = (Chunk, Part)

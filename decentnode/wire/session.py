@@ -27,6 +27,7 @@ from decentnode.wire.messages import (
     Refused,
     Reject,
     Report,
+    Slot,
     Start,
     Stop,
     Welcome,
@@ -93,9 +94,11 @@ Event = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted
 
 TRANSITIONS: dict[str, frozenset[type[Message]]] = {
     "joining": frozenset(
-        {Hello, Welcome, Reject, Present, Refused, Start, Absent, Chunk, Part, Credit, Arrive, Stop, Depart, Fail}
+        {Hello, Welcome, Reject, Present, Refused, Start, Absent, Chunk, Part, Credit, Arrive, Stop, Depart, Fail, Slot}
     ),
-    "running": frozenset({Hello, Reject, Chunk, Part, Credit, Arrive, Stop, Depart, Fail, Report, Present, Refused}),
+    "running": frozenset(
+        {Hello, Reject, Chunk, Part, Credit, Arrive, Stop, Depart, Fail, Report, Present, Refused, Slot}
+    ),
     "failed": frozenset(),
 }
 """What may be heard in each state. Bulk may come before the start has: the start takes time down the tree."""
@@ -108,7 +111,12 @@ class Session:
     """One node's side of the run's control protocol."""
 
     def __init__(
-        self, uid: int, num_nodes: int, digest: str, run: bytes | None = None, software: str = "",
+        self,
+        uid: int,
+        num_nodes: int,
+        digest: str,
+        run: bytes | None = None,
+        software: str = "",
         describe: Callable[[int], str] = lambda uid: f"node {uid}",
     ) -> None:
         """run: the run's id where it is known beforehand; the root must know it."""

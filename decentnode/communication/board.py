@@ -1,0 +1,185 @@
+"""A node's publish buffer in shared memory: neighbors on the same host mix straight from it.
+
+One file per node: a header of release counters, then two slots per phase. A payload is written into one slot while
+neighbors may still read the other; a slot is written again only when every reader of its last use has released it.
+The file is unlinked as soon as everybody who needs it has it mapped, so that nothing is left after a crash.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Schema
+from decentnode.errors import EnvironmentFault, PeerFault
+from decentnode.sharing.base import Payload
+
+FOLDER = Path("/dev/shm")
+PAGE = 4096
+ALIGNMENT = 128
+SLOTS = 2
+MAGIC = 0x6465636E6F6465
+POLL_SECONDS = (20e-6, 1e-3)
+"""Shortest and longest sleep while a slot is still being read; it hardly ever is."""
+
+
+class Layout:
+    """Where everything lies; a function of the run's schemas alone, so that both ends agree."""
+
+    def __init__(self, schemas: tuple[Schema, ...], num_nodes: int) -> None:
+        self.schemas = schemas
+        self.num_nodes = num_nodes
+        self.phases = len(schemas)
+        header = 8 * (1 + num_nodes * self.phases)
+        self.header_bytes = -(-header // PAGE) * PAGE
+        self.offsets: list[list[list[int]]] = []
+        """[phase][slot][tensor]"""
+        position = self.header_bytes
+        for schema in schemas:
+            slots = []
+            for _ in range(SLOTS):
+                starts = []
+                for spec in schema.tensors.values():
+                    starts.append(position)
+                    position += -(-spec.max_elements * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+                slots.append(starts)
+                position = -(-position // PAGE) * PAGE
+            self.offsets.append(slots)
+        self.size = max(position, self.header_bytes + PAGE)
+
+
+def _tensors(memory: mmap.mmap, layout: Layout, base: int) -> list[list[list[Tensor]]]:
+    """[phase][slot][tensor] views of a mapping that starts at byte `base` of the file."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a neighbor's mapping is read-only, and nobody writes to it
+        for schema, slots in zip(layout.schemas, layout.offsets, strict=True):
+            found.append(
+                [
+                    [
+                        torch.frombuffer(memory, dtype=spec.dtype, count=spec.max_elements, offset=start - base)
+                        if spec.max_elements
+                        else torch.empty(0, dtype=spec.dtype)
+                        for spec, start in zip(schema.tensors.values(), starts, strict=True)
+                    ]
+                    for starts in slots
+                ]
+            )
+    return found
+
+
+def path_of(run: str, uid: int) -> Path:
+    """Where node `uid` of a run publishes, before the file is unlinked; never taken from a message."""
+    return FOLDER / f"decentnode-{run}-{uid}"
+
+
+class Board:
+    """The owner's end."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        """Raises EnvironmentFault when there is no room or no right to make the file."""
+        self.path, self.layout = path, layout
+        self._linked = False
+        try:
+            free = os.statvfs(path.parent)
+            if free.f_bavail * free.f_frsize < layout.size + (16 << 20):
+                raise EnvironmentFault(
+                    f"{path.parent} has {free.f_bavail * free.f_frsize >> 20} MiB left, "
+                    f"shared memory needs {layout.size >> 20} MiB"
+                )
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise EnvironmentFault(f"{path}: {error.strerror}") from error
+        self._linked = True
+        try:
+            os.posix_fallocate(handle, 0, layout.size)
+            self._memory = mmap.mmap(handle, layout.size)
+        except OSError as error:
+            self.unlink()
+            raise EnvironmentFault(f"{path}: {error.strerror}") from error
+        finally:
+            os.close(handle)
+        words = np.frombuffer(self._memory, np.int64, 1 + layout.num_nodes * layout.phases)
+        words[0] = MAGIC
+        self._released = words[1:].reshape(layout.num_nodes, layout.phases)
+        """[uid, phase]: 0 not attached, else 1 + uses of the phase's slots that the reader has done with."""
+        self.slots = _tensors(self._memory, layout, 0)
+        for phase in self.slots:
+            for slot in phase:
+                for tensor in slot:
+                    tensor.zero_()  # every page is there before the first round
+        self._uses = [0] * layout.phases
+        self._readers: list[list[tuple[int, frozenset[int]]]] = [[(0, frozenset())] * SLOTS for _ in self.slots]
+
+    def unlink(self) -> None:
+        """Take the name away; the memory lives on in those who have it mapped."""
+        if self._linked:
+            self._linked = False
+            self.path.unlink(missing_ok=True)
+
+    def attached(self, uid: int) -> bool:
+        """Whether `uid` has this board mapped."""
+        return bool(self._released[uid].all())
+
+    def publish(
+        self, phase: int, payload: Payload, readers: Collection[int], deadline: float, check: Callable[[], None]
+    ) -> tuple[int, int]:
+        """Write a payload for `readers`; (slot, use) to tell them.
+
+        Blocking while a reader still has the slot's last use; `check` may raise meanwhile. Raises TimeoutError with
+        the uid of a reader that did not release it by `deadline` (monotonic seconds).
+        """
+        use = self._uses[phase] = self._uses[phase] + 1
+        slot = use % SLOTS
+        before, last_readers = self._readers[phase][slot]
+        pause = POLL_SECONDS[0]
+        for uid in last_readers:
+            while self._released[uid, phase] <= before:
+                check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(uid)
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS[1])
+        for home, tensor in zip(self.slots[phase][slot], payload.tensors.values(), strict=True):
+            home[: tensor.numel()].copy_(tensor)
+        self._readers[phase][slot] = (use, frozenset(readers))
+        return slot, use
+
+
+class Reader:
+    """A neighbor's end of a board."""
+
+    def __init__(self, path: Path, layout: Layout, uid: int) -> None:
+        """uid: the reading node. Raises PeerFault when the file is not what the run's schemas say."""
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PeerFault("no_board", f"{path}: {error.strerror}") from error
+        try:
+            status = os.fstat(handle)
+            if status.st_size != layout.size or status.st_uid != os.geteuid():
+                raise PeerFault("wrong_board", f"{path}: {status.st_size} bytes of user {status.st_uid}")
+            self._header = mmap.mmap(handle, layout.header_bytes)
+            self._memory = mmap.mmap(
+                handle, layout.size - layout.header_bytes, prot=mmap.PROT_READ, offset=layout.header_bytes
+            )
+        finally:
+            os.close(handle)
+        words = np.frombuffer(self._header, np.int64, 1 + layout.num_nodes * layout.phases)
+        if words[0] != MAGIC:
+            raise PeerFault("wrong_board", str(path))
+        self._released = words[1:].reshape(layout.num_nodes, layout.phases)[uid]
+        self.slots = _tensors(self._memory, layout, layout.header_bytes)
+        self._released[:] = 1
+
+    def release(self, phase: int, use: int) -> None:
+        """The owner may write this slot again."""
+        self._released[phase] = max(int(self._released[phase]), use + 1)

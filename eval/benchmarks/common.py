@@ -1,0 +1,145 @@
+"""What the benchmarks share: the machine's description, its ceilings, and rounds of real runs beside their floor."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from decentnode.launch.forkserver import MALLOC
+
+HERE = Path(__file__).resolve().parent
+CONFIG = HERE / "rounds.yaml"
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def machine() -> str:
+    model = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                  if line.startswith("model name")), platform.processor())
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=HERE)
+    mark = "+changes" if dirty.stdout.strip() else ""
+    return (f"{cores()} cores, {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}, "
+            f"commit {commit.stdout.strip()}{mark}, load {os.getloadavg()[0]:.1f}")
+
+
+def memory_ceilings() -> dict[str, float]:
+    """GB/s of one thread: copy of 100 MB, and x += w y over 100 MB (counting the 100 MB averaged)."""
+    import torch
+
+    torch.set_num_threads(1)
+    x, y = torch.ones(25_000_000), torch.ones(25_000_000)
+    found = {}
+    for name, work in (("copy", lambda: x.copy_(y)), ("axpy", lambda: x.add_(y, alpha=0.5))):
+        work()
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - started)
+        found[name] = 0.1 / min(times)
+    return found
+
+
+def floor_seconds(overrides: list[str], nodes: int, rounds: int) -> float:
+    """Seconds per round of the slowest of one process per core, all started together."""
+    processes = []
+    first = 0
+    for core in range(cores()):
+        count = nodes // cores() + (core < nodes % cores())
+        command = [sys.executable, str(HERE / "floor.py"), str(CONFIG), str(count), str(first), str(rounds), *overrides]
+        if count:
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                              env={**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}))
+        first += count
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready", "the floor process failed"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    seconds = [float(process.stdout.readline()) for process in processes if process.stdout is not None]
+    for process in processes:
+        process.wait()
+    return max(seconds)
+
+
+@dataclass
+class Run:
+    round_seconds: float
+    start_seconds: float
+    accuracy: float
+    wait_share: float
+    bytes_per_node_round: float
+    pss_mb: float
+    """Proportional set size per node process, the median of the samples taken during the run."""
+
+
+class _Memory(threading.Thread):
+    """Samples the memory of the nodes of a run."""
+
+    def __init__(self, pid: int, nodes: int) -> None:
+        super().__init__(daemon=True)
+        self._root, self._nodes = psutil.Process(pid), nodes
+        self.samples: list[float] = []
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        while not self.stop.wait(1.0):
+            try:
+                pids = [p.pid for p in self._root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                return
+            sizes = sorted((self._pss(pid) for pid in pids), reverse=True)[: self._nodes]
+            if len(sizes) == self._nodes:
+                self.samples.append(sum(sizes) / self._nodes)
+
+    @staticmethod
+    def _pss(pid: int) -> float:
+        try:
+            with open(f"/proc/{pid}/smaps_rollup") as file:
+                return sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1024
+        except OSError:
+            return 0.0
+
+
+def run_rounds(overrides: list[str], nodes: int) -> Run:
+    """A real run by the command line, in a throwaway directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        sets = [part for override in overrides for part in ("--set", override)]
+        command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", folder, "--plain", *sets]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        memory = _Memory(process.pid, nodes)
+        memory.start()
+        output, _ = process.communicate()
+        memory.stop.set()
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
+        latest = next(Path(folder).glob("*/latest"))
+        summary = json.loads((latest / "summary.json").read_text())
+        seconds = []
+        for path in sorted(latest.glob("nodes/*/metrics.jsonl")):
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            times = [record["seconds"] for record in records if record["kind"] == "round"][2:]
+            waits = [record["wait_seconds"] for record in records if record["kind"] == "round"][2:]
+            seconds.append((statistics.median(times), sum(waits) / sum(times)))
+    return Run(
+        statistics.median(s for s, _ in seconds), summary["start_seconds"], summary["accuracy_mean"],
+        statistics.mean(w for _, w in seconds),
+        summary["bytes_sent_total"] / nodes / max(summary["rounds"], 1),
+        statistics.median(memory.samples) if memory.samples else float("nan"),
+    )

@@ -1,0 +1,49 @@
+"""Time per round of real runs beside the compute floor of the same minute, and decentralizepy's measured figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from common import floor_seconds, machine, memory_ceilings, run_rounds
+
+MLP_1M, MLP_25M = "{name: mlp, hidden: [325]}", "{name: mlp, hidden: [4096, 3000]}"
+
+CASES = {
+    "lenet-16": ("{name: gn_lenet}", 16, 4, 60, "150 ms (1.66 x), 93 MB, 5.2 s"),
+    "lenet-64": ("{name: gn_lenet}", 64, 4, 30, "541 ms, 35 MB, 8.9 s"),
+    "mlp1m-16": (MLP_1M, 16, 4, 60, "297 ms, 138 MB, 5.2 s"),
+    "mlp25m-4": (MLP_25M, 4, 3, 12, "4701 ms, 886 MB, 4.9 s"),
+    "mlp25m-8": (MLP_25M, 8, 4, 8, "11895 ms, 911 MB, 5.6 s"),
+}
+"""name: (model, nodes, degree, rounds, decentralizepy on a two-core machine: round, PSS per process, start)"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=f"any of {', '.join(CASES)}")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed on to the runs")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    ceilings = memory_ceilings()
+    print(machine())
+    print(f"ceilings: memory copy {ceilings['copy']:.1f} GB/s, axpy {ceilings['axpy']:.1f} GB/s (one thread)\n")
+    print(f"{'case':10} {'floor':>9} {'round':>9} {'ratio':>6} {'waiting':>8} {'start':>7} {'PSS/node':>9} "
+          f"{'sent/node':>10}   decentralizepy")
+    for name in options.cases:
+        model, nodes, degree, rounds, peer = CASES[name]
+        overrides = [f"graph={{name: regular, nodes: {nodes}, degree: {degree}}}", f"mapping.nodes_per_machine={nodes}",
+                     f"model={model}", f"node.rounds={rounds}", *options.overrides]
+        floor = floor_seconds(overrides, nodes, max(4, rounds // 2))
+        run = run_rounds(overrides, nodes)
+        row = {"case": name, "floor_seconds": floor, "ratio": run.round_seconds / floor, **vars(run)}
+        if options.json:
+            print(json.dumps(row))
+            continue
+        print(f"{name:10} {1e3 * floor:6.1f} ms {1e3 * run.round_seconds:6.1f} ms {row['ratio']:6.2f} "
+              f"{100 * run.wait_share:7.0f}% {run.start_seconds:6.2f}s {run.pss_mb:6.1f} MB "
+              f"{run.bytes_per_node_round / 1e6:7.2f} MB   {peer}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
