@@ -1,0 +1,30 @@
+# Sourced by eval/run.sh, eval/bench.sh and tests/run.sh: makes the virtual environment once, and again when a pin
+# changes. DECENTNODE_VENV names another place for it, PYTHON another interpreter to make it with.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${DECENTNODE_VENV:-$root/.venv}
+want=$(cat "$root/pyproject.toml" "$root/constraints.txt" | sha256sum | cut -c1-16)
+if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$want" ]; then
+  py=${PYTHON:-python3}
+  "$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+    echo "decentnode needs Python 3.11 or newer, $py is: $("$py" -V 2>&1). Set PYTHON=/path/to/python3.11" >&2
+    exit 3
+  }
+  "$py" -c 'import venv, ensurepip' 2>/dev/null || {
+    echo "decentnode needs Python's venv and pip, $py has not both (on Debian: apt-get install python3-venv)" >&2
+    exit 3
+  }
+  mkdir -p "$(dirname "$venv")"
+  exec 9>"$venv.lock"
+  command -v flock >/dev/null && flock 9
+  if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$want" ]; then
+    echo "setting up $venv (once, about a minute) ..." >&2
+    if ! command -v nvidia-smi >/dev/null && [ ! -d "$venv" ]; then
+      echo "no GPU found: where pip would fetch torch with about 5 GB of CUDA packages, install the CPU build of" >&2
+      echo "torch==2.13.0 into $venv first; one that is there is kept" >&2
+    fi
+    [ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || "$py" -m venv --clear "$venv"
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" -e "$root[dev]" >&2
+    echo "$want" > "$venv/.stamp"
+  fi
+  exec 9>&-
+fi

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# bash tests/run.sh [--stress] [pytest arguments]: the tests, then linters and type checks.
+# --stress runs the stress tests at their full counts.
+set -euo pipefail
+. "$(dirname "$0")/../eval/_env.sh"
+cd "$root"
+arguments=()
+for argument in "$@"; do
+  if [ "$argument" = --stress ]; then
+    export DECENTNODE_STRESS=1
+  else
+    arguments+=("$argument")
+  fi
+done
+"$venv/bin/python" -m ruff check decentnode tests eval generate_graph.py
+"$venv/bin/python" -m mypy
+exec "$venv/bin/python" -m pytest ${DECENTNODE_STRESS:+--timeout=1800} "${arguments[@]+"${arguments[@]}"}"
