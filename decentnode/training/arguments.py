@@ -66,12 +66,17 @@ def check_arguments(
     needed = {key for key, p in parameters.items() if p.default is p.empty}
     for key in sorted(needed - set(given)):
         raise problem_at("name", f"needs {key!r} beside it for {name}", name)
-    for keys in [*(needed | {key} for key in given), set(given)]:  # one at a time first, to name the culprit
-        arguments = {key: given[key] for key in given if key in keys}
-        try:
-            make(arguments)
-        except Exception as error:
-            last = next((key for key in reversed(arguments) if key not in needed or keys == needed), "name")
-            if arguments == dict(given) and len(given) > 1:
-                last = "name"
-            raise problem_at(last, f"must suit torch's {of.__name__}: {error}", given.get(last, name)) from error
+    message = _refusal(make, given)
+    if message is not None:
+        alone = ({k: v for k, v in given.items() if k == key or k in needed} for key in given)
+        culprits = [key for key, few in zip(given, alone, strict=True) if _refusal(make, few) == message]
+        at = culprits[0] if culprits else "name"
+        raise problem_at(at, f"must suit torch's {of.__name__}: {message}", given.get(at, name))
+
+
+def _refusal(make: Callable[[dict[str, Any]], Any], given: Mapping[str, Any]) -> str | None:
+    try:
+        make(dict(given))
+    except Exception as error:  # torch's constructors raise ValueError, TypeError, RuntimeError, KeyError ...
+        return str(error) or repr(error)
+    return None

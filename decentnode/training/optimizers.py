@@ -22,8 +22,9 @@ RESERVED = ("params", "capturable", "differentiable")
 
 def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     base = torch.optim.Optimizer
-    found = {name.lower(): it for name, it in vars(torch.optim).items() if isinstance(it, type) and issubclass(it, base)}
-    return {name: it for name, it in found.items() if it is not base and name not in REFUSED}
+    classes = [it for it in vars(torch.optim).values() if isinstance(it, type) and issubclass(it, base)]
+    found = {it.__name__.lower(): it for it in classes if it is not base}
+    return {name: it for name, it in found.items() if name not in REFUSED}
 
 
 class OptimizerConfig(ArgumentsConfig):
