@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,14 @@ class Settings(pydantic.BaseModel):
         defer_build=True,
     )
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _untyped_numbers(cls, value: Any) -> Any:
+        """Where a Config takes keys it does not know, nothing turns YAML's text 1e-3 into the number it is."""
+        if cls.model_config.get("extra") != "allow" or not isinstance(value, dict):
+            return value
+        return {key: each if key in cls.model_fields else _number(each) for key, each in value.items()}
+
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _no_boolean_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
@@ -52,6 +61,14 @@ class Component:
     """Base of every class that a YAML section can name."""
 
     Config: ClassVar[type[Config]] = Config
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
+        return float(value)
+    return value
 
 
 def _holds_boolean(value: Any) -> bool:

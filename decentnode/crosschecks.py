@@ -17,6 +17,7 @@ from decentnode.component import load_class
 from decentnode.data import DATASETS, shares
 from decentnode.data.base import Dataset
 from decentnode.errors import UsageError
+from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
@@ -49,10 +50,17 @@ def _dataset(experiment: Experiment) -> Dataset | None:
 
 
 def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
+    """When it can be made without the weights, they are at fault."""
     try:
-        experiment.make_graph()
+        experiment.make_graph().weights(0, 0)
     except UsageError as error:
-        yield raised("graph", error, type(experiment.graph).model_fields)
+        try:
+            build_graph(experiment.graph, None, experiment.seed, experiment.base_dir).weights(0, 0)
+        except UsageError:
+            yield raised("graph", error, type(experiment.graph).model_fields)
+        else:
+            keys = type(experiment.weights).model_fields if experiment.weights is not None else ()
+            yield dataclasses.replace(raised("weights", error, keys), other=("graph",))
 
 
 def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:

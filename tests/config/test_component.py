@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
-from decentnode.component import load_class, nearest, section
+from decentnode.component import Config, load_class, nearest, section
 from decentnode.errors import UsageError
 
 from . import fakes
@@ -80,6 +80,16 @@ def test_booleans_are_no_numbers():
         with pytest.raises(ValidationError, match="true or false"):
             fakes.Work.model_validate(bad)
     assert fakes.SgdConfig.model_validate({"nesterov": True}).nesterov
+
+
+def test_text_that_is_a_number_is_one_where_keys_are_not_known():
+    class Open(Config):
+        model_config = ConfigDict(extra="allow")
+        known: str = ""
+
+    extra = Open.model_validate({"known": "1e-3", "lr": "1e-3", "betas": ["9e-1", "x"], "text": "1e"}).model_extra
+    assert extra == {"lr": 1e-3, "betas": [0.9, "x"], "text": "1e"}
+    assert Open.model_validate({"known": "1e-3"}).known == "1e-3"
 
 
 def test_json_schema_tells_components_apart_by_name():

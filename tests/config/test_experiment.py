@@ -232,6 +232,26 @@ def test_parts_that_do_not_fit_together(write, change, part):
     assert part in said(write(BASE.replace(*change)))
 
 
+@pytest.mark.parametrize(
+    ("graph", "said_first"),
+    [
+        ("{name: torus, nodes: 6, rows: 4}", "a.yaml:2:38: graph.rows must divide 6 nodes, got 4"),
+        ("{name: hypercube, nodes: 6}", "a.yaml:2:1: graph: hypercube needs a power of two, got 6 nodes"),
+        ("{name: regular, nodes: 5, degree: 3}", "a.yaml:2:1: graph: regular: 5 nodes of degree 3 need"),
+        (
+            "{name: ring, nodes: 4}\nweights: {name: laplacian, step: 0.9}",
+            "a.yaml:3:34: weights.step must be at most 1 / 2, the degree of node 0, got 0.9",
+        ),
+        (
+            "{name: directed_one_peer_exponential, nodes: 4}\nweights: laplacian",
+            "a.yaml:3:10: weights: laplacian need an undirected graph; use weights uniform, or leave weights out",
+        ),
+    ],
+)
+def test_a_graph_that_cannot_be_made(write, graph, said_first):
+    assert said_first in said(write(BASE.replace("{name: ring, nodes: 4}", graph)))
+
+
 def test_ports_must_not_collide(write):
     text = "mapping: {name: table, machines: [{nodes: 2, base_port: 8000}, {nodes: 2, base_port: 8002}]}\n"
     assert said(write(BASE + text)).startswith("a.yaml:6:1: mapping: port 8002 on 127.0.0.1 is taken twice: ")

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from decentnode import cli, errors
+from decentnode.cli import COMMANDS, main
+
+
+def imported_by(*arguments: str) -> tuple[set[str], float]:
+    """The modules that a command leaves loaded, and the CPU seconds of the whole process."""
+    code = (
+        "import sys, time, json, io, contextlib\n"
+        "from decentnode.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        f"    main({list(arguments)!r}, standalone_mode=False)\n"
+        "print(json.dumps([sorted(sys.modules), time.process_time()]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    modules, seconds = json.loads(done.stdout)
+    return set(modules), seconds
+
+
+HEAVY = {"torch", "numpy", "pydantic", "matplotlib", "networkx", "yaml", "zmq"}
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",), ("--version",), ("validate", "--help"), ("schema", "-h")])
+def test_asking_for_help_imports_nothing_heavy(arguments):
+    modules, _ = imported_by(*arguments)
+    assert not HEAVY & modules
+
+
+def test_graph_does_not_import_torch():
+    modules, _ = imported_by("graph", "--help")
+    assert not {"torch", "matplotlib"} & modules
+
+
+def test_help_is_quick():
+    assert min(imported_by("--help")[1] for _ in range(3)) < 0.2
+
+
+def test_help_lists_every_command_that_exists():
+    text = CliRunner().invoke(main, ["--help"]).output
+    for name in main.list_commands(click.Context(main)):
+        assert name in text
+        assert COMMANDS[name].split()[0] in text
+
+
+def test_every_command_can_be_loaded():
+    context = click.Context(main)
+    for name in main.list_commands(context):
+        assert isinstance(main.get_command(context, name), click.Command), name
+
+
+def test_version():
+    text = CliRunner().invoke(main, ["--version"]).output
+    assert text.startswith("decentnode 0.")
+    assert "torch 2." in text
+    assert "pyzmq " in text
+
+
+@pytest.mark.parametrize("arguments", [["nope"], ["--nope"], ["validate"], ["validate", "a", "b"], []])
+def test_usage_errors_end_with_2(arguments):
+    assert CliRunner().invoke(main, arguments).exit_code == 2
+
+
+def failing(monkeypatch, error: BaseException) -> list[str]:
+    """A command line whose command raises."""
+
+    @click.command()
+    def command() -> None:
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "fail", "Fail.")
+    monkeypatch.setitem(sys.modules, "decentnode.cli.fail", types.SimpleNamespace(command=command, __spec__=object()))
+    monkeypatch.setattr(cli, "fail", sys.modules["decentnode.cli.fail"], raising=False)
+    return ["fail"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UsageError("x"), 2),
+        (errors.EnvironmentFault("x"), 3),
+        (errors.AssemblyError("x"), 4),
+        (errors.PeerLost("x"), 5),
+        (errors.Diverged("x"), 6),
+        (errors.CheckpointError("x"), 7),
+        (errors.NodeFailed("x"), 8),
+        (errors.Interrupted("x"), 130),
+    ],
+)
+def test_errors_become_a_line_and_an_exit_code(monkeypatch, error, code):
+    done = CliRunner().invoke(main, failing(monkeypatch, error))
+    assert done.exit_code == code
+    assert done.stderr == "error: x\n"
+
+
+def test_ctrl_c_ends_with_130(monkeypatch):
+    assert CliRunner().invoke(main, failing(monkeypatch, KeyboardInterrupt())).exit_code == 130
+
+
+def test_traceback_can_be_asked_for_anywhere(monkeypatch):
+    arguments = failing(monkeypatch, errors.UsageError("x"))
+    for line in (["--traceback", *arguments], [*arguments, "--traceback"]):
+        done = CliRunner().invoke(main, line)
+        assert done.exit_code == 2
+        assert "Traceback (most recent call last)" in done.stderr
+    assert "Traceback" not in CliRunner().invoke(main, arguments).stderr

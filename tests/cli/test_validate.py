@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from decentnode.cli import main
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+def validate(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["validate", *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("path", sorted(Path(QUICKSTART).parent.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_is_valid_and_names_its_schema(path):
+    done = validate(str(path))
+    assert done.exit_code == 0, done.stderr
+    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+
+
+def test_ok_is_one_line():
+    done = validate(QUICKSTART)
+    assert done.stdout.startswith(f"{QUICKSTART}: ok: quickstart, 16 nodes on 1 machine, digest ")
+    assert done.stdout.count("\n") == 1
+
+
+def test_problems_end_with_2_and_nothing_on_stdout(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("graph: {name: rnig}\nseed: no\nseed: 1\n")
+    done = validate(str(path))
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"{path}: 1 problem\n\n{path}:3:1: duplicate key 'seed', first given at line 2\n    seed: 1\n    ^\n"
+    )
+
+
+def test_set():
+    assert validate(QUICKSTART, "--set", "node.rounds=2", "-s", "training.optimizer.lr=1e-3").exit_code == 0
+    done = validate(QUICKSTART, "--set", "node.rounds=x")
+    assert done.exit_code == 2
+    assert "--set node.rounds=x: node.rounds must be an integer, got 'x'" in done.stderr
+
+
+def test_resolved_shows_origins(monkeypatch):
+    monkeypatch.setenv("DECENTNODE__SEED", "7")
+    done = validate(QUICKSTART, "--resolved", "--set", "node.rounds=2")
+    assert yaml.safe_load(done.stdout)["node"]["rounds"] == 2
+    assert "seed: 7  # env\n" in done.stdout
+    assert "  rounds: 2  # --set\n" in done.stdout
+    assert "run:\n  dir: runs  # default\n" in done.stdout
+    assert f"name: quickstart  # {QUICKSTART}:4\n" in done.stdout
+
+
+def test_json():
+    found = json.loads(validate(QUICKSTART, "--json", "--resolved").stdout)
+    assert found["ok"]
+    assert found["problems"] == []
+    assert found["resolved"]["graph"]["nodes"] == 16
+    done = validate("no such file.yaml", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout) == {
+        "ok": False,
+        "source": "no such file.yaml",
+        "problems": ["no such file.yaml: cannot be read: No such file or directory"],
+    }
