@@ -72,14 +72,20 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def raised(section: str, error: Exception, keys: Iterable[str] = ()) -> Problem:
-    """The problem that a part's own error tells; "section.key must be ..." or "key must be ..." points at the key."""
-    text = str(error)
-    head, space, rest = text.partition(" ")
-    if head.startswith(f"{section}.") and re.fullmatch(r"\w+(\.\w+)+", head):
-        return Problem(tuple(head.split(".")), rest)
-    if space and head in keys:
-        return Problem((*section.split("."), head), rest)
-    return Problem(tuple(section.split(".")), f": {text}")
+    """The problem that a part's own error tells.
+
+    "section.key must be ...", "key must be ..." and "component: key must be ..." point at the key, the rest at the
+    section.
+    """
+    text = str(error).removeprefix(f"{section} ")
+    whole = tuple(section.split("."))
+    dotted_key = re.match(rf"{re.escape(section)}((?:\.\w+)+) (?s:(.*))", text)
+    if dotted_key:
+        return Problem((*whole, *dotted_key[1].strip(".").split(".")), dotted_key[2])
+    bare_key = re.match(r"(?:\w+: )?(\w+) (?s:((?:must|needs) .*))", text)
+    if bare_key and bare_key[1] in keys:
+        return Problem((*whole, bare_key[1]), bare_key[2])
+    return Problem(whole, f": {text}")
 
 
 def place_of(tree: Item, path: Sequence[str | int]) -> Place | None:
