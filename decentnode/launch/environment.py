@@ -83,8 +83,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def git_state(folders: list[Path]) -> tuple[str, str]:
     """(commit and state, diff) of the repositories that hold `folders`; empty where there are none."""
     states, diffs = [], []
-    roots = dict.fromkeys(root.strip() for folder in folders if (root := _git(folder, "rev-parse", "--show-toplevel")))
-    for root in map(Path, roots):
+    names = dict.fromkeys(name.strip() for folder in folders if (name := _git(folder, "rev-parse", "--show-toplevel")))
+    for root in map(Path, names):
         commit, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--short", "-uno")
         if commit is None:
             continue

@@ -1,0 +1,247 @@
+"""One node in its own process: build, bind, learn where the others are, join, run, save."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decentnode import logs
+from decentnode.build import build
+from decentnode.communication import COMMUNICATIONS
+from decentnode.communication.base import Communication, Schema
+from decentnode.communication.zeromq import BindPlan, ZeroMQ
+from decentnode.component import load_class
+from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost
+from decentnode.experiment import Experiment, load
+from decentnode.launch.entry import node_dir
+from decentnode.launch.messages import (
+    Absent,
+    Bound,
+    Channel,
+    Failed,
+    Finished,
+    Joined,
+    Message,
+    PeerFailed,
+    Peers,
+    Stop,
+    Task,
+)
+from decentnode.launch.models import save_node
+from decentnode.launch.reporting import Reporter
+from decentnode.node.node import Node
+
+logger = logging.getLogger(__name__)
+
+PEERS_SECONDS = 300.0
+"""Longest wait for the supervisor to name the other local nodes; the supervisor gives up first."""
+ABSENT_SECONDS = 1.0
+
+
+class Commands:
+    """What the supervisor says, heard by a thread of its own. Its end is ours."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._peers: queue.SimpleQueue[Peers | PeerFailed | Stop] = queue.SimpleQueue()
+        self._node: Node | None = None
+        self._early: list[Message] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except (EOFError, OSError):
+                os._exit(1)
+            if isinstance(message, Peers | PeerFailed | Stop):
+                self._peers.put(message)
+            with self._lock:
+                if self._node is None:
+                    self._early.append(message)
+                else:
+                    self._obey(self._node, message)
+
+    @staticmethod
+    def _obey(node: Node, message: Message) -> None:
+        if isinstance(message, Stop):
+            node.ask_stop()
+        elif isinstance(message, PeerFailed):
+            node.communication.fail(message.uid, message.reason)
+
+    def attach(self, node: Node) -> None:
+        """From now on stops and failures reach the node; those that came before do, too."""
+        with self._lock:
+            self._node = node
+            for message in self._early:
+                self._obey(node, message)
+
+    def peers(self) -> dict[str, list[str]]:
+        """Blocking: the endpoints of the local nodes. Raises PeerLost when one of them failed, Interrupted."""
+        try:
+            message = self._peers.get(timeout=PEERS_SECONDS)
+        except queue.Empty:
+            raise NodeFailed("the supervisor did not name the other nodes") from None
+        if isinstance(message, PeerFailed):
+            raise PeerLost(f"node {message.uid} failed: {message.reason}", [message.uid])
+        if isinstance(message, Stop):
+            raise Interrupted("stopped before the run began")
+        return message.endpoints
+
+
+def remote_endpoints(experiment: Experiment, machine: int) -> dict[int, tuple[str, str]]:
+    """uid -> (control, bulk) of the nodes on other machines, from the mapping."""
+    mapping = experiment.make_mapping()
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    return {
+        place.uid: (f"tcp://{_host(place.host)}:{place.port}", f"tcp://{_host(place.host)}:{place.port + 1}")
+        for place in places
+        if place.machine != machine and place.port is not None
+    }
+
+
+def _host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def bind_plan(experiment: Experiment, uid: int, socket_dir: str) -> BindPlan:
+    """Unix sockets for the same machine unless tcp is asked for, tcp for others or where the mapping has a port."""
+    place = experiment.make_mapping().place(uid)
+    same_host = getattr(experiment.communication, "same_host", "ipc")
+    ipc = Path(socket_dir) if same_host == "ipc" and socket_dir else None
+    return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port)
+
+
+def transport_maker(
+    experiment: Experiment, task: Task, uid: int
+) -> Callable[[tuple[Schema, ...]], Communication]:
+    mapping = experiment.make_mapping()
+    transport: Any = load_class(experiment.communication.name, COMMUNICATIONS, "communication")
+
+    def make(schemas: tuple[Schema, ...]) -> Communication:
+        made: Communication = transport(
+            experiment.communication, uid=uid, schemas=schemas, digest=experiment.digest(),
+            machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
+            run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
+            bind=bind_plan(experiment, uid, task.socket_dir),
+        )
+        return made
+
+    return make
+
+
+def run_task(task: Task, channel: Channel) -> int:
+    """The whole life of a forked node; the exit code."""
+    commands = Commands(channel)
+    return run_node(task, channel.send, commands.attach, commands.peers)
+
+
+def run_node(
+    task: Task, send: Callable[[Message], None], attach: Callable[[Node], None],
+    peers: Callable[[], dict[str, list[str]]],
+) -> int:
+    """Run `task.uids[0]` to its end and report it through `send`; the exit code. Blocking, never raises."""
+    uid, node, reporter = task.uids[0], None, None
+    try:
+        set_up(task, uid)
+        experiment = load(task.request.config, task.request.overrides, task.request.environ, check=False)
+        folder = node_dir(task.run_dir, uid) if task.run_dir else None
+        reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
+        node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)
+        _join(node, experiment, task, send, peers, attach)
+        node.run()
+        if task.run_dir:
+            save_node(node, Path(task.run_dir))
+        node.communication.close()
+        reporter.close()
+        stopped = node.round < experiment.node.rounds
+        reports = {str(other): figures for other, figures in node.reports.items()}
+        send(Finished(uid, node.figures(), stopped, reports))
+        return Interrupted.exit_code if stopped else 0
+    except BaseException as error:
+        return _fail(uid, error, node, reporter, send)
+
+
+def set_up(task: Task, uid: int) -> None:
+    """Threads, logs, signals and the traceback of a crash, for this process."""
+    torch.set_num_threads(task.threads)
+    os.environ["OMP_NUM_THREADS"] = str(task.threads)
+    faulthandler.enable(sys.__stderr__ or 2)
+    if task.run_dir:
+        logs.set_up(f"node {uid:03d}", node_dir(task.run_dir, uid) / "log.txt")
+
+
+def _join(
+    node: Node, experiment: Experiment, task: Task, send: Callable[[Message], None],
+    peers: Callable[[], dict[str, list[str]]], attach: Callable[[Node], None],
+) -> None:
+    transport = node.communication
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: node.ask_stop())
+    if isinstance(transport, ZeroMQ):
+        control, bulk = transport.bind()
+        send(Bound(node.uid, control, bulk))
+        endpoints = remote_endpoints(experiment, task.machine)
+        endpoints |= {int(uid): (c, b) for uid, (c, b) in peers().items()}
+        transport.set_peers(endpoints)
+    attach(node)
+    joined = threading.Event()
+    if node.uid == 0 and isinstance(transport, ZeroMQ):
+        threading.Thread(target=_tell_absent, args=(transport, send, joined), daemon=True).start()
+    started = time.monotonic()
+    try:
+        transport.start(transport.config.start_timeout_seconds)
+    finally:
+        joined.set()
+    logger.info("joined after %.2f s; %d samples", time.monotonic() - started, node.training.num_samples)
+    send(Joined(node.uid))
+
+
+def _tell_absent(transport: ZeroMQ, send: Callable[[Message], None], joined: threading.Event) -> None:
+    while not joined.wait(ABSENT_SECONDS):
+        with contextlib.suppress(OSError):
+            send(Absent(list(transport.absent), {str(uid): why for uid, why in transport.refusals.items()}))
+
+
+def _fail(
+    uid: int, error: BaseException, node: Node | None, reporter: Reporter | None, send: Callable[[Message], None]
+) -> int:
+    """Tell the supervisor first, then the other nodes, then the log."""
+    failed = describe_failure(uid, error)
+    with contextlib.suppress(OSError):
+        send(failed)
+    traceback.print_exception(error)
+    logger.error("%s", failed.text)
+    with contextlib.suppress(Exception):
+        if node is not None:
+            if not failed.follower:
+                node.communication.fail(uid, failed.title)
+            node.communication.close()
+        if reporter is not None:
+            reporter.close()
+    return failed.exit_code
+
+
+def describe_failure(uid: int, error: BaseException) -> Failed:
+    """What to print of an exception: its message if it was written for users, else the whole traceback."""
+    if isinstance(error, DecentnodeError):
+        return Failed(uid, error.exit_code, str(error).partition("\n")[0], str(error), isinstance(error, PeerLost))
+    if isinstance(error, OSError) and error.filename is not None:
+        fault = EnvironmentFault(f"node {uid}: {error.filename}: {error.strerror}")
+        return Failed(uid, fault.exit_code, str(fault), str(fault))
+    last = traceback.format_exception_only(error)[-1].strip()
+    return Failed(uid, NodeFailed.exit_code, last, "".join(traceback.format_exception(error)))

@@ -1,0 +1,85 @@
+"""All nodes of a run in one process, stepped in uid order: dry runs and `communication: inproc`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from decentnode.build import build_in_process
+from decentnode.errors import Interrupted
+from decentnode.experiment import Experiment, load
+from decentnode.launch.child import describe_failure, set_up
+from decentnode.launch.entry import node_dir
+from decentnode.launch.messages import Channel, Finished, Joined, Stop, Task
+from decentnode.launch.models import save_node
+from decentnode.launch.reporting import Reporter
+from decentnode.node.node import Node
+
+
+def run_in_process(
+    experiment: Experiment, record: Callable[[int, dict[str, Any]], None] = lambda _uid, _record: None,
+    ready: Callable[[list[Node]], None] = lambda _: None,
+) -> list[Node]:
+    """Make all nodes and step them to their end. Blocking; raises what a node raises.
+
+    record: called with uid and record. ready: called with the nodes before the first step.
+    """
+    nodes = build_in_process(experiment, record)
+    ready(nodes)
+    runs = [(node, node.steps()) for node in nodes]
+    while runs:
+        going = []
+        for node, steps in runs:
+            try:
+                next(steps)
+            except StopIteration:
+                continue
+            except Exception as error:
+                error.__dict__.setdefault("uid", node.uid)
+                raise
+            going.append((node, steps))
+        runs = going
+    return nodes
+
+
+def run_task(task: Task, channel: Channel) -> int:
+    """The whole life of the child that holds all nodes; the exit code."""
+    reporters: dict[int, Reporter] = {}
+    try:
+        set_up(task, task.uids[0])
+        experiment = load(task.request.config, task.request.overrides, task.request.environ, check=False)
+        for uid in task.uids:
+            path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
+            reporters[uid] = Reporter(uid, path, channel.send, task.progress_seconds)
+
+        def ready(nodes: list[Node]) -> None:
+            threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()
+            for node in nodes:
+                channel.send(Joined(node.uid))
+
+        nodes = run_in_process(experiment, lambda uid, record: reporters[uid].record(record), ready)
+        for node in reversed(nodes):
+            if task.run_dir:
+                save_node(node, Path(task.run_dir))
+            reporters[node.uid].close()
+            channel.send(Finished(node.uid, node.figures(), node.round < experiment.node.rounds))
+        return Interrupted.exit_code if any(node.round < experiment.node.rounds for node in nodes) else 0
+    except BaseException as error:
+        failed = describe_failure(getattr(error, "uid", task.uids[0]), error)
+        channel.send(failed)
+        for reporter in reporters.values():
+            reporter.close()
+        return failed.exit_code
+
+
+def _listen(channel: Channel, nodes: list[Node]) -> None:
+    while True:
+        try:
+            message = channel.receive()
+        except (EOFError, OSError):
+            os._exit(1)
+        if isinstance(message, Stop):
+            nodes[0].ask_stop()

@@ -1,0 +1,67 @@
+"""Loading the experiment in a child, so that the supervisor never imports torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+
+from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed
+from decentnode.launch.fleet import Worker, end_all, start_loader
+from decentnode.launch.messages import Facts, Failed, Header, Request
+from decentnode.launch.observer import Observer
+from decentnode.launch.signals import StopSignals
+
+LOAD_SECONDS = 300.0
+"""Longest wait for the import of torch (from a cold network disk) and for the data."""
+
+
+class LoadError(DecentnodeError):
+    """Raised in the child, told by the supervisor: message and exit code are those of the first error."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.text)
+        self.exit_code = failed.exit_code
+        self.title = failed.title
+
+
+class Loader:
+    """The child that loads. `facts` blocks; the header comes when it is ready."""
+
+    def __init__(self, context: ForkServerContext, request: Request) -> None:
+        self.worker: Worker = start_loader(context, request)
+
+    def facts(self, observer: Observer, signals: StopSignals) -> Facts:
+        """Blocking. Raises LoadError with the child's error, EnvironmentFault after LOAD_SECONDS, Interrupted."""
+        started = time.monotonic()
+        while True:
+            ready = wait([self.worker.channel.connection, self.worker.process.sentinel, signals.fileno()], timeout=1.0)
+            if signals.received:
+                raise Interrupted("interrupted while the experiment was loaded")
+            for message in self.worker.messages():
+                if isinstance(message, Facts):
+                    return message
+                if isinstance(message, Failed):
+                    raise LoadError(message)
+            if self.worker.process.sentinel in ready or not self.worker.open:
+                self.worker.reap()
+                raise NodeFailed(f"the process that loads the experiment {self.worker.ending()}")
+            elapsed = time.monotonic() - started
+            if elapsed > LOAD_SECONDS:
+                raise EnvironmentFault(f"the experiment was not loaded within {LOAD_SECONDS:g} s")
+            if not ready:
+                observer.waiting(f"loading torch and the experiment ({elapsed:.0f} s)")
+
+    def poll(self, tell: Callable[[list[list[str]]], None]) -> None:
+        """Not blocking: hand over the header if it has come, and reap the child at its end."""
+        for message in self.worker.messages():
+            if isinstance(message, Header):
+                tell(message.lines)
+        if self.worker.alive and not self.worker.process.is_alive():
+            self.worker.reap()
+
+    def close(self) -> None:
+        end_all([self.worker])
+
+

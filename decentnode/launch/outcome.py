@@ -1,0 +1,90 @@
+"""What became of a run: exit code, first failure, summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decentnode.launch.messages import Facts, Failed, Finished
+from decentnode.metrics import summary as summaries
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit_code: int
+    run_dir: Path | None
+    summary: dict[str, Any]
+    """The figures of summary.json; on machines other than 0 those of the local nodes."""
+    failure: Failed | None = None
+    followers: tuple[int, ...] = ()
+    """Nodes that failed or were stopped only because of `failure`."""
+
+
+def first_cause(failures: list[Failed]) -> Failed | None:
+    """The failure to print: the first that is not the echo of another's."""
+    return next((failed for failed in failures if not failed.follower), failures[0] if failures else None)
+
+
+@dataclass
+class Ledger:
+    """What the nodes have told so far."""
+
+    latest: dict[int, Figures] = field(default_factory=dict)
+    """Last known figures by uid, from evaluations and rounds: what is left when a node dies."""
+    finished: dict[int, Finished] = field(default_factory=dict)
+    failures: list[Failed] = field(default_factory=list)
+
+    def progress(self, uid: int, record: Mapping[str, Any]) -> None:
+        """Keep what a closing figure could be made of."""
+        known = self.latest.setdefault(uid, {"uid": uid, "rounds": 0})
+        if record.get("kind") == "round":
+            known["rounds"] = record.get("round", -1) + 1
+            known["bytes_data"] = record.get("data_bytes_sent", 0)
+            known["bytes_metadata"] = record.get("metadata_bytes_sent", 0)
+        elif record.get("kind") == "evaluation":
+            known |= {key: record[key] for key in record if key not in ("kind", "round", "time")}
+            known["evaluated_round"] = record.get("round")
+
+    def figures(self) -> dict[int, Figures]:
+        """By uid: closing figures of every node that has told them, else the last known ones."""
+        found = dict(self.latest)
+        for uid, finished in self.finished.items():
+            found[uid] = finished.figures
+        for finished in self.finished.values():
+            found |= {int(uid): figures for uid, figures in finished.reports.items()}
+        return found
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a node ended before its last round because somebody asked the run to stop."""
+        return any(finished.stopped for finished in self.finished.values())
+
+
+def summary(
+    facts: Facts, ledger: Ledger, exit_code: int, run_dir: Path | None, start_seconds: float | None, wall_seconds: float
+) -> dict[str, Any]:
+    """summary.json of a run.
+
+    start_seconds: from the command until all nodes were connected; wall_seconds: from the command to the end.
+    """
+    failure = first_cause(ledger.failures)
+    status = "finished" if exit_code == 0 else "failed" if failure else "interrupted"
+    found: dict[str, Any] = {
+        "name": facts.name,
+        "run": run_dir.name if run_dir else None,
+        "digest": facts.digest,
+        "status": status,
+        "exit_code": exit_code,
+        "num_nodes": facts.num_nodes,
+        "rounds_planned": facts.rounds,
+        "start_seconds": start_seconds,
+        "wall_seconds": wall_seconds,
+        **summaries.combine(ledger.figures()),
+    }
+    if failure is not None:
+        found["failure"] = {"node": failure.uid, "title": failure.title, "exit_code": failure.exit_code}
+    return found

@@ -1,0 +1,150 @@
+"""The child that loads the experiment: first the facts that nodes can start with, then what the console says."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+import yaml
+
+from decentnode import __version__
+from decentnode.build import device_of, make_model, threads_of
+from decentnode.data import shares
+from decentnode.errors import DecentnodeError, MappingError, NodeFailed, UsageError
+from decentnode.experiment import Experiment, load
+from decentnode.graph import spectrum
+from decentnode.graph.file import format_edges
+from decentnode.launch.messages import Channel, Facts, Failed, Header, Request
+from decentnode.mapping.addresses import own_names
+from decentnode.mapping.base import Mapping
+
+
+def answer(request: Request, channel: Channel) -> int:
+    """Send Facts and Header, or Failed; the exit code."""
+    try:
+        experiment = load(request.config, request.overrides, request.environ)
+        torch.set_num_threads(1)
+        channel.send(facts(experiment, request))
+        channel.send(Header(header(experiment)))
+    except DecentnodeError as error:
+        channel.send(Failed(-1, error.exit_code, type(error).__name__, str(error)))
+        return error.exit_code
+    except Exception as error:
+        channel.send(Failed(-1, NodeFailed.exit_code, repr(error), traceback.format_exc()))
+        return NodeFailed.exit_code
+    return 0
+
+
+def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> int:
+    """The number of this machine. Raises UsageError or MappingError naming what to do."""
+    if wanted is None:
+        if mapping.num_machines > 1:
+            raise UsageError(
+                f"{config} is for {mapping.num_machines} machines; start each one's share: "
+                f"decentnode launch {config} --machine 0 (then 1, ...), or --machine auto"
+            )
+        return 0
+    if wanted == "auto":
+        return mapping.find_machine(own_names())
+    try:
+        machine = int(wanted)
+    except ValueError:
+        raise UsageError(f"--machine must be a number or auto, got {wanted!r}") from None
+    if not 0 <= machine < mapping.num_machines:
+        raise MappingError(f"--machine must be in [0, {mapping.num_machines}), got {machine}")
+    return machine
+
+
+def facts(experiment: Experiment, request: Request) -> Facts:
+    mapping, graph = experiment.make_mapping(), experiment.make_graph()
+    machine = choose_machine(mapping, request.machine, request.config)
+    machines = [list(mapping.local(number)) for number in range(mapping.num_machines)]
+    in_process = request.in_process or experiment.communication.name == "inproc"
+    if in_process and len(machines) > 1 and not request.in_process:
+        raise UsageError(f"{request.config}: communication inproc runs all nodes in one process, on one machine")
+    if in_process:
+        machine, machines = 0, [list(range(graph.num_nodes))]
+    with open(request.config, encoding="utf-8") as file:
+        text = file.read()
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    communication, lists = experiment.communication, getattr(graph, "lists", None)
+    return Facts(
+        name=experiment.name,
+        digest=experiment.digest(),
+        runs_dir=str(experiment.run_dir),
+        config_text=text,
+        resolved_text=experiment.resolved_yaml(),
+        graph_text=format_edges(lists(0)) if lists is not None and graph.period == 1 else "",
+        mapping_text=yaml.safe_dump([vars(place) for place in places], sort_keys=False),
+        rounds=experiment.node.rounds,
+        evaluate_every=experiment.node.evaluate_every,
+        in_process=in_process,
+        timeout_seconds=float(getattr(communication, "timeout_seconds", 60.0)),
+        start_timeout_seconds=float(getattr(communication, "start_timeout_seconds", 60.0)),
+        machine=machine,
+        machines=machines,
+        hosts=[mapping.place(uids[0]).host for uids in machines],
+        threads={str(uid): threads_of(experiment, uid) for uid in machines[machine]},
+        warnings=[],
+    )
+
+
+def header(experiment: Experiment) -> list[list[str]]:
+    """(label, text) lines; builds one model and deals the data, as every node does."""
+    graph = experiment.make_graph()
+    n = graph.num_nodes
+    dataset, parts = shares(experiment.data, n, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+    module = make_model(experiment, dataset.input_shape, dataset.num_classes)
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    sizes = [len(part) for part in parts]
+    neighbors = [len(graph.neighbors(uid, 0)) for uid in range(n)]
+    partition = getattr(experiment.data, "partition", None)
+    sent = count * 4 * sum(neighbors) / n
+    return [
+        ["versions", _versions(experiment)],
+        ["graph", f"{experiment.graph.name}, {n} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
+        ["data", f"{experiment.data.name}, {sum(sizes):,} training samples, {_section(partition)}: "
+                 f"smallest node {min(sizes):,}, largest {max(sizes):,}"],
+        ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)} per message, "
+                  f"{size(sent)} sent per node per round"],
+    ]  # fmt: skip
+
+
+def _versions(experiment: Experiment) -> str:
+    import zmq
+
+    device = device_of(experiment.make_mapping().place(0).device)
+    threads = threads_of(experiment, 0)
+    where = f"GPU {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "CPU"
+    per_node = f"{threads} thread{'s' if threads != 1 else ''} per node"
+    return f"decentnode {__version__} · torch {torch.__version__} · zmq {zmq.zmq_version()} · {where}, {per_node}"
+
+
+def _degrees(neighbors: list[int]) -> str:
+    low, high = min(neighbors), max(neighbors)
+    return f"degree {low}" if low == high else f"degrees {low} to {high}"
+
+
+def _gap(experiment: Experiment) -> str:
+    """Skipped where it would take long."""
+    graph = experiment.make_graph()
+    if not 1 < graph.num_nodes <= 256:
+        return ""
+    rounds = spectrum.rounds_to_consensus(graph)
+    about = f" (consensus to 1e-3 in about {rounds} rounds)" if rounds is not None else ""
+    return f", spectral gap {spectrum.spectral_gap(graph):.3f}{about}"
+
+
+def _section(config: object) -> str:
+    """"dirichlet alpha 0.5" for a section."""
+    values = {key: value for key, value in dict(config or {}).items() if key != "name"}  # type: ignore[call-overload]
+    return " ".join([str(getattr(config, "name", "iid")), *(f"{key} {value}" for key, value in values.items())])
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError

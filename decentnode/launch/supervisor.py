@@ -1,0 +1,320 @@
+"""One machine's share of a run: its nodes as children, from the command to the exit code."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from decentnode.errors import AssemblyError, PeerLost
+from decentnode.launch import environment, forkserver, run_dir
+from decentnode.launch.entry import node_dir
+from decentnode.launch.fleet import Worker, end_all, start_node
+from decentnode.launch.loading import Loader
+from decentnode.launch.messages import (
+    Absent,
+    Bound,
+    Facts,
+    Failed,
+    Finished,
+    Joined,
+    Message,
+    PeerFailed,
+    Peers,
+    Progress,
+    Request,
+    Stop,
+    Task,
+)
+from decentnode.launch.observer import Observer
+from decentnode.launch.outcome import Ledger, Outcome, first_cause, summary
+from decentnode.launch.signals import StopSignals
+from decentnode.launch.waiting import names, waiting_for
+from decentnode.metrics import summary as summaries
+
+TICK_SECONDS = 0.25
+NOTICE_SECONDS = 3.0
+"""A wait this long is told, with for whom."""
+GRACE_SECONDS = 5.0
+"""What the other nodes get after a failure to tell other machines and to close their files."""
+EXIT_SECONDS = 10.0
+"""What a node gets to end after its last word."""
+ASSEMBLY_MARGIN_SECONDS = 15.0
+"""How much later than the nodes themselves the supervisor gives up waiting for the start."""
+
+
+def supervise(
+    request: Request, observer: Observer, *, command: str = "", started: float | None = None, dry_run: bool = False
+) -> Outcome:
+    """Run this machine's nodes to the end. Blocking.
+
+    started: `time.monotonic()` of the command. dry_run: write nothing. Raises the error of an experiment that
+    cannot be loaded (DecentnodeError with its exit code); everything later is in the outcome.
+    """
+    started = time.monotonic() if started is None else started
+    with StopSignals() as signals:
+        context = forkserver.start()
+        loader = Loader(context, request)
+        run: Run | None = None
+        try:
+            facts = loader.facts(observer, signals)
+            directory = None if dry_run else _make_run_dir(facts, command)
+            observer.facts(facts, directory)
+            run = Run(request, facts, directory, observer, signals, started)
+            run.start(context)
+            run.loop(lambda: loader.poll(observer.header))
+            loader.poll(observer.header)
+        finally:
+            if run is not None:
+                run.close()
+            loader.close()
+        return run.conclude()
+
+
+def _make_run_dir(facts: Facts, command: str) -> Path:
+    directory = run_dir.create(Path(facts.runs_dir), facts.name, facts.machine, facts.local)
+    run_dir.write_inputs(directory, facts, command)
+    return directory
+
+
+def _socket_dir() -> str:
+    """A private folder for Unix sockets; their paths may have 107 bytes only."""
+    folder = tempfile.mkdtemp(prefix="decentnode-")
+    if len(os.fsencode(folder)) > 80:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="decentnode-", dir="/tmp")
+    return folder
+
+
+class Run:
+    """The state of a run: starting -> joining -> running -> over."""
+
+    def __init__(
+        self, request: Request, facts: Facts, directory: Path | None, observer: Observer, signals: StopSignals,
+        started: float,
+    ) -> None:
+        self.request = request
+        self.facts = facts
+        self.directory = directory
+        self.observer = observer
+        self.signals = signals
+        self.started = started
+        self.phase = "starting"
+        self.ledger = Ledger()
+        self.workers: list[Worker] = []
+        self.endpoints: dict[str, list[str]] = {}
+        self.start_seconds: float | None = None
+        self._signals_seen = 0
+        self._killed_by_user = False
+        self._kill_at: float | None = None
+        self._first_finish: float | None = None
+        self._absent: Absent | None = None
+        self._environment_written = False
+        self._socket_dir = _socket_dir()
+        self._phase_since = self._noticed = time.monotonic()
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def start(self, context: ForkServerContext) -> None:
+        """Fork the local nodes; returns before they are ready."""
+        facts, local = self.facts, self.facts.local
+        share = max(1, environment.usable_cores() // len(local))
+        run_id = secrets.token_hex(8) if 0 in local else ""
+        groups = [list(local)] if facts.in_process else [[uid] for uid in local]
+        for uids in groups:
+            task = Task(
+                self.request, uids, facts.machine, str(self.directory) if self.directory else None,
+                facts.threads.get(str(uids[0]), share), run_id, max(0.25, len(local) / 50), self._socket_dir,
+            )
+            self.workers.append(start_node(context, task))
+        self._enter("joining" if facts.in_process else "starting")
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        self._phase_since = self._noticed = time.monotonic()
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def loop(self, poll: Callable[[], None]) -> None:
+        """Blocking until every child is gone. `poll` is called along the way."""
+        while any(worker.alive for worker in self.workers):
+            sources = {self.signals.fileno(): None}
+            for worker in self.workers:
+                if worker.alive:
+                    sources[worker.process.sentinel] = None
+                if worker.open:
+                    sources[worker.channel.connection.fileno()] = None
+            ready = set(wait(list(sources), timeout=TICK_SECONDS))
+            if self.signals.fileno() in ready:
+                self.signals.clear()
+            self._on_signals()
+            for worker in self.workers:
+                self._listen(worker, ready)
+            self._check_time(time.monotonic())
+            poll()
+            self.observer.tick()
+
+    def _listen(self, worker: Worker, ready: Collection[Any]) -> None:
+        if not worker.alive:
+            return
+        gone = worker.process.sentinel in ready
+        for message in worker.messages():
+            self._on_message(worker, message)
+        if gone:
+            worker.reap()
+            self._on_exit(worker)
+
+    def _on_message(self, worker: Worker, message: Message) -> None:
+        if isinstance(message, Progress):
+            self.ledger.progress(message.uid, message.record)
+            self.observer.progress(message.uid, message.record)
+        elif isinstance(message, Bound):
+            worker.bound.add(message.uid)
+            self.endpoints[str(message.uid)] = [message.control, message.bulk]
+            if len(self.endpoints) == len(self.facts.local):
+                self._enter("joining")
+                self._tell_all(Peers(self.endpoints))
+        elif isinstance(message, Joined):
+            worker.joined.add(message.uid)
+            if all(worker.joined.issuperset(worker.uids) for worker in self.workers):
+                self._on_all_joined()
+        elif isinstance(message, Absent):
+            self._absent = message
+        elif isinstance(message, Finished):
+            worker.finished.add(message.uid)
+            self.ledger.finished[message.uid] = message
+            self._first_finish = self._first_finish or time.monotonic()
+            worker.leaving_since = time.monotonic() if worker.over else None
+        elif isinstance(message, Failed):
+            worker.failed, worker.leaving_since = True, time.monotonic()
+            self._on_failure(message)
+
+    def _on_all_joined(self) -> None:
+        self._enter("running")
+        self.start_seconds = time.monotonic() - self.started
+        self.observer.joined(self.start_seconds)
+        self._write_environment()
+
+    def _on_exit(self, worker: Worker) -> None:
+        if not worker.over and not self._killed_by_user and self._kill_at is None:
+            uid = worker.uids[0] if not self.facts.in_process else min(set(worker.uids) - worker.finished)
+            title = f"node {uid} {worker.ending()}"
+            self._on_failure(Failed(uid, 8, title, title))
+        elif worker.finished.issuperset(worker.uids) and worker.exit_code and not worker.failed:
+            uid = worker.uids[0]
+            self._on_failure(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
+
+    def _tell_all(self, message: Message) -> None:
+        for worker in self.workers:
+            if worker.alive and not worker.over:
+                worker.send(message)
+
+    # -- failures and signals ---------------------------------------------------------------------------------
+
+    def _on_failure(self, failed: Failed) -> None:
+        first = not self.ledger.failures
+        self.ledger.failures.append(failed)
+        if not first and not (self.ledger.failures[0].follower and not failed.follower):
+            return
+        log = node_dir(self.directory, failed.uid) if self.directory else None
+        self.observer.failed(failed, log if log is not None and log.is_dir() else None)
+        if first:
+            self._tell_all(PeerFailed(failed.uid, failed.title))
+            self._kill_at = time.monotonic() + (GRACE_SECONDS if self.phase == "running" else 1.0)
+
+    def _on_signals(self) -> None:
+        while self._signals_seen < len(self.signals.received):
+            number = self.signals.received[self._signals_seen]
+            self._signals_seen += 1
+            if self._signals_seen > 1 or self.phase != "running" or self._kill_at is not None:
+                self._killed_by_user = True
+                self._kill_at = time.monotonic()
+            else:
+                self.observer.stopping(signal.Signals(number).name)
+                self._tell_all(Stop())
+
+    def _check_time(self, now: float) -> None:
+        """Every wait has an end, and a name for whom it waits."""
+        limit = self.facts.start_timeout_seconds
+        waited = now - self._phase_since
+        late = self._late()
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                for worker in self.workers:
+                    worker.kill()
+            return
+        if self.phase == "starting" and late and waited > limit:
+            self._give_up(late, AssemblyError.exit_code, f"not ready within {limit:g} s")
+        elif self.phase == "joining" and late and waited > limit + ASSEMBLY_MARGIN_SECONDS:
+            self._give_up(late, AssemblyError.exit_code, f"not connected within {waited:.0f} s")
+        elif self._first_finish is not None and late and now - self._first_finish > self.facts.timeout_seconds:
+            seconds = now - self._first_finish
+            self._give_up(late, PeerLost.exit_code, f"silent for {seconds:.0f} s after other nodes had finished")
+        elif self.phase != "running" and late and now - self._noticed > NOTICE_SECONDS:
+            self._noticed = now - NOTICE_SECONDS + 1.0
+            self.observer.waiting(waiting_for(self.facts, self.phase, late, self._absent, waited))
+        for worker in self.workers:
+            if worker.alive and worker.leaving_since is not None and now - worker.leaving_since > EXIT_SECONDS:
+                worker.kill()
+
+    def _late(self) -> list[int]:
+        """Local nodes that the present phase waits for."""
+        if self.phase == "starting":
+            return [uid for w in self.workers for uid in w.uids if uid not in w.bound]
+        if self.phase == "joining":
+            return [uid for w in self.workers for uid in w.uids if uid not in w.joined]
+        return [uid for w in self.workers if w.alive for uid in w.uids if uid not in w.finished and not w.failed]
+
+    def _give_up(self, late: list[int], exit_code: int, what: str) -> None:
+        title = f"node {names(late)}: {what}"
+        self._on_failure(Failed(late[0], exit_code, title, title))
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Kill and reap every child; idempotent."""
+        end_all(self.workers)
+        shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+    def conclude(self) -> Outcome:
+        """After `close`: write what there is to write, decide the exit code."""
+        self._write_environment()
+        cause = first_cause(self.ledger.failures)
+        done = len(self.ledger.finished) == len(self.facts.local) and not self.ledger.stopped
+        if self._killed_by_user:
+            exit_code = self.signals.exit_code
+        elif cause is not None:
+            exit_code = cause.exit_code or 8
+        elif done:
+            exit_code = 0
+        else:
+            exit_code = self.signals.exit_code if self.signals.received else 130
+        wall = time.monotonic() - self.started
+        found = summary(self.facts, self.ledger, exit_code, self.directory, self.start_seconds, wall)
+        if self.directory is not None and 0 in self.facts.local:
+            try:
+                summaries.write(self.directory / "summary.json", found)
+            except OSError as error:
+                self.observer.notice(f"summary.json could not be written: {error.strerror}")
+                exit_code = exit_code or 3
+        ended = {cause.uid if cause else -1, *self.ledger.finished}
+        followers = tuple(uid for uid in self.facts.local if uid not in ended) if cause else ()
+        return Outcome(exit_code, self.directory, found, cause, followers)
+
+    def _write_environment(self) -> None:
+        if self.directory is None or self._environment_written:
+            return
+        self._environment_written = True
+        facts = {"name": self.facts.name, "digest": self.facts.digest, "machine": self.facts.machine}
+        try:
+            environment.write(self.directory, facts, Path(self.request.config).absolute().parent)
+        except OSError as error:
+            self.observer.notice(f"env.json could not be written: {error.strerror}")
