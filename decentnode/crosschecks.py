@@ -131,7 +131,7 @@ def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
 def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
     mapping = _mapping(experiment)
     if experiment.communication.name == "inproc" and mapping is not None and mapping.num_machines > 1:
-        message = f"inproc runs in one process, but the mapping has {mapping.num_machines} machines"
+        message = f": inproc runs in one process, but the mapping has {mapping.num_machines} machines"
         yield Problem(("communication", "name"), message, other=("mapping",))
 
 

@@ -115,10 +115,20 @@ def explain(error: pydantic.ValidationError, tree: Item, model: type[pydantic.Ba
         grouped.setdefault(_written_path(tree, details), []).append(details)
     rendered: list[tuple[tuple[str, int, int], str]] = []
     for path, group in grouped.items():
+        if _another_choice_goes_deeper(path, group, grouped):
+            continue
         text, place = _explain_one(path, group, tree, model, source)
         order = (place.source, place.line, place.column) if place else (source, 0, 0)
         rendered.append((order, text))
     return [text for _, text in sorted(rendered, key=lambda pair: pair[0])]
+
+
+def _another_choice_goes_deeper(
+    path: tuple[str | int, ...], group: Sequence[ErrorDetails], paths: Iterable[tuple[str | int, ...]]
+) -> bool:
+    """A section that should have been text, or a section with a wrong key: the wrong key is what matters."""
+    deeper = any(len(other) > len(path) and other[: len(path)] == path for other in paths)
+    return deeper and all(details["type"].endswith("_type") for details in group)
 
 
 def _written_path(tree: Item, details: ErrorDetails) -> tuple[str | int, ...]:

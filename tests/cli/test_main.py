@@ -70,6 +70,10 @@ def test_usage_errors_end_with_2(arguments):
     assert CliRunner().invoke(main, arguments).exit_code == 2
 
 
+def test_a_mistyped_command_is_answered():
+    assert "did you mean 'validate'?" in CliRunner().invoke(main, ["validat"]).stderr
+
+
 def failing(monkeypatch, error: BaseException) -> list[str]:
     """A command line whose command raises."""
 

@@ -57,6 +57,7 @@ class Work(Settings):
     """Samples per step."""
     hidden: tuple[int, ...] = ()
     kind: Literal["fast", "off"] = "fast"
+    places: list[str] | dict[int, str] = Field(default=[])
     optimizer: Annotated[Config, section(OPTIMIZERS, "optimizer", "sgd")] = Field(
         {"name": "sgd"}, validate_default=True
     )

@@ -49,7 +49,7 @@ CASES = {
             ^ did you mean 'batch'?
         a.yaml:5:3: work.zzzz is not a known key
             zzzz: 1
-            ^ known keys: batch, hidden, kind, optimizer
+            ^ known keys: batch, hidden, kind, places, optimizer
         a.yaml:6:15: work.optimizer.lrr is not a known key
             optimizer: {lrr: 1}
                         ^ did you mean 'lr'?
@@ -139,6 +139,22 @@ CASES = {
         a.yaml:2:15: work.batch must be an integer or one of all, got 'al'
             work: {batch: al}
                           ^ did you mean 'all'?
+        """,
+    ),
+    "one of two, and wrong inside": (
+        GOOD + "work: {places: {0: a, 1: no}}\n",
+        """
+        a.yaml:2:26: work.places.1 must be text, got no
+            work: {places: {0: a, 1: no}}
+                                     ^ YAML reads a bare no as false: quote it
+        """,
+    ),
+    "none of two": (
+        GOOD + "work: {places: 3}\n",
+        """
+        a.yaml:2:16: work.places must be a list or a section of keys and values, got 3
+            work: {places: 3}
+                           ^
         """,
     ),
     "inside a list": (
