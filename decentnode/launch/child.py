@@ -122,7 +122,7 @@ def bind_plan(experiment: Experiment, uid: int, socket_dir: str) -> BindPlan:
     """Unix sockets for the same machine unless tcp is asked for, tcp for others or where the mapping has a port."""
     place = experiment.make_mapping().place(uid)
     same_host = getattr(experiment.communication, "same_host", "ipc")
-    ipc = Path(socket_dir) if same_host == "ipc" and socket_dir else None
+    ipc = Path(socket_dir) if same_host != "tcp" and socket_dir else None
     return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port)
 
 
