@@ -1,0 +1,65 @@
+"""What every dataset and every partition must hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from decentnode.data.base import Dataset, Partition, Samples
+
+
+def check_dataset(dataset: Dataset) -> None:
+    targets = dataset.train_targets()
+    assert targets.dtype == np.int64 and targets.ndim == 1 and len(targets) > 0
+    assert targets.min() >= 0 and targets.max() < dataset.num_classes
+    assert np.array_equal(targets, dataset.train_targets())
+    count = len(targets)
+    everything, test = dataset.train(np.arange(count)), dataset.test()
+    check_samples(everything, dataset)
+    check_samples(test, dataset)
+    assert len(everything) == count and len(test) > 0
+    assert np.array_equal(everything.targets, targets)
+    chosen = np.array([count - 1, 0, count // 2, 0])  # any order, with a repetition
+    some = dataset.train(chosen)
+    check_samples(some, dataset)
+    assert np.array_equal(some.inputs, everything.inputs[chosen])
+    assert np.array_equal(some.targets, targets[chosen])
+    none = dataset.train(np.empty(0, np.int64))
+    assert len(none) == 0 and none.inputs.shape == (0, *dataset.input_shape)
+    taken = everything.take(chosen)
+    assert np.array_equal(taken.inputs, some.inputs) and (taken.scale, taken.offset) == (some.scale, some.offset)
+    keys = dataset.train_keys()
+    assert keys is None or (keys.shape == (count,) and keys.dtype.kind in "iu")
+
+
+def check_samples(samples: Samples, dataset: Dataset) -> None:
+    assert samples.inputs.shape == (len(samples), *dataset.input_shape)
+    assert samples.inputs.dtype in (np.uint8, np.float32)
+    assert samples.targets.dtype == np.int64 and samples.targets.shape == (len(samples),)
+    ready = samples.inputs.astype(np.float32) * samples.scale + samples.offset
+    assert np.isfinite(ready).all() and np.abs(ready).max(initial=0) < 100
+
+
+def check_split(
+    partition: Partition, targets: np.ndarray, num_nodes: int, covers: bool = True, keys: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Disjoint, sorted, seeded, every node with something, all samples dealt (when it `covers`)."""
+    parts = list(partition.split(targets, num_nodes, np.random.default_rng(3), keys))
+    again = partition.split(targets, num_nodes, np.random.default_rng(3), keys)
+    assert len(parts) == num_nodes
+    for part, same in zip(parts, again, strict=True):
+        assert part.dtype == np.int64 and len(part) > 0
+        assert (np.diff(part) > 0).all()
+        assert np.array_equal(part, same)
+    dealt = np.concatenate(parts)
+    assert len(np.unique(dealt)) == len(dealt)
+    assert dealt.min() >= 0 and dealt.max() < len(targets)
+    if covers:
+        assert len(dealt) == len(targets)
+    return parts
+
+
+def check_seed_matters(partition: Partition, targets: np.ndarray, num_nodes: int, keys: np.ndarray | None) -> None:
+    draws = [partition.split(targets, num_nodes, np.random.default_rng(seed), keys) for seed in range(4)]
+    assert any(
+        not np.array_equal(a, b) for other in draws[1:] for a, b in zip(draws[0], other, strict=True)
+    ), "the generator must decide who gets what"

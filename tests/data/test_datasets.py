@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decentnode.component import load_class
+from decentnode.data import DATASETS, shares
+from decentnode.errors import DataError
+
+from . import files
+from .contract import check_dataset
+
+
+@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
+    section = {"name": name}
+    if name == "cifar10":
+        files.write_cifar10(tmp_path / "d")
+        section["folder"] = "d"
+    elif name in ("mnist", "idx"):
+        files.write_idx(tmp_path / "d", *files.samples(), packed=packed)
+        section["folder"] = "d"
+    elif name == "npz":
+        files.write_npz(tmp_path / "d.npz", *files.samples(), packed=packed)
+        section |= {"file": "d.npz", "scale": 1 / 255}
+    elif name == "synthetic":
+        section |= {"train_samples": 600, "test_samples": 20, "input_shape": [3, 9, 7]}
+    check_dataset(files.open_dataset(section, tmp_path))
+
+
+def test_digits_come_with_the_package() -> None:
+    digits = files.open_dataset({"name": "digits"}, Path("/nowhere"))
+    targets, test = digits.train_targets(), digits.test()
+    assert (len(targets), len(test), digits.input_shape, digits.num_classes) == (1437, 360, (1, 8, 8), 10)
+    assert np.bincount(np.concatenate([targets, test.targets])).tolist() == [
+        178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # the counts of the data's description
+    assert test.inputs.max() * test.scale == 1 and test.offset == 0
+
+
+def test_reading_data_needs_no_torch() -> None:
+    code = (
+        "import sys, pathlib; from decentnode.data import shares; from decentnode.data.digits import DigitsConfig;"
+        "shares(DigitsConfig(), 4, 1, pathlib.Path()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_shares_are_those_of_the_seed() -> None:
+    config = load_class("digits", DATASETS, "data").Config.model_validate({"partition": {"name": "dirichlet"}})
+    dataset, parts = shares(config, 16, 1, Path())
+    _, again = shares(config, 16, 1, Path())
+    _, other = shares(config, 16, 2, Path())
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
+    assert sum(len(dataset.train(part)) for part in parts) == 1437
+
+
+def test_a_partition_by_key_needs_keys(tmp_path: Path) -> None:
+    inputs, targets = files.samples(12)
+    owners = np.arange(12) // 3
+    files.write_npz(tmp_path / "d.npz", inputs, targets, owner=owners)
+    chosen = load_class("npz", DATASETS, "data").Config
+    section = {"name": "npz", "file": "d.npz", "partition": "by_key"}
+    with pytest.raises(DataError, match="needs a dataset whose samples have keys"):
+        shares(chosen.model_validate(section), 2, 1, tmp_path)
+    _, parts = shares(chosen.model_validate(section | {"train_keys": "owner"}), 2, 1, tmp_path)
+    assert not set(owners[parts[0]]) & set(owners[parts[1]])
+
+
+def test_synthetic_classes_differ_and_a_share_is_made_alone() -> None:
+    section = {"name": "synthetic", "train_samples": 4000, "test_samples": 300, "noise": 0.5}
+    data = files.open_dataset(section)
+    assert np.bincount(data.train_targets(), minlength=10).min() > 300
+    train, test = data.train(np.arange(1000)), data.test()
+    pixels = train.inputs.reshape(1000, -1).astype(np.float32)
+    means = np.stack([pixels[train.targets == c].mean(0) for c in range(10)])
+    distances = ((test.inputs.reshape(300, -1)[:, None] - means) ** 2).sum(2)
+    assert (distances.argmin(1) == test.targets).mean() > 0.99  # a nearest-mean classifier
+    assert 120 < pixels.mean() < 135
+    assert len(np.unique(test.inputs.reshape(300, -1), axis=0)) == 300
+    other = files.open_dataset(section | {"data_seed": 1})
+    assert not np.array_equal(other.train_targets(), data.train_targets())

@@ -1,0 +1,27 @@
+"""What every model must hold."""
+
+from __future__ import annotations
+
+import torch
+
+from decentnode.models.base import Model
+from decentnode.tensors import FlatModel
+
+
+def check_model(model: Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+    torch.manual_seed(1)
+    module = model.make(input_shape, num_classes)
+    torch.manual_seed(1)
+    again = model.make(input_shape, num_classes)
+    other = model.make(input_shape, num_classes)
+    values = [FlatModel(m).parameters for m in (module, again, other)]
+    assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
+    assert all(p.is_contiguous() for p in module.parameters())  # the flat order is the same on every device
+    inputs = torch.randn(3, *input_shape)
+    kept = inputs.clone()
+    outputs = module(inputs)
+    assert outputs.shape == (3, num_classes) and outputs.dtype == torch.float32
+    assert torch.equal(inputs, kept)
+    assert torch.allclose(outputs, torch.cat([module(one[None]) for one in inputs]), atol=1e-5)  # no batch statistics
+    outputs.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
