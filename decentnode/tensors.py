@@ -46,7 +46,11 @@ class FlatModel:
     """
 
     def __init__(self, module: nn.Module, storage: Tensor | None = None) -> None:
-        """storage: [P] to live in (a row of a stack, shared memory); made here when None. Values are kept."""
+        """storage: [P] to live in (a row of a stack, shared memory); made here when None. Values are kept.
+
+        The last bits of a matrix product depend on the alignment of its operands: for the same bits as with storage
+        made here, storage from outside must start at a multiple of 64 bytes.
+        """
         self.module = module
         self._trainable = [p for p in module.parameters() if p.requires_grad]
         if not self._trainable:

@@ -69,13 +69,14 @@ class Schedule:
         self.ticks = 0
         self._config = config
         self._optimizer = optimizer
+        self._initial = [group["lr"] for group in optimizer.param_groups]
         self._start()
 
     def _start(self) -> None:
         groups = self._optimizer.param_groups
-        for group in groups:
-            group.setdefault("initial_lr", group["lr"])
-            group["lr"] = group["initial_lr"]
+        for group, initial in zip(groups, self._initial, strict=True):
+            group["lr"] = initial
+            group.pop("initial_lr", None)  # what an earlier schedule left: torch would start from it
         found, arguments = SCHEDULES[self._config.name], self._config.arguments()
         with warnings.catch_warnings():
             # torch warns when a schedule ticks before the first step, as a resumed one does, and of a step method

@@ -1,0 +1,103 @@
+"""What every training must hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentnode.training.base import Training
+
+MakeTraining = Callable[[int], Training]
+"""A fresh training of a uid; equal uids give equal trainings."""
+
+
+def check_training(make: MakeTraining) -> None:
+    check_rounds(make)
+    check_uids_differ(make)
+    check_evaluation(make(0))
+    check_resume(make)
+    check_direction(make)
+
+
+def run(training: Training, rounds: range) -> Tensor:
+    for round in rounds:
+        training.local_update(round)
+    return training.model.parameters.clone()
+
+
+def check_rounds(make: MakeTraining) -> None:
+    training = make(0)
+    assert training.num_samples > 0
+    before, storage = training.model.parameters.clone(), training.model.parameters
+    update = training.local_update(0)
+    assert update.steps > 0 and update.samples > 0 and update.loss > 0
+    assert update.last_gradient is None
+    assert all(isinstance(value, float) for value in update.report.values())
+    assert training.model.parameters is storage and not torch.equal(before, storage)
+    assert all(p.grad is None for p in training.model.module.parameters())
+    torch.manual_seed(99)  # the state of torch's generator must not matter
+    torch.rand(3)
+    assert torch.equal(run(make(0), range(3)), run(make(0), range(3)))
+
+
+def check_uids_differ(make: MakeTraining) -> None:
+    assert not torch.equal(run(make(0), range(2)), run(make(1), range(2)))
+
+
+def check_evaluation(training: Training) -> None:
+    run(training, range(2))
+    model, module = training.model, training.model.module
+    kept = copy.deepcopy(module.state_dict())
+    modes = [part.training for part in module.modules()]
+    generator = torch.get_rng_state()
+    whole = training.evaluate("test")
+    assert 0 <= whole.accuracy <= 1 and whole.loss > 0 and whole.samples > 0
+    parts = [training.evaluate("test", (index, 3)) for index in range(3)]
+    assert sum(part.samples for part in parts) == whole.samples
+    for key in ("loss", "accuracy"):
+        mean = sum(getattr(part, key) * part.samples for part in parts) / whole.samples
+        assert mean == pytest.approx(getattr(whole, key), rel=1e-5)
+    beyond = training.evaluate("test", (whole.samples, whole.samples + 1))
+    assert (beyond.loss, beyond.accuracy, beyond.samples) == (0.0, 0.0, 0)
+    assert all(torch.equal(kept[name], value) for name, value in module.state_dict().items())
+    assert modes == [part.training for part in module.modules()]
+    assert torch.equal(generator, torch.get_rng_state())
+    assert not model.parameters.is_inference()
+    with pytest.raises(ValueError, match="split must be one of"):
+        training.evaluate("rest")
+
+
+def check_resume(make: MakeTraining) -> None:
+    whole = run(make(0), range(7))
+    first = make(0)
+    middle = run(first, range(4))
+    state = copy.deepcopy(first.state_dict())
+    run(first, range(4, 6))  # what was saved is not touched by what follows
+    second = make(0)
+    second.model.parameters.copy_(middle)
+    second.load_state_dict(state)
+    assert torch.equal(run(second, range(4, 7)), whole)
+
+
+def check_direction(make: MakeTraining) -> None:
+    seen: list[Tensor] = []
+
+    def same(gradient: Tensor) -> Tensor:
+        seen.append(gradient)
+        return gradient.clone()
+
+    plain, hooked, still = make(0), make(0), make(0)
+    hooked.keep_gradient = True
+    before = still.model.parameters.clone()
+    plain.local_update(0)
+    update = hooked.local_update(0, same)
+    assert torch.equal(plain.model.parameters, hooked.model.parameters)
+    assert len(seen) == update.steps
+    assert update.last_gradient is not None and torch.equal(update.last_gradient, seen[-1])
+    assert seen[0].shape == before.shape
+    still.local_update(0, torch.zeros_like)
+    assert torch.equal(still.model.parameters, before)

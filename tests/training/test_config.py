@@ -1,0 +1,152 @@
+"""Optimizers and schedules by name: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+from torch import nn
+
+from decentnode.training.optimizers import OptimizerConfig, make_optimizer
+from decentnode.training.schedules import SCHEDULES, Schedule, ScheduleConfig
+from decentnode.training.supervised import SupervisedConfig
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "cosine": {"T_max": 5}, "cosine_warm_restarts": {"T_0": 3}, "cyclic": {"base_lr": 0.01, "max_lr": 0.1},
+    "exponential": {"gamma": 0.9}, "multistep": {"milestones": [2, 4]}, "step": {"step_size": 2},
+    "one_cycle": {"max_lr": 0.1, "total_steps": 12},
+}
+
+
+def optimizer_of(section: dict[str, Any]) -> torch.optim.Optimizer:
+    return make_optimizer(OptimizerConfig.model_validate(section), [nn.Parameter(torch.zeros(2, 2))])
+
+
+@pytest.mark.parametrize("name", [
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"])
+def test_every_optimizer_can_step(name: str) -> None:
+    optimizer = optimizer_of({"name": name})
+    assert type(optimizer).__name__.lower() == name
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert (parameter != 0).all()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
+def test_fused_unless_the_config_chooses(name: str) -> None:
+    assert optimizer_of({"name": name}).defaults["fused"] is True
+    assert optimizer_of({"name": name, "foreach": False}).defaults["fused"] is None
+    assert optimizer_of({"name": name, "fused": False}).defaults["fused"] is False
+
+
+def test_arguments_reach_the_optimizer() -> None:
+    optimizer = optimizer_of({"name": "adam", "lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1})
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.8, 0.9), 0.1)
+
+
+@pytest.mark.parametrize("section, place, message", [
+    ({"optimizer": {"name": "sdg"}}, "optimizer.name", "must be one of adadelta, .*, got 'sdg'; did you mean 'sgd'"),
+    ({"optimizer": "adgrad"}, "optimizer.name", "did you mean 'adagrad'"),
+    ({"optimizer": {"name": "lbfgs"}}, "optimizer.name", "must be another optimizer than lbfgs: it evaluates"),
+    ({"optimizer": {"momentun": 0.9}}, "optimizer.momentun", "argument of sgd; did you mean 'momentum'"),
+    ({"optimizer": {"params": 1}}, "optimizer.params", "must be an argument of sgd"),
+    ({"optimizer": {"lr": -1, "momentum": 0.9}}, "optimizer.lr", "must suit torch's SGD: Invalid learning rate: -1"),
+    ({"optimizer": {"lr": "fast"}}, "optimizer.lr", "must be a number, got 'fast'"),
+    ({"optimizer": {"lr": True}}, "optimizer.lr", "must be a number, got True"),
+    ({"optimizer": {"lr": 0.1, "nesterov": True}}, "optimizer.nesterov", "Nesterov momentum requires a momentum"),
+    ({"optimizer": {"name": "adam", "betas": 3}}, "optimizer.betas", "must suit torch's Adam"),
+    ({"lr_schedule": "cosin"}, "lr_schedule.name", "did you mean 'cosine'"),
+    ({"lr_schedule": "cosine"}, "lr_schedule.name", "needs 'T_max' beside it for cosine"),
+    ({"lr_schedule": {"name": "cosine", "t_max": 3}}, "lr_schedule.t_max", "did you mean 'T_max'"),
+    ({"lr_schedule": {"name": "step", "step_size": 3, "last_epoch": 2}}, "lr_schedule.last_epoch", "an argument"),
+    ({"lr_schedule": {"name": "linear", "start_factor": 0}}, "lr_schedule.start_factor", "must suit torch's LinearLR"),
+    ({"lr_schedule": {"name": "constant", "warmup": -1}}, "lr_schedule.warmup", "greater than or equal to 0"),
+    ({"lr_schedule": {"name": "one_cycle", "max_lr": 1, "total_steps": 9}, "optimizer": "adagrad"}, "lr_schedule",
+     "must suit optimizer adagrad: optimizer must support momentum"),
+    ({"local_steps": 1, "local_epochs": 1}, "", "must have local_steps or local_epochs, got both"),
+    ({"loss": "nll", "label_smoothing": 0.1}, "", "must have loss cross_entropy with label_smoothing"),
+    ({"batch_size": 0}, "batch_size", "greater than or equal to 1"),
+    ({"validation": {"fraction": 1}}, "validation.fraction", "less than 1"),
+    ({"clip_norm": 0}, "clip_norm", "greater than 0"),
+])
+def test_refused(section: dict[str, Any], place: str, message: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message) as caught:
+        SupervisedConfig.model_validate(section)
+    (error,) = caught.value.errors()
+    assert ".".join(map(str, error["loc"])) == place
+
+
+def test_a_config_survives_its_own_dump() -> None:
+    config = SupervisedConfig.model_validate({
+        "optimizer": {"name": "adam", "lr": 0.01, "betas": [0.9, 0.99]},
+        "lr_schedule": {"name": "multistep", "milestones": [1, 2], "warmup": 2}, "validation": {"fraction": 0.2},
+    })
+    assert SupervisedConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def rates(section: dict[str, Any], ticks: int, lr: float = 0.1) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
+    schedule = Schedule(ScheduleConfig.model_validate(section), optimizer)
+    found = []
+    for _ in range(ticks):
+        found.append(float(optimizer.param_groups[0]["lr"]))
+        schedule.tick()
+    return found
+
+
+def test_required_arguments_are_known_here() -> None:
+    assert set(REQUIRED) < set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_schedules_are_those_of_torch(name: str) -> None:
+    arguments = REQUIRED.get(name, {})
+    ours = rates({"name": name, **arguments}, 10)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    theirs = []
+    scheduler = SCHEDULES[name](optimizer, **arguments)
+    for _ in range(10):
+        theirs.append(float(optimizer.param_groups[0]["lr"]))
+        scheduler.step()
+    assert ours == theirs
+    assert name == "constant" or len(set(ours)) > 1
+
+
+def test_warm_up_comes_before_the_schedule() -> None:
+    plain = rates({"name": "cosine", "T_max": 6}, 6)
+    warmed = rates({"name": "cosine", "T_max": 6, "warmup": 4, "warmup_factor": 0.2}, 10)
+    assert warmed[:4] == pytest.approx([0.02, 0.04, 0.06, 0.08])
+    assert warmed[4:] == plain
+    assert rates({"name": "constant", "warmup": 2, "warmup_factor": 0.5}, 4) == pytest.approx([0.05, 0.075, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_restored_schedule_goes_on_with_the_same_bits(name: str) -> None:
+    config = ScheduleConfig.model_validate({"name": name, "warmup": 2, **REQUIRED.get(name, {})})
+
+    def make() -> tuple[torch.optim.Optimizer, Schedule]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        return optimizer, Schedule(config, optimizer)
+
+    first, schedule = make()
+    for _ in range(5):
+        schedule.tick()
+    second, restored = make()
+    second.load_state_dict(first.state_dict())
+    restored.restore(schedule.ticks)
+    for _ in range(3):
+        assert first.param_groups[0]["lr"] == second.param_groups[0]["lr"]
+        assert first.param_groups[0]["momentum"] == second.param_groups[0]["momentum"]
+        schedule.tick()
+        restored.tick()
+
+
+def test_nothing_warns(recwarn: pytest.WarningsRecorder) -> None:
+    for name in SCHEDULES:
+        rates({"name": name, **REQUIRED.get(name, {})}, 5)
+    assert not recwarn.list
