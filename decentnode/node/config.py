@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from decentnode.component import Config
+from decentnode.component import Settings
 
 
-class NodeConfig(Config):
+class NodeConfig(Settings):
     rounds: int = Field(60, ge=0)
     """How many exchanges with the neighbors the run has."""
     schedule: Literal["sequential", "overlapped"] = "sequential"

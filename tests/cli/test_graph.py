@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from decentnode.graph.file import read
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["graph", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "generate_graph.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60)
+
+
+def test_make_info_convert(tmp_path: Path) -> None:
+    path = tmp_path / "g.edges"
+    assert "16 nodes, 32 edges" in run("make", "regular", "-n", 16, "-d", 4, "-s", 3, "-o", path)
+    facts = json.loads(run("info", path, "--parameters", 1000, "--json"))
+    assert facts["degree_min"] == facts["degree_max"] == 4 and facts["edges"] == 32
+    assert facts["bytes_per_node_and_round"] == 16000 and facts["bytes_per_round"] == 256000
+    assert 0 < facts["spectral_gap"] < 1 and facts["rounds_to_consensus_1e-3"] > 1
+    run("convert", path, tmp_path / "g.adj")
+    assert read(tmp_path / "g.adj") == read(path)
+
+
+def test_info_of_a_schedule_and_of_weights() -> None:
+    facts = json.loads(run("info", "one_peer_exponential", "-n", 16, "--json"))
+    assert facts["period"] == 4 and facts["spectral_gap"] == 1 and facts["rounds_to_consensus_1e-3"] == 4
+    plain = json.loads(run("info", "star", "-n", 8, "--json"))
+    uniform = json.loads(run("info", "star", "-n", 8, "--weights", "laplacian", "--json"))
+    assert plain["spectral_gap"] == pytest.approx(uniform["spectral_gap"])
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+def test_draw(tmp_path: Path, suffix: str) -> None:
+    run("draw", "base_k_plus_1", "-n", 6, "-o", tmp_path / f"g.{suffix}")
+    start = (tmp_path / f"g.{suffix}").read_bytes()[:200]
+    assert {"png": b"PNG", "pdf": b"%PDF", "svg": b"<?xml"}[suffix] in start
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("make", "rnig", "-n", 4), "did you mean 'ring'"),
+        (("make", "ring"), "nodes: Field required"),
+        (("make", "ring", "-n", 4, "-d", 2), "degree: Extra inputs"),
+        (("make", "one_peer_exponential", "-n", 4), "name it in the experiment"),
+        (("info", "none.edges"), "No such file"),
+        (("draw", "ring", "-n", 4, "-o", "x.gif"), "must end in"),
+    ],
+)
+def test_wrong_input_ends_with_2_and_advice(arguments: tuple[object, ...], says: str) -> None:
+    assert says in run(*arguments, code=2)
+
+
+def test_generate_graph_takes_the_old_flags(tmp_path: Path) -> None:
+    for arguments, name in (
+        (("-g", "Regular", "-n", "12", "-d", "3", "-s", "7", "-f", "r.edges"), "r.edges"),
+        (("-g", "SmallWorld", "-n", "12", "-k", "2", "-b", "0.5", "-a", "-f", "s.adj"), "s.adj"),
+        (("-g", "FullyConnected", "-n", "5"), "5_FullyConnected.edges"),
+    ):
+        done = generate(tmp_path, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert len(read(tmp_path / name)) in (5, 12)
+    assert len(read(tmp_path / "5_FullyConnected.edges")[0]) == 4
+
+
+def test_generate_graph_is_seeded_and_explains(tmp_path: Path) -> None:
+    for file, seed in (("a.edges", "1"), ("b.edges", "1"), ("c.edges", "2")):
+        generate(tmp_path, "-g", "smallworld", "-n", "20", "-k", "2", "-b", ".5", "-s", seed, "-f", file)
+    a, b, c = ((tmp_path / f"{name}.edges").read_text() for name in "abc")
+    assert a == b != c
+    wrong = generate(tmp_path, "-g", "Regular", "-n", "5", "-d", "3")
+    assert (
+        wrong.returncode == 2
+        and "error: regular: 5 nodes of degree 3" in wrong.stderr
+        and "Traceback" not in wrong.stderr
+    )
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = (
+        "import sys; from decentnode.cli import main; main(['graph', 'info', 'ring', '-n', '4'], standalone_mode=False)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], timeout=60, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr

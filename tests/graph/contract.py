@@ -1,0 +1,89 @@
+"""What every graph must do, whatever its family."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from decentnode.component import load_class
+from decentnode.graph import GRAPHS
+from decentnode.graph.topology import Topology
+
+CASES: list[tuple[str, dict[str, object]]] = [
+    ("ring", {"nodes": 1}), ("ring", {"nodes": 2}), ("ring", {"nodes": 7}),
+    ("torus", {"nodes": 12}), ("torus", {"nodes": 4}), ("torus", {"nodes": 5}),
+    ("star", {"nodes": 6}), ("complete", {"nodes": 5}), ("complete", {"nodes": 1}), ("line", {"nodes": 6}),
+    ("tree", {"nodes": 10, "branching": 3}), ("regular", {"nodes": 16, "degree": 4}),
+    ("regular", {"nodes": 6, "degree": 5}), ("small_world", {"nodes": 12}),
+    ("erdos_renyi", {"nodes": 12, "probability": 0.4}), ("hypercube", {"nodes": 16}),
+    ("exponential", {"nodes": 13}), ("exponential", {"nodes": 2}),
+    ("one_peer_exponential", {"nodes": 8}), ("one_peer_exponential", {"nodes": 1}),
+    ("directed_one_peer_exponential", {"nodes": 11}), ("alternating_ring", {"nodes": 8}),
+    ("alternating_ring", {"nodes": 2}), ("alternating_exponential_ring", {"nodes": 12, "nodes_per_machine": 3}),
+    ("random_matching", {"nodes": 9}), ("random_regular", {"nodes": 10, "degree": 3}),
+    ("base_k_plus_1", {"nodes": 7}), ("base_k_plus_1", {"nodes": 25, "peers": 4}),
+]  # fmt: skip
+
+
+def make(name: str, seed: int = 1, weights: object = None, **options: object) -> Topology:
+    found = load_class(name, GRAPHS, "graph")
+    graph: Topology = found(found.Config.model_validate({"name": name, **options}), seed=seed, weights=weights)
+    return graph
+
+
+def rounds_of(graph: Topology) -> range:
+    return range(graph.period + 1 if graph.period else 5)
+
+
+def check_lists(graph: Topology) -> None:
+    """No self-loops, ascending, sources mirror neighbors, and both ends agree when undirected."""
+    n = graph.num_nodes
+    for r in rounds_of(graph):
+        for uid in range(n):
+            out = graph.neighbors(uid, r)
+            assert list(out) == sorted(set(out)) and uid not in out and all(0 <= j < n for j in out)
+            assert all(uid in graph.sources(j, r) for j in out)
+            if not graph.directed:
+                assert graph.sources(uid, r) == out
+
+
+def check_weights(graph: Topology) -> None:
+    """Rows sum to one over the sources and the node itself; columns too; out-weights sum to one."""
+    for r in rounds_of(graph):
+        matrix = graph.matrix(r)
+        np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-12)
+        np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-12)
+        assert (matrix >= -1e-15).all()
+        for uid in range(graph.num_nodes):
+            row = graph.weights(uid, r)
+            assert list(row) == sorted(row) and set(row) <= {uid, *graph.sources(uid, r)} and uid in row
+            assert abs(sum(graph.out_weights(uid, r).values()) - 1) < 1e-12
+
+
+def check_connected(graph: Topology) -> None:
+    """Over a period (or some rounds) everybody hears of everybody."""
+    n = graph.num_nodes
+    reach = np.eye(n, dtype=bool)
+    for r in range(40 * (graph.period or 1)):
+        reach = (graph.matrix(r) > 0) @ reach
+        if reach.all():
+            return
+    raise AssertionError("some node never hears of another")
+
+
+def check_same_everywhere(graph: Topology, again: Topology) -> None:
+    """A second object with the same parameters answers alike, asked in any order."""
+    for r in reversed(rounds_of(graph)):
+        for uid in range(graph.num_nodes):
+            assert graph.neighbors(uid, r) == again.neighbors(uid, r)
+            assert graph.weights(uid, r) == again.weights(uid, r)
+
+
+def check_members(graph: Topology) -> None:
+    """Dead ends vanish on both sides and their weight goes back to the receiver."""
+    alive = set(range(graph.num_nodes)) - {0}
+    for uid in sorted(alive):
+        full, row = graph.weights(uid, 0), graph.weights(uid, 0, alive)
+        assert 0 not in row and 0 not in graph.neighbors(uid, 0, alive)
+        assert abs(sum(row.values()) - 1) < 1e-12
+        assert abs(row[uid] - full[uid] - full.get(0, 0)) < 1e-12
+    assert graph.neighbors(0, 0, alive) == () and graph.weights(0, 0, alive) == {0: 1.0}

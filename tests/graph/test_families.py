@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decentnode.errors import GraphError
+from decentnode.graph import GRAPHS
+from decentnode.graph.spectrum import contraction, diameter, rounds_to_consensus
+from tests.graph import contract
+
+CHECKS = [contract.check_lists, contract.check_weights, contract.check_connected, contract.check_members]
+
+
+@pytest.mark.parametrize("case", contract.CASES, ids=lambda c: f"{c[0]}-{c[1]['nodes']}")
+def test_contract(case: tuple[str, dict[str, object]]) -> None:
+    graph = contract.make(case[0], **case[1])
+    for check in CHECKS:
+        if check is not contract.check_members or graph.num_nodes > 1:
+            check(graph)
+    contract.check_same_everywhere(graph, contract.make(case[0], **case[1]))
+
+
+def test_every_family_has_a_case() -> None:
+    assert {name for name, _ in contract.CASES} == set(GRAPHS) - {"file"}
+
+
+@pytest.mark.parametrize("name", ["regular", "small_world", "erdos_renyi", "random_matching", "random_regular"])
+def test_seeds_matter_and_repeat(name: str) -> None:
+    lists = [contract.make(name, seed=seed, nodes=16).lists(3) for seed in (1, 1, 2, 3)]
+    assert lists[0] == lists[1] and (lists[0] != lists[2] or lists[0] != lists[3])
+    own = contract.make(name, seed=5, nodes=16).lists(0)
+    found = contract.make(name, seed=9, nodes=16)
+    assert type(found)(found.config.model_copy(update={"seed": 5}), seed=9).lists(0) == own
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("hypercube", {"nodes": 12}, "8 or 16 nodes"),
+        ("one_peer_exponential", {"nodes": 6}, "base_k_plus_1"),
+        ("alternating_ring", {"nodes": 5}, "even number"),
+        ("alternating_exponential_ring", {"nodes": 4, "nodes_per_machine": 4}, "two machines"),
+        ("regular", {"nodes": 5, "degree": 3}, "even number"),
+        ("regular", {"nodes": 4, "degree": 4}, "degree 3"),
+        ("regular", {"nodes": 6, "degree": 1}, "degree 2"),
+        ("erdos_renyi", {"nodes": 30, "probability": 0.0}, "not connected"),
+        ("torus", {"nodes": 12, "rows": 5}, "rows must divide"),
+        ("small_world", {"nodes": 4}, "k_over_2"),
+    ],
+)
+def test_impossible_numbers_are_refused_with_advice(name: str, options: dict[str, object], says: str) -> None:
+    with pytest.raises(GraphError, match=says):
+        contract.make(name, **options)
+
+
+@given(st.integers(1, 12), st.integers(0, 6), st.integers(0, 50))
+@settings(max_examples=60, deadline=None)
+def test_regular_graphs_are_regular_and_connected_or_refused(n: int, degree: int, seed: int) -> None:
+    try:
+        graph = contract.make("regular", seed=seed, nodes=n, degree=degree)
+    except GraphError:
+        assert degree >= n or n * degree % 2 or degree < 2
+        return
+    assert {len(each) for each in graph.lists(0)} == {degree} and diameter(graph.lists(0)) is not None
+
+
+def test_known_contraction_rates() -> None:
+    """algorithms.md section 5: ring with weights 1/3, static exponential 1 - 2 / (tau + 1)."""
+    for n, rate in ((8, 0.805), (16, 0.949), (32, 0.987)):
+        assert contraction(contract.make("ring", nodes=n)) == pytest.approx(rate, abs=6e-4)
+    for n, tau in ((8, 3), (16, 4), (32, 5)):
+        assert contraction(contract.make("exponential", nodes=n)) == pytest.approx(1 - 2 / (tau + 1))
+    assert contraction(contract.make("alternating_ring", nodes=16)) ** 2 == pytest.approx(np.cos(2 * np.pi / 16))
+
+
+def test_rounds_to_consensus_are_those_that_it_takes() -> None:
+    for name, n in (("ring", 9), ("torus", 12), ("one_peer_exponential", 16), ("base_k_plus_1", 7)):
+        graph = contract.make(name, nodes=n)
+        needed = rounds_to_consensus(graph)
+        product = np.eye(n)
+        for r in range(needed or 0):
+            assert np.linalg.norm(product - 1 / n, 2) > 1e-3
+            product = graph.matrix(r) @ product
+        assert np.linalg.norm(product - 1 / n, 2) <= 1e-3 + 1e-12

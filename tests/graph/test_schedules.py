@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from decentnode.graph.topology import Topology
+from tests.graph.contract import make
+
+# algorithms.md section 5: measured lengths of the base-(k+1) sequences
+LENGTHS = {
+    1: {3: 3, 5: 5, 6: 4, 7: 5, 9: 7, 10: 6, 12: 5, 15: 7, 16: 4, 20: 7, 25: 9, 33: 11, 50: 10},
+    2: {5: 3, 9: 2, 25: 6, 50: 7},
+    4: {5: 1, 25: 2, 50: 3},
+}
+
+
+def product(graph: Topology, start: int = 0) -> np.ndarray:
+    w = np.eye(graph.num_nodes)
+    for r in range(start, start + (graph.period or 0)):
+        w = graph.matrix(r) @ w
+    return w
+
+
+def assert_exact(graph: Topology, start: int = 0) -> None:
+    np.testing.assert_allclose(product(graph, start), 1 / graph.num_nodes, atol=1e-12)
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 4, 7])
+def test_base_graphs_average_exactly_for_every_number_of_nodes(peers: int) -> None:
+    for n in range(1, 65):
+        graph = make("base_k_plus_1", nodes=n, peers=peers)
+        assert_exact(graph)
+        assert max(len(graph.neighbors(u, r)) for u in range(n) for r in range(graph.period or 1)) <= peers
+        for r in range(graph.period or 1):
+            w = graph.matrix(r)
+            assert np.array_equal(w, w.T)
+
+
+@pytest.mark.parametrize("peers", LENGTHS)
+def test_base_graphs_are_as_short_as_published(peers: int) -> None:
+    for n, length in LENGTHS[peers].items():
+        assert make("base_k_plus_1", nodes=n, peers=peers).period == length
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 32, 64])
+def test_one_peer_exponential_graphs_are_exact_for_powers_of_two(n: int) -> None:
+    for name in ("one_peer_exponential", "directed_one_peer_exponential"):
+        graph = make(name, nodes=n)
+        assert graph.period == max(1, n.bit_length() - 1)
+        for start in range(graph.period or 1):
+            assert_exact(graph, start)
+
+
+def test_the_directed_one_is_not_exact_for_other_numbers() -> None:
+    """algorithms.md section 0.2: residuals .22 for 6 nodes and .21 for 12."""
+    for n, residual in ((6, 0.22), (12, 0.21)):
+        left = np.linalg.norm(product(make("directed_one_peer_exponential", nodes=n)) - 1 / n, 2)
+        assert left == pytest.approx(residual, abs=0.01)
+
+
+@pytest.mark.parametrize("machines", [2, 4, 8, 16])
+@pytest.mark.parametrize("per_machine", [2, 3])
+def test_alternating_exponential_ring(machines: int, per_machine: int) -> None:
+    n = machines * per_machine
+    graph = make("alternating_exponential_ring", nodes=n, nodes_per_machine=per_machine)
+    assert graph.period == 2 * (machines.bit_length() - 1)
+    assert_exact(graph)
+    for r in range(graph.period):
+        crossing = {u // per_machine for u in range(n) for j in graph.neighbors(u, r)
+                    if u // per_machine != j // per_machine}
+        assert len(crossing) == (machines // 2 if machines > 2 else 2 * r)  # half of the machines on the wire
+
+
+def test_matchings_pair_and_change() -> None:
+    graph = make("random_matching", nodes=10)
+    seen = set()
+    for r in range(50):
+        pairs = {tuple(sorted((u, *graph.neighbors(u, r)))) for u in range(10)}
+        assert len(pairs) == 5
+        seen.add(frozenset(pairs))
+    assert len(seen) > 40
+    assert sum(not make("random_matching", nodes=9).neighbors(u, 0) for u in range(9)) == 1
+
+
+def test_far_rounds_cost_no_memory() -> None:
+    graph = make("random_regular", nodes=16, degree=4)
+    early = graph.lists(3)
+    for r in range(1000, 1300):
+        graph.lists(r)
+    assert len(graph._out) <= 64 and graph.lists(3) == early

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from decentnode.errors import MappingError
+from decentnode.mapping import addresses
+from decentnode.mapping.base import Mapping
+from decentnode.mapping.linear import Linear, LinearConfig
+from decentnode.mapping.table import Table, TableConfig
+
+
+def linear(base_dir: Path = Path(), **options: object) -> Linear:
+    return Linear(LinearConfig.model_validate({"name": "linear", **options}), base_dir=base_dir)
+
+
+def table(*machines: dict[str, object]) -> Table:
+    return Table(TableConfig.model_validate({"name": "table", "machines": list(machines)}))
+
+
+MAPPINGS = [
+    linear(nodes_per_machine=5),
+    linear(machines=3, nodes_per_machine=2, addresses=["a", "b", "c"]),
+    table({"nodes": 3}),
+    table({"nodes": 1, "host": "a"}, {"nodes": 4, "host": "b", "base_port": 9000}, {"nodes": 2, "host": "c"}),
+]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_uids_and_places_are_one_to_one(mapping: Mapping) -> None:
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    assert [mapping.uid(p.machine, p.rank) for p in places] == list(range(mapping.num_nodes))
+    assert len({(p.machine, p.rank) for p in places}) == mapping.num_nodes
+    local = [mapping.local(machine) for machine in range(mapping.num_machines)]
+    assert [uid for uids in local for uid in uids] == list(range(mapping.num_nodes))
+    ports = [(p.host, port) for p in places if p.port is not None for port in (p.port, p.port + 1)]
+    assert len(set(ports)) == len(ports)
+    for bad in (-1, mapping.num_nodes):
+        with pytest.raises(MappingError, match="uid must be in"):
+            mapping.place(bad)
+    with pytest.raises(MappingError, match="machine must be in"):
+        mapping.uid(mapping.num_machines, 0)
+    with pytest.raises(MappingError, match="rank on machine 0"):
+        mapping.uid(0, 99)
+
+
+def test_linear_formula() -> None:
+    mapping = linear(machines=3, nodes_per_machine=4, addresses=["a", "b", "c"])
+    assert mapping.uid(2, 1) == 2 * 4 + 1
+    place = mapping.place(9)
+    assert (place.host, place.port, place.bind) == ("c", 20002, "c")
+
+
+def test_one_machine_listens_on_loopback_without_fixed_ports() -> None:
+    place = linear(nodes_per_machine=2).place(1)
+    assert (place.bind, place.port) == ("127.0.0.1", None)
+    assert linear(nodes_per_machine=2, base_port=7000).place(1).port == 7002
+
+
+@pytest.mark.parametrize("form", ["list", "dict", "json", "yaml"])
+def test_addresses_in_every_form(tmp_path: Path, form: str) -> None:
+    given: object = {"list": ["10.0.0.1", "10.0.0.2"], "dict": {0: "10.0.0.1", 1: "10.0.0.2"}}.get(form, f"ip.{form}")
+    (tmp_path / "ip.json").write_text(json.dumps({"0": "10.0.0.1", "1": "10.0.0.2"}))
+    (tmp_path / "ip.yaml").write_text("- 10.0.0.1\n- 10.0.0.2\n")
+    mapping = linear(tmp_path, machines=2, nodes_per_machine=1, addresses=given)
+    assert [mapping.place(uid).host for uid in (0, 1)] == ["10.0.0.1", "10.0.0.2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"machines": 2}, "addresses must name"),
+        ({"machines": 2, "addresses": ["a"]}, "machine 1 of 2 has no address"),
+        ({"machines": 2, "addresses": "none.json"}, "No such file"),
+        ({"machines": 2, "addresses": "bad.json"}, "neither YAML nor JSON|must be a list"),
+        ({"machines": 2, "addresses": ["127.0.0.1", "127.0.0.1"]}, "port 20000 on 127.0.0.1 is taken twice"),
+        ({"nodes_per_machine": 4, "base_port": 65530}, "ports end at 65535"),
+    ],
+)
+def test_bad_mappings(tmp_path: Path, options: dict[str, object], says: str) -> None:
+    (tmp_path / "bad.json").write_text("{[")
+    with pytest.raises(MappingError, match=says):
+        linear(tmp_path, **{"nodes_per_machine": 2, **options})
+
+
+def test_two_loopback_addresses_are_two_machines() -> None:
+    mapping = linear(machines=2, nodes_per_machine=2, addresses=["127.0.0.1", "127.0.0.2"])
+    assert mapping.place(0).port == mapping.place(2).port
+
+
+def test_unknown_keys_are_errors() -> None:
+    with pytest.raises(ValidationError):
+        linear(nodes_per_machine=2, prots=1)
+
+
+def test_finding_this_machine() -> None:
+    mapping = linear(machines=3, nodes_per_machine=1, addresses=["10.0.0.1", "beta", "10.0.0.3"])
+    assert mapping.find_machine({"beta", "127.0.0.1"}) == 1
+    with pytest.raises(MappingError, match="none of the mapping's"):
+        mapping.find_machine({"gamma"})
+    with pytest.raises(MappingError, match="several"):
+        mapping.find_machine({"10.0.0.1", "10.0.0.3"})
+    assert linear(nodes_per_machine=2).find_machine({"whatever"}) == 0
+    assert "127.0.0.1" in addresses.own_names()
