@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ def die_with_parent() -> None:
 def protect() -> None:
     """Ctrl-C and a closed terminal are the supervisor's business; no child outlives it."""
     die_with_parent()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 
-from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed
+from decentnode.errors import ConfigError, DecentnodeError, EnvironmentFault, Interrupted, NodeFailed
 from decentnode.launch.fleet import Worker, end_all, start_loader
 from decentnode.launch.messages import Facts, Failed, Header, Request
 from decentnode.launch.observer import Observer
@@ -18,12 +18,19 @@ LOAD_SECONDS = 300.0
 
 
 class LoadError(DecentnodeError):
-    """Raised in the child, told by the supervisor: message and exit code are those of the first error."""
+    """An error of the child that loads, with its message and exit code."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.text)
         self.exit_code = failed.exit_code
-        self.title = failed.title
+
+
+class LoadConfigError(ConfigError):
+    """The child's ConfigError; its text has all problems already."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__([], "")
+        self.args = (failed.text,)
 
 
 class Loader:
@@ -33,7 +40,8 @@ class Loader:
         self.worker: Worker = start_loader(context, request)
 
     def facts(self, observer: Observer, signals: StopSignals) -> Facts:
-        """Blocking. Raises LoadError with the child's error, EnvironmentFault after LOAD_SECONDS, Interrupted."""
+        """Blocking. Raises LoadError or LoadConfigError with the child's error,
+        EnvironmentFault after LOAD_SECONDS, Interrupted."""
         started = time.monotonic()
         while True:
             ready = wait([self.worker.channel.connection, self.worker.process.sentinel, signals.fileno()], timeout=1.0)
@@ -43,7 +51,7 @@ class Loader:
                 if isinstance(message, Facts):
                     return message
                 if isinstance(message, Failed):
-                    raise LoadError(message)
+                    raise LoadConfigError(message) if message.title == "ConfigError" else LoadError(message)
             if self.worker.process.sentinel in ready or not self.worker.open:
                 self.worker.reap()
                 raise NodeFailed(f"the process that loads the experiment {self.worker.ending()}")

@@ -3,42 +3,49 @@
 Nothing here may start a thread, run a tensor operation or touch a GPU: forks inherit only the calling thread.
 """
 
+import contextlib
 import gc
 import importlib
+from importlib.resources import files
+
+from decentnode.communication import COMMUNICATIONS
+from decentnode.data import DATASETS
+from decentnode.data.partition import PARTITIONS
+from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.mapping import MAPPINGS
+from decentnode.models import MODELS
+from decentnode.sharing import SHARINGS
+from decentnode.training import TRAININGS
+
+gc.disable()
+TABLES = (COMMUNICATIONS, DATASETS, PARTITIONS, GRAPHS, WEIGHTS, MAPPINGS, MODELS, SHARINGS, TRAININGS)
+
+
+def components() -> list[str]:
+    """The module of every component. One that each node imports by itself costs each node 18 MB: making a pydantic
+    class walks over all modules and so writes to their reference counts."""
+    return sorted({target.partition(":")[0] for table in TABLES for target in table.values()})
+
 
 MODULES = (
     "torch",
     "torch.nn.functional",
     "torch.optim",
-    "torch._dynamo",  # every optimizer step imports it (torch.optim.optimizer)
-    "torch.profiler",
-    "networkx",
-    "torch._dynamo",  # the first optimizer that a process makes imports it: half a second, once here
-    "networkx",
     "numpy.random",
     "safetensors.torch",
     "yaml",
     "zmq",
     "msgpack",
     "decentnode.build",
-    "decentnode.experiment",
-    "decentnode.node.node",
-    "decentnode.communication.inproc",
-    "decentnode.communication.zeromq",
-    "decentnode.data.digits",
-    "decentnode.graph.families",
-    "decentnode.graph.file",
-    "decentnode.graph.schedules",
-    "decentnode.mapping.linear",
-    "decentnode.mapping.table",
-    "decentnode.models.mlp",
-    "decentnode.models.gn_lenet",
-    "decentnode.sharing.full",
-    "decentnode.training.supervised",
     "decentnode.launch.child",
     "decentnode.launch.in_process",
     "decentnode.launch.prepare",
+    *components(),
+    "torch.profiler",
+    "networkx",
+    "torch._dynamo",  # every optimizer step imports it (torch.optim.optimizer)
 )
+"""Ours before the large ones that come last: pydantic looks through all modules for the source of a new class."""
 
 for _module in MODULES:
     try:
@@ -46,6 +53,11 @@ for _module in MODULES:
     except ImportError:  # a child that needs it reports it, with its node and log
         continue
 
-gc.collect()
+with contextlib.suppress(Exception):  # only warms up: the first load makes schemas that all children would make again
+    from decentnode.experiment import load
+
+    load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
+
 gc.freeze()
-"""The collector of a child then leaves these objects, and so the shared pages they lie in, untouched."""
+"""The collector of a child then leaves these objects, and so the shared pages they lie in, untouched. Nothing is
+collected before: freed holes in shared pages would be filled by the children, one copy of the page each."""

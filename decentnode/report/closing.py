@@ -1,0 +1,49 @@
+"""The closing lines of a run, from its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from decentnode.report.words import duration, number, plural, size
+
+
+def closing(summary: Mapping[str, Any]) -> list[str]:
+    """What came out, what it cost, who waited for whom."""
+    rounds, planned = summary["rounds"], summary["rounds_planned"]
+    wall = duration(summary["wall_seconds"])
+    did = {
+        "finished": f"done in {wall}",
+        "interrupted": f"stopped after round {rounds} of {planned}, {wall}",
+        "failed": f"failed after round {rounds} of {planned}, {wall}",
+    }[summary["status"]]
+    lines = [f"{did}{_accuracy(summary)}"]
+    count = len(summary["nodes"])
+    if not count:
+        return lines
+    total = summary["bytes_sent_total"]
+    traffic = f"traffic  {size(total)} sent by {plural(count, 'node')}, {size(total / count)} each"
+    if rounds and summary["round_seconds_median"] is not None:
+        traffic += f"; {plural(rounds, 'round')} of {duration(summary['round_seconds_median'])}"
+    return [*lines, traffic, *_waiting(summary["waiting"])]
+
+
+def _accuracy(summary: Mapping[str, Any]) -> str:
+    if summary["accuracy_mean"] is None:
+        return ""
+    told = {uid: f["accuracy"] for uid, f in summary["nodes"].items() if f.get("accuracy") is not None}
+    low, high = min(told, key=told.__getitem__), max(told, key=told.__getitem__)
+    return (
+        f": mean test accuracy {summary['accuracy_mean']:.3f} (min {told[low]:.3f} node {low}, "
+        f"max {told[high]:.3f} node {high}), merged model {number(summary['accuracy_merged'], '.3f')}, "
+        f"consensus distance {number(summary['consensus_distance'], '.1e')}"
+    )
+
+
+def _waiting(waiting: Mapping[str, Any]) -> list[str]:
+    if "node" not in waiting:
+        return []
+    return [
+        f"waiting  {100 * waiting['share']:.0f} % of the nodes' time; longest was node {waiting['node']} "
+        f"for node {waiting['for']}: {duration(waiting['seconds'])} in all"
+    ]

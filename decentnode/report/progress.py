@@ -1,0 +1,100 @@
+"""The state of a running experiment, gathered from the nodes' records, and its one-line form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from decentnode.report.words import duration, number, size
+
+
+@dataclass
+class NodeState:
+    """What is known of one node."""
+
+    uid: int
+    rounds: int = 0
+    """Rounds finished."""
+    loss: float | None = None
+    accuracy: float | None = None
+    sent_bytes: int = 0
+    round_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """Of the last known round."""
+    waited_for: int = -1
+    waited_seconds: float = 0.0
+
+
+@dataclass
+class RunState:
+    """All local nodes; `update` with every record that comes."""
+
+    rounds: int
+    """Planned."""
+    nodes: dict[int, NodeState]
+    latest: dict[str, Any] = field(default_factory=dict)
+    """The last evaluation that every local node has told."""
+    _evaluations: dict[int, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rounds: int, uids: Iterable[int]) -> RunState:
+        return cls(rounds, {uid: NodeState(uid) for uid in uids})
+
+    def update(self, uid: int, record: Mapping[str, Any]) -> bool:
+        """Whether this completes an evaluation round."""
+        node = self.nodes[uid]
+        if record.get("kind") == "round":
+            node.rounds = record["round"] + 1
+            node.loss = record.get("loss")
+            node.sent_bytes = record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0)
+            node.round_seconds, node.wait_seconds = record.get("seconds", 0.0), record.get("wait_seconds", 0.0)
+            node.waited_for, node.waited_seconds = record.get("waited_for", -1), record.get("waited_seconds", 0.0)
+            return False
+        if record.get("kind") != "evaluation":
+            return False
+        round = record["round"]
+        node.accuracy, node.rounds = record.get("accuracy"), max(node.rounds, round)
+        known = self._evaluations.setdefault(round, {})
+        known[uid] = record
+        if len(known) < len(self.nodes):
+            return False
+        accuracies = [each["accuracy"] for each in known.values() if each.get("accuracy") is not None]
+        self.latest = {**record, "accuracy_min": min(accuracies, default=None), "round": round}
+        self._evaluations = {later: told for later, told in self._evaluations.items() if later > round}
+        return True
+
+    @property
+    def round(self) -> int:
+        """Rounds that every local node has finished."""
+        return min((node.rounds for node in self.nodes.values()), default=0)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(node.sent_bytes for node in self.nodes.values())
+
+    def slowest(self) -> NodeState | None:
+        """The node that waited longest for one neighbor in its last known round."""
+        waiting = [node for node in self.nodes.values() if node.waited_for >= 0]
+        return max(waiting, key=lambda node: node.waited_seconds, default=None)
+
+    def line(self) -> str:
+        """`round=20/60 acc_mean=0.930 ...`: one line for logs and pipes."""
+        losses = [node.loss for node in self.nodes.values() if node.loss is not None]
+        parts = [f"round={self.round}/{self.rounds}"]
+        if losses:
+            parts.append(f"loss={sum(losses) / len(losses):.4f}")
+        if self.latest:
+            latest = self.latest
+            parts += [
+                f"acc_mean={number(latest.get('accuracy_mean'), '.3f')}",
+                f"acc_min={number(latest.get('accuracy_min'), '.3f')}",
+                f"acc_merged={number(latest.get('accuracy_merged'), '.3f')}",
+                f"consensus={number(latest.get('consensus_distance'), '.1e')}",
+            ]
+        parts.append(f"sent={size(self.sent_bytes).replace(' ', '')}")
+        slowest = self.slowest()
+        if slowest is not None:
+            waited = duration(slowest.waited_seconds).replace(" ", "")
+            parts.append(f"wait_max=node{slowest.uid}:{waited}(for node{slowest.waited_for})")
+        return " ".join(parts)

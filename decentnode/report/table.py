@@ -1,0 +1,52 @@
+"""The live table of a running experiment."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from decentnode.report.progress import RunState
+from decentnode.report.words import duration, number, size
+
+COLUMNS = ("node", "round", "loss", "accuracy", "sent", "round time", "waiting", "longest for")
+
+
+def live_table(state: RunState, elapsed: float, note: str, max_rows: int) -> RenderableType:
+    """A bar, one row per local node (at most `max_rows`), and a line with what concerns all."""
+    done = state.round
+    bar = Table.grid(padding=(0, 1))
+    left = duration(elapsed / done * (state.rounds - done)) if 0 < done < state.rounds else ""
+    bar.add_row(
+        Text(f"round {done}/{state.rounds}", style="bold"),
+        ProgressBar(total=max(state.rounds, 1), completed=done, width=30),
+        Text(f"{duration(elapsed)}{f', about {left} left' if left else ''}", style="dim"),
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    nodes = list(state.nodes.values())
+    for node in nodes[:max_rows]:
+        behind = node.rounds < done + 2
+        table.add_row(
+            str(node.uid),
+            Text(str(node.rounds), style="" if behind else "dim"),
+            number(node.loss, ".4f"),
+            number(node.accuracy, ".3f"),
+            size(node.sent_bytes),
+            duration(node.round_seconds),
+            duration(node.wait_seconds),
+            f"node {node.waited_for}" if node.waited_for >= 0 else "",
+        )
+    parts = [f"... and {len(nodes) - max_rows} more nodes"] if len(nodes) > max_rows else []
+    latest = state.latest
+    if latest:
+        parts.append(
+            f"after round {latest['round']}: mean accuracy {number(latest.get('accuracy_mean'), '.3f')}, "
+            f"merged {number(latest.get('accuracy_merged'), '.3f')}, "
+            f"consensus distance {number(latest.get('consensus_distance'), '.1e')}"
+        )
+    if note:
+        parts.append(note)
+    return Group(bar, table, *(Text(part, style="dim") for part in parts))

@@ -1,0 +1,33 @@
+"""Numbers for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def size(count: float) -> str:
+    """Bytes in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """"212 ms", "14.2 s", "3 min 20 s", "2 h 5 min"."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
+
+
+def number(value: Any, digits: str) -> str:
+    """A figure that may be missing."""
+    return format(value, digits) if isinstance(value, int | float) else "-"
