@@ -38,15 +38,33 @@ class OptimizerConfig(ArgumentsConfig):
         if self.name in REFUSED:
             raise problem_at("name", f"must be another optimizer than {self.name}: {REFUSED[self.name]}", self.name)
         found: Any = chosen(self.name, _optimizers())
-        parameter = nn.Parameter(torch.zeros(1))
-        check_arguments(
-            self.name, found, self.arguments(), RESERVED, lambda given: found([parameter], **_as_tuples(given))
-        )
+        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: trial(found, given))
         return self
 
 
 def _as_tuples(arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+
+
+def trial(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of one number, for checks. Raises what the class raises.
+
+    Optimizer.add_param_group is wrapped in something that imports torch._dynamo, 72 MB in a second; reading a config
+    does without.
+    """
+    make: Any = of
+    wrapped = torch.optim.Optimizer.add_param_group
+    torch.optim.Optimizer.add_param_group = getattr(wrapped, "__wrapped__", wrapped)  # type: ignore[method-assign]
+    try:
+        optimizer: torch.optim.Optimizer = make([nn.Parameter(torch.zeros(1))], **_as_tuples(arguments))
+        return optimizer
+    finally:
+        torch.optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
+
+
+def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The configured optimizer, of one number."""
+    return trial(_optimizers()[config.name], config.arguments())
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

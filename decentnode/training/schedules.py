@@ -8,10 +8,10 @@ from typing import Any, Literal
 import pydantic
 import torch
 from pydantic import Field
-from torch import nn
 from torch.optim import lr_scheduler
 
 from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen
+from decentnode.training.optimizers import trial
 
 
 class _Constant:
@@ -56,7 +56,7 @@ class ScheduleConfig(ArgumentsConfig):
     @pydantic.model_validator(mode="after")
     def _known(self) -> ScheduleConfig:
         found = chosen(self.name, SCHEDULES)
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        optimizer = trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
         check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: found(optimizer, **given))
         return self
 

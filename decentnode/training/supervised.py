@@ -20,7 +20,7 @@ from decentnode.errors import CheckpointError, DataError, Diverged
 from decentnode.tensors import FlatModel
 from decentnode.training.arguments import problem_at
 from decentnode.training.base import Direction, Evaluation, Training, Update
-from decentnode.training.optimizers import OptimizerConfig, make_optimizer
+from decentnode.training.optimizers import OptimizerConfig, make_optimizer, trial_of
 from decentnode.training.sampler import Sampler
 from decentnode.training.schedules import Schedule, ScheduleConfig
 from decentnode.training.source import Source
@@ -89,7 +89,7 @@ class SupervisedConfig(Config):
         if self.label_smoothing and self.loss != "cross_entropy":
             raise ValueError(f"must have loss cross_entropy with label_smoothing, got {self.loss}")
         try:
-            Schedule(self.lr_schedule, make_optimizer(self.optimizer, [nn.Parameter(torch.zeros(1))]))
+            Schedule(self.lr_schedule, trial_of(self.optimizer))
         except (ValueError, KeyError) as error:  # one_cycle and cyclic move a momentum, which not every optimizer has
             text = f"must suit optimizer {self.optimizer.name}: {error}"
             raise problem_at("lr_schedule", text, self.lr_schedule.name) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pydantic
@@ -144,6 +146,15 @@ def test_a_restored_schedule_goes_on_with_the_same_bits(name: str) -> None:
         assert first.param_groups[0]["momentum"] == second.param_groups[0]["momentum"]
         schedule.tick()
         restored.tick()
+
+
+def test_checking_a_config_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys; from decentnode.training.supervised import SupervisedConfig;"
+        "SupervisedConfig.model_validate({'optimizer': 'adam', 'lr_schedule': {'name': 'cosine', 'T_max': 3}});"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_nothing_warns(recwarn: pytest.WarningsRecorder) -> None:
