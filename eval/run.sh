@@ -3,6 +3,7 @@
 # bash eval/run.sh CONFIG [--machine ID|auto] [--set key=value]...   this machine's share of an experiment
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
+export DECENTNODE_LAUNCHER="bash $0"
 if [ $# -eq 0 ]; then
   exec "$venv/bin/python" -m decentnode run "$root/configs/quickstart.yaml"
 fi

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from decentnode.errors import EnvironmentFault
+from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.entry import node_dir
 from decentnode.launch.messages import Facts
 from decentnode.metrics.summary import write_atomic
@@ -69,7 +69,7 @@ def write_inputs(path: Path, facts: Facts, command: str) -> None:
 def resolve(path: str | Path, runs: Path | None = None) -> Path:
     """The run directory that a user means: the directory itself, its parent (its latest run), or "latest".
 
-    Raises EnvironmentFault when there is none.
+    Raises UsageError when there is none.
     """
     given = Path(path)
     runs = runs or Path("runs")
@@ -80,4 +80,4 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
     for candidate in candidates:
         if (candidate / "nodes").is_dir():
             return candidate.resolve()
-    raise EnvironmentFault(f"no run in {given}: a run directory holds a folder 'nodes'")
+    raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'")

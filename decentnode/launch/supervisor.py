@@ -7,6 +7,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
@@ -41,6 +42,7 @@ from decentnode.launch.waiting import names, waiting_for
 from decentnode.metrics import summary as summaries
 
 TICK_SECONDS = 0.25
+ENVIRONMENT_SECONDS = 30.0
 NOTICE_SECONDS = 3.0
 """A wait this long is told, with for whom."""
 GRACE_SECONDS = 5.0
@@ -117,7 +119,8 @@ class Run:
         self._kill_at: float | None = None
         self._first_finish: float | None = None
         self._absent: Absent | None = None
-        self._environment_written = False
+        self._notices: list[str] = []
+        self._writing: threading.Thread | None = None
         self._socket_dir = _socket_dir()
         self._phase_since = self._noticed = time.monotonic()
 
@@ -201,7 +204,7 @@ class Run:
         self._enter("running")
         self.start_seconds = time.monotonic() - self.started
         self.observer.joined(self.start_seconds)
-        self._write_environment()
+        self._start_writing()
 
     def _on_exit(self, worker: Worker) -> None:
         if not worker.over and not self._killed_by_user and self._kill_at is None:
@@ -286,7 +289,11 @@ class Run:
 
     def conclude(self) -> Outcome:
         """After `close`: write what there is to write, decide the exit code."""
-        self._write_environment()
+        self._start_writing()
+        if self._writing is not None:
+            self._writing.join(ENVIRONMENT_SECONDS)
+        for notice in self._notices:
+            self.observer.notice(notice)
         cause = first_cause(self.ledger.failures)
         done = len(self.ledger.finished) == len(self.facts.local) and not self.ledger.stopped
         if self._killed_by_user:
@@ -309,12 +316,16 @@ class Run:
         followers = tuple(uid for uid in self.facts.local if uid not in ended) if cause else ()
         return Outcome(exit_code, self.directory, found, cause, followers)
 
+    def _start_writing(self) -> None:
+        """Asking for versions and git's state takes up to a second, which the nodes' messages should not wait for."""
+        if self.directory is not None and self._writing is None:
+            self._writing = threading.Thread(target=self._write_environment, daemon=True)
+            self._writing.start()
+
     def _write_environment(self) -> None:
-        if self.directory is None or self._environment_written:
-            return
-        self._environment_written = True
         facts = {"name": self.facts.name, "digest": self.facts.digest, "machine": self.facts.machine}
+        assert self.directory is not None
         try:
             environment.write(self.directory, facts, Path(self.request.config).absolute().parent)
         except OSError as error:
-            self.observer.notice(f"env.json could not be written: {error.strerror}")
+            self._notices.append(f"the environment could not be written: {error.strerror}")

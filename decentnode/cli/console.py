@@ -1,0 +1,172 @@
+"""What a run looks like in a terminal, a pipe or a log."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from decentnode.launch.messages import Facts, Failed
+from decentnode.launch.observer import Observer
+from decentnode.launch.outcome import Outcome
+from decentnode.report.closing import closing
+from decentnode.report.progress import RunState
+from decentnode.report.table import live_table
+from decentnode.report.words import duration, plural
+
+LINE_SECONDS = 10.0
+"""Longest silence of the plain form."""
+REFRESH_SECONDS = 0.5
+REFRESH_SHARE = 25
+"""A redraw may take one part in so many of the time between two."""
+
+
+def shown(path: Path) -> str:
+    """Relative to the current directory where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)
+
+
+def program() -> str:
+    """How to call decentnode from this shell."""
+    script = Path(sys.prefix) / "bin" / "decentnode"
+    found = shutil.which("decentnode")
+    if found and Path(found).resolve() == script.resolve():
+        return "decentnode"
+    if script.exists():
+        return shlex.quote(shown(script))
+    return f"{shlex.quote(sys.executable)} -m decentnode"
+
+
+class ConsoleObserver(Observer):
+    """Header, then a live table on a terminal or a line per evaluation elsewhere."""
+
+    def __init__(
+        self, console: Console, *, started: float, share: str, live: bool | None = None, quiet: bool = False
+    ) -> None:
+        """share: how this machine's share was started, up to the machine's number; for the hint to the others."""
+        self.console = console
+        self.started = started
+        self.share = share
+        self.quiet = quiet
+        self.live = (console.is_terminal if live is None else live) and not quiet
+        self._state: RunState | None = None
+        self._live: Live | None = None
+        self._note = ""
+        self._single = True
+        self._changed = False
+        self._drawn = self._line_at = started
+        self._refresh_seconds = REFRESH_SECONDS
+
+    def say(self, label: str, text: str, style: str = "") -> None:
+        if not self.quiet:
+            self._print(f"[dim]{label:<8}[/] {escape(text)}", style)
+
+    def _print(self, text: str, style: str = "") -> None:
+        self.console.print(text, style=style or None, soft_wrap=True, highlight=False)
+
+    # -- before the run ---------------------------------------------------------------------------------------
+
+    def facts(self, facts: Facts, run_dir: Path | None) -> None:
+        self._state = RunState.of(facts.rounds, facts.local)
+        self.say("run", f"{facts.name}: {shown(run_dir) if run_dir else 'dry run, nothing is written'}")
+        self._single = len(facts.machines) == 1
+        if not self._single:
+            local = plural(len(facts.local), "node")
+            self.say("machine", f"{facts.machine} of {len(facts.machines)} ({facts.hosts[facts.machine]}), {local}")
+            if facts.machine == 0:
+                for machine in range(1, len(facts.machines)):
+                    self.say("start", f"on {facts.hosts[machine]}: {self.share} {machine}")
+
+    def header(self, lines: list[list[str]]) -> None:
+        for label, text in lines:
+            self.say(label, text)
+
+    def waiting(self, text: str) -> None:
+        if self.console.is_terminal or time.monotonic() - self._line_at > 5:
+            self._line_at = time.monotonic()
+            self.say("waiting", f"for {text}")
+
+    def joined(self, seconds: float) -> None:
+        assert self._state is not None
+        self.say("nodes", f"all connected, {duration(seconds)} after the command")
+        self._line_at = time.monotonic()
+        if self.live:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    # -- during the run ---------------------------------------------------------------------------------------
+
+    def progress(self, uid: int, record: dict[str, Any]) -> None:
+        assert self._state is not None
+        complete = self._state.update(uid, record)
+        self._changed = True
+        if self._live is None and not self.quiet and complete:
+            self._say_line()
+
+    def _say_line(self) -> None:
+        assert self._state is not None
+        self._line_at = time.monotonic()
+        self._print(escape(self._state.line()))
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._live is not None:
+            if self._changed and now - self._drawn >= self._refresh_seconds:
+                self._draw(now)
+        elif self._changed and not self.quiet and now - self._line_at > LINE_SECONDS:
+            self._say_line()
+
+    def _draw(self, now: float) -> None:
+        assert self._state is not None and self._live is not None
+        began = time.process_time()
+        rows = max(4, self.console.size.height - 8)
+        self._live.update(live_table(self._state, now - self.started, self._note, rows), refresh=True)
+        self._drawn, self._changed = time.monotonic(), False
+        self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (time.process_time() - began))
+
+    def notice(self, text: str) -> None:
+        self.say("note", text, "yellow")
+
+    def stopping(self, signal_name: str) -> None:
+        self._note = f"{signal_name}: finishing the round and writing; once more to kill"
+        self._changed = True
+        self.say("stopping", self._note, "yellow")
+
+    def failed(self, failure: Failed, log: Path | None) -> None:
+        self.end()
+        where = f"node {failure.uid}" if failure.uid >= 0 else "decentnode"
+        self._print(f"[red]error[/] {where}, exit code {failure.exit_code}")
+        self._print(escape((failure.text or failure.title).rstrip()))
+        if log is not None:
+            self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt")
+
+    # -- after the run ----------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Take the table away; idempotent."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+    def finished(self, outcome: Outcome, config: str) -> None:
+        self.end()
+        for line in closing(outcome.summary):
+            self._print(escape(line), "bold" if line.startswith("done") else "")
+        if outcome.failure is not None and outcome.followers:
+            self._print(f"{plural(len(outcome.followers), 'other node')} stopped because of node {outcome.failure.uid}")
+        if outcome.run_dir is not None and outcome.exit_code == 0:
+            run, name = shlex.quote(shown(outcome.run_dir)), program()
+            more = max(1, 2 * outcome.summary["rounds_planned"])
+            again = " ".join([name, "run", *([shlex.quote(config)] if config else []), f"--set node.rounds={more}"])
+            self.say("next", f"{name} plot {run}")
+            if self._single:
+                self.say("", again)

@@ -1,0 +1,152 @@
+"""`decentnode node`: one node in the foreground, for srun, systemd and containers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from decentnode.cli import start
+from decentnode.errors import EnvironmentFault, UsageError
+
+if TYPE_CHECKING:
+    from decentnode.launch.messages import Facts, Message
+    from decentnode.launch.outcome import Ledger
+    from decentnode.node.node import Node
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.option("--uid", type=int, required=True, metavar="N", help="Which node of the experiment this is.")
+@click.option("--into", type=click.Path(path_type=Path), help="Run directory to share with other nodes.")
+@start.options
+@click.pass_context
+def command(
+    ctx: click.Context, config: str, uid: int, into: Path | None, overrides: tuple[str, ...], run_dir: str | None,
+    name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,  # noqa: ARG001
+) -> None:
+    """Run node N of CONFIG in this process. Every node needs a port in the mapping (mapping.base_port)."""
+    started = time.monotonic() - start.process_age()
+    from decentnode.experiment import load
+    from decentnode.launch.child import run_node
+    from decentnode.launch.messages import Request, Task
+    from decentnode.launch.outcome import Ledger
+    from decentnode.launch.prepare import facts as facts_of
+
+    chosen = start.all_overrides(overrides, run_dir, name, seed)
+    experiment = load(config, chosen, start.environ())
+    mapping = experiment.make_mapping()
+    place = mapping.place(uid)
+    without = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
+    if without:
+        raise UsageError(f"every node needs a port here, node {without[0]} has none: set mapping.base_port")
+    request = Request(config, chosen, start.environ(), place.machine)
+    facts = facts_of(experiment, request)
+    directory = _directory(facts, into, uid)
+    task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", 1.0, "")
+    ledger, told = Ledger(), _Teller(uid, facts, quiet or as_json)
+
+    def send(message: Message) -> None:
+        told.tell(message)
+        _keep(ledger, message)
+
+    code = run_node(task, send, _stop_on_signals, dict)
+    if uid == 0:
+        _summarize(facts, ledger, code, directory, told.joined_after(started), time.monotonic() - started, as_json)
+    ctx.exit(code)
+
+
+def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
+    from decentnode.launch import run_dir
+    from decentnode.launch.entry import node_dir
+
+    if into is None:
+        directory = run_dir.create(Path(facts.runs_dir), facts.name, facts.machine, [uid])
+    else:
+        directory = into
+        try:
+            for folder in (node_dir(into, uid), into / "models", into / "plots"):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot make the run directory {into}: {error.strerror}") from error
+    run_dir.write_inputs(directory, facts, " ".join(["decentnode", *sys.argv[1:]]))
+    return directory
+
+
+def _stop_on_signals(node: Node) -> None:
+    """First signal: finish the round and write; second: end at once."""
+    seen: list[int] = []
+
+    def stop(number: int, _: Any) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            os._exit(128 + number)
+        node.ask_stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+class _Teller:
+    """Progress of one node as lines."""
+
+    def __init__(self, uid: int, facts: Facts, quiet: bool) -> None:
+        from decentnode.report.progress import RunState
+
+        self._state = RunState.of(facts.rounds, [uid])
+        self._quiet = quiet
+        self._joined: float | None = None
+
+    def joined_after(self, started: float) -> float | None:
+        return None if self._joined is None else self._joined - started
+
+    def tell(self, message: Message) -> None:
+        from decentnode.launch.messages import Failed, Joined, Progress
+
+        if isinstance(message, Joined):
+            self._joined = time.monotonic()
+            self._echo("all nodes connected")
+        elif isinstance(message, Progress):
+            if self._state.update(message.uid, message.record):
+                self._echo(self._state.line())
+        elif isinstance(message, Failed):
+            click.echo(f"error: {message.text}", err=True)
+
+    def _echo(self, text: str) -> None:
+        if not self._quiet:
+            click.echo(text)
+
+
+def _keep(ledger: Ledger, message: Message) -> None:
+    from decentnode.launch.messages import Failed, Finished, Progress
+
+    if isinstance(message, Progress):
+        ledger.progress(message.uid, message.record)
+    elif isinstance(message, Finished):
+        ledger.finished[message.uid] = message
+    elif isinstance(message, Failed):
+        ledger.failures.append(message)
+
+
+def _summarize(
+    facts: Facts, ledger: Ledger, code: int, directory: Path, start_seconds: float | None, wall: float, as_json: bool
+) -> None:
+    import json
+
+    from decentnode.launch.outcome import summary
+    from decentnode.metrics import summary as summaries
+    from decentnode.report.closing import closing
+
+    found = summary(facts, ledger, code, directory, start_seconds, wall)
+    with contextlib.suppress(OSError):
+        summaries.write(directory / "summary.json", found)
+    for line in closing(found):
+        click.echo(line, err=as_json)
+    if as_json:
+        click.echo(json.dumps(found))

@@ -1,0 +1,25 @@
+"""`decentnode run`: all nodes of an experiment on this machine."""
+
+from __future__ import annotations
+
+import click
+
+from decentnode.cli import start
+from decentnode.launch.messages import Request
+
+
+@click.command()
+@click.argument("config", type=click.Path(), required=False)
+@click.option("--dry-run", is_flag=True, help="Build everything and do one round in one process; write nothing.")
+@start.options
+@click.pass_context
+def command(
+    ctx: click.Context, config: str | None, dry_run: bool, overrides: tuple[str, ...], run_dir: str | None,
+    name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,
+) -> None:
+    """Run all nodes of CONFIG on this machine; without CONFIG the built-in quickstart."""
+    chosen = start.all_overrides(overrides, run_dir, name, seed)
+    if dry_run:
+        chosen.append("node.rounds=1")
+    request = Request(config or start.default_config(), chosen, start.environ(), in_process=dry_run)
+    ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json, dry_run=dry_run))

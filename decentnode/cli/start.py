@@ -1,0 +1,90 @@
+"""What `run` and `launch` have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any, TypeVar
+
+import click
+
+from decentnode.launch.messages import Request
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def process_age() -> float:
+    """Seconds since this process was started; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as file:
+            started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        with open("/proc/uptime", encoding="utf-8") as file:
+            return max(0.0, float(file.read().split()[0]) - started)
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def options(function: F) -> F:
+    """The options that every command that runs something has."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print summary.json to stdout, all else to stderr."),
+        click.option("--quiet", "-q", is_flag=True, help="Only the result and errors."),
+        click.option("--plain", is_flag=True, help="Lines instead of a live table, also on a terminal."),
+        click.option("--seed", type=int, help="Same as --set seed=N."),
+        click.option("--name", help="Same as --set name=NAME."),
+        click.option("--run-dir", type=click.Path(), help="Folder of all runs; runs/ when not given."),
+        click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE",
+                     help="Set a.b=value; a={...} replaces a section."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def all_overrides(overrides: Sequence[str], run_dir: str | None, name: str | None, seed: int | None) -> list[str]:
+    """The shorthand options as assignments, before those of --set."""
+    short = {"run.dir": run_dir, "name": name, "seed": seed}
+    return [f"{key}={json.dumps(value)}" for key, value in short.items() if value is not None] + list(overrides)
+
+
+def default_config() -> str:
+    """The quickstart that comes with the package, as a path."""
+    return str(files("decentnode").joinpath("quickstart.yaml"))
+
+
+def environ() -> dict[str, str]:
+    """The variables that configs read."""
+    return {key: value for key, value in os.environ.items() if key.startswith("DECENTNODE__")}
+
+
+def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False) -> int:
+    """Run this machine's share to its end and tell about it; the exit code."""
+    started = time.monotonic() - process_age()
+    from decentnode.launch import forkserver
+
+    forkserver.start()  # imports torch while this process gets ready
+    from rich.console import Console
+
+    from decentnode.cli.console import ConsoleObserver, program
+    from decentnode.launch.supervisor import supervise
+
+    console = Console(stderr=as_json)
+    launcher = os.environ.get("DECENTNODE_LAUNCHER") or f"{program()} launch"
+    sets = "".join(f" --set {shlex.quote(each)}" for each in request.overrides if not each.startswith("run.dir="))
+    share = f"{launcher} {shlex.quote(request.config)}{sets} --machine"
+    live = False if plain else None
+    observer = ConsoleObserver(console, started=started, share=share, live=live, quiet=quiet)
+    try:
+        outcome = supervise(
+            request, observer, command=shlex.join([program(), *sys.argv[1:]]), started=started, dry_run=dry_run
+        )
+    finally:
+        observer.end()
+    observer.finished(outcome, "" if request.config == default_config() else request.config)
+    if as_json:
+        click.echo(json.dumps(outcome.summary))
+    return outcome.exit_code
