@@ -17,8 +17,9 @@ from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
 from decentnode.models import MODELS
 from decentnode.node.node import Node, Record
+from decentnode.payload import TensorSpec
 from decentnode.sharing import SHARINGS
-from decentnode.sharing.base import Sharing, TensorSpec
+from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel
 from decentnode.training import TRAININGS
 

@@ -17,6 +17,7 @@ from rich.markup import escape
 from decentnode.launch.messages import Facts, Failed
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome
+from decentnode.launch.waiting import names
 from decentnode.report.closing import closing
 from decentnode.report.progress import RunState
 from decentnode.report.table import live_table
@@ -163,6 +164,8 @@ class ConsoleObserver(Observer):
             self._print(escape(line), "bold" if line.startswith("done") else "")
         if outcome.failure is not None and outcome.followers:
             self._print(f"{plural(len(outcome.followers), 'other node')} stopped because of node {outcome.failure.uid}")
+        if outcome.silent:
+            self._print(f"node {names(outcome.silent)} did not answer any more and had to be killed")
         if outcome.run_dir is not None and outcome.exit_code == 0:
             run, name = shlex.quote(shown(outcome.run_dir)), program()
             more = max(1, 2 * outcome.summary["rounds_planned"])

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from decentnode.component import Component, Config
-from decentnode.sharing.base import Payload, TensorSpec
+from decentnode.payload import Payload, TensorSpec
 
 
 @dataclass

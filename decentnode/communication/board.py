@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentnode.communication.base import Schema
 from decentnode.errors import EnvironmentFault, PeerFault
-from decentnode.sharing.base import Payload
+from decentnode.payload import Payload
 
 FOLDER = Path("/dev/shm")
 PAGE = 4096

@@ -15,7 +15,7 @@ from decentnode.communication.base import Arrival, Counters, Exchange, Schema
 from decentnode.communication.board import Reader
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, from_buffer, plans
 from decentnode.errors import PeerFault
-from decentnode.sharing.base import Payload
+from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars, Slot
 
 Key = tuple[int, int]  # round, phase

@@ -19,7 +19,7 @@ from decentnode.communication.base import (
 from decentnode.communication.plan import plans
 from decentnode.component import Config
 from decentnode.errors import Interrupted, PeerLost
-from decentnode.sharing.base import Payload
+from decentnode.payload import Payload
 from decentnode.wire.session import Tree
 
 Key = tuple[int, int, int, int]  # round, phase, source, destination
@@ -114,7 +114,7 @@ class Inproc(Communication):
         self.counters = Counters()
 
     def start(self, timeout_seconds: float) -> None:
-        pass
+        """Nobody to wait for: all nodes of the process are there."""
 
     def exchange(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
@@ -185,4 +185,4 @@ class Inproc(Communication):
         self.hub.failed[uid] = reason
 
     def close(self) -> None:
-        pass
+        """Nothing to release."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Schema
-from decentnode.sharing.base import TensorSpec
+from decentnode.payload import TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS, as_bytes
 
 MESSAGE_COST = 256

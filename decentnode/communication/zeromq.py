@@ -33,7 +33,7 @@ from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, IoThrea
 from decentnode.communication.means import Means, Outgoing, own_share
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, NodeFailed, PeerFault, PeerLost
-from decentnode.sharing.base import Payload
+from decentnode.payload import Payload
 from decentnode.wire import codec
 from decentnode.wire.messages import Arrive, Chunk, Credit, Depart, Message, Part, Report, Scalars, Slot
 from decentnode.wire.session import (
@@ -545,6 +545,8 @@ class ZeroMQ(Communication):
             if self._board is not None:
                 self._board.unlink()
             self._io.close(0.5 if self._status.failure is not None else CLOSE_SECONDS)
+            self._board = None
+            self._readers.clear()
 
     # -- I/O thread -------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ def format_adjacency(lists: Lists) -> str:
 
 
 def write(lists: Lists, path: Path, adjacency: bool | None = None) -> None:
-    """Write neighbor lists or edges (None: by the suffix) in one step: there is never half a file. Raises GraphError."""
+    """Write neighbor lists or edges (None: by the suffix) in one step: never half a file. Raises GraphError."""
     as_lists = path.suffix == ".adj" if adjacency is None else adjacency
     text = format_adjacency(lists) if as_lists else format_edges(lists)
     try:

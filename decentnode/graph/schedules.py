@@ -55,7 +55,7 @@ class OnePeerExponential(GroupSchedule):
 
 
 class DirectedOnePeerExponential(Topology):
-    """Round t sends from i to i + 2^(t mod log2 n) (Assran et al. 2019): exact after a period when n is a power of two."""
+    """Round t sends from i to i + 2^(t mod log2 n) (Assran et al. 2019): exact over a period when n = 2^k."""
 
     directed = True
     own_weights = True

@@ -22,6 +22,8 @@ class Outcome:
     failure: Failed | None = None
     followers: tuple[int, ...] = ()
     """Nodes that failed or were stopped only because of `failure`."""
+    silent: tuple[int, ...] = ()
+    """Those among them that did not answer any more and had to be killed: where to look when all others timed out."""
 
 
 def first_cause(failures: list[Failed]) -> Failed | None:

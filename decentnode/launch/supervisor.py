@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from decentnode.errors import AssemblyError, PeerLost
+from decentnode.errors import AssemblyError, Interrupted, PeerLost
 from decentnode.launch import environment, forkserver, run_dir
 from decentnode.launch.entry import node_dir
 from decentnode.launch.fleet import Worker, end_all, start_node
@@ -114,6 +114,8 @@ class Run:
         self.workers: list[Worker] = []
         self.endpoints: dict[str, list[str]] = {}
         self.start_seconds: float | None = None
+        self.silent: list[int] = []
+        """Nodes that had to be killed after another's failure: they did not answer."""
         self._signals_seen = 0
         self._killed_by_user = False
         self._kill_at: float | None = None
@@ -211,7 +213,7 @@ class Run:
             uid = worker.uids[0] if not self.facts.in_process else min(set(worker.uids) - worker.finished)
             title = f"node {uid} {worker.ending()}"
             self._on_failure(Failed(uid, 8, title, title))
-        elif worker.finished.issuperset(worker.uids) and worker.exit_code and not worker.failed:
+        elif worker.finished.issuperset(worker.uids) and worker.exit_code not in (0, Interrupted.exit_code):
             uid = worker.uids[0]
             self._on_failure(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
 
@@ -251,8 +253,7 @@ class Run:
         late = self._late()
         if self._kill_at is not None:
             if now >= self._kill_at:
-                for worker in self.workers:
-                    worker.kill()
+                self._kill_all()
             return
         if self.phase == "starting" and late and waited > limit:
             self._give_up(late, AssemblyError.exit_code, f"not ready within {limit:g} s")
@@ -267,6 +268,12 @@ class Run:
         for worker in self.workers:
             if worker.alive and worker.leaving_since is not None and now - worker.leaving_since > EXIT_SECONDS:
                 worker.kill()
+
+    def _kill_all(self) -> None:
+        for worker in self.workers:
+            if worker.alive and not worker.over and not self._killed_by_user:
+                self.silent += [uid for uid in worker.uids if uid not in self.silent]
+            worker.kill()
 
     def _late(self) -> list[int]:
         """Local nodes that the present phase waits for."""
@@ -314,7 +321,7 @@ class Run:
                 exit_code = exit_code or 3
         ended = {cause.uid if cause else -1, *self.ledger.finished}
         followers = tuple(uid for uid in self.facts.local if uid not in ended) if cause else ()
-        return Outcome(exit_code, self.directory, found, cause, followers)
+        return Outcome(exit_code, self.directory, found, cause, followers, tuple(self.silent))
 
     def _start_writing(self) -> None:
         """Asking for versions and git's state takes up to a second, which the nodes' messages should not wait for."""

@@ -16,7 +16,8 @@ from decentnode.errors import Diverged, Interrupted, PeerLost
 from decentnode.graph.base import Graph, RoundView, view
 from decentnode.node.config import NodeConfig
 from decentnode.node.schedule import SCHEDULES, Mixed
-from decentnode.sharing.base import Payload, Sharing
+from decentnode.payload import Payload
+from decentnode.sharing.base import Sharing
 from decentnode.training.base import Evaluation, Training, Update
 
 logger = logging.getLogger(__name__)

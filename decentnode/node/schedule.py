@@ -12,7 +12,8 @@ from torch import Tensor
 
 from decentnode.communication.base import Communication, Exchange
 from decentnode.graph.base import RoundView
-from decentnode.sharing.base import Payload, Sharing
+from decentnode.payload import Payload
+from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel, blocks
 from decentnode.training.base import Training, Update
 

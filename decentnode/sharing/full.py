@@ -11,7 +11,8 @@ from torch import Tensor
 from decentnode import component
 from decentnode.component import Config
 from decentnode.graph.base import RoundView
-from decentnode.sharing.base import Payload, Sharing, TensorSpec
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing
 
 
 class FullConfig(Config):

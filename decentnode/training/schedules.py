@@ -18,10 +18,10 @@ class _Constant:
     """No schedule: the learning rate of the optimizer's section."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
+        """The optimizer keeps the learning rate it has."""
 
     def step(self) -> None:
-        pass
+        """Always the same learning rate."""
 
 
 SCHEDULES: dict[str, type[Any]] = {

@@ -1,0 +1,144 @@
+"""Runs the same story over every transport: n nodes as threads of this process, or stepped for the in-process twin."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Communication, Schema
+from decentnode.communication.inproc import Hub, Inproc
+from decentnode.communication.zeromq import BindPlan, ZeroMQ, ZeroMQConfig
+from decentnode.payload import Payload, TensorSpec
+
+TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp")
+NETWORKED = TRANSPORTS[1:]
+
+
+def flat_schema(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Schema, ...]:
+    return (Schema(elements, {"x": TensorSpec(dtype, elements)}, True),)
+
+
+@contextlib.contextmanager
+def nodes(
+    transport: str,
+    n: int,
+    schemas: tuple[Schema, ...],
+    *,
+    digests: Sequence[str] = (),
+    start: bool = True,
+    **options: object,
+) -> Iterator[list[Communication]]:
+    """n started nodes; closed at the end."""
+    made: list[Communication] = []
+    with tempfile.TemporaryDirectory(prefix="dn") as folder:
+        if transport == "inproc":
+            hub = Hub(n)
+            made = [Inproc(Inproc.Config(name="inproc"), uid=u, hub=hub, schemas=schemas) for u in range(n)]
+        else:
+            name = "shared_memory" if transport == "shared_memory" else "zeromq"
+            config = ZeroMQConfig.model_validate({"name": name, **options})
+            plan = BindPlan(None if transport == "tcp" else Path(folder))
+            transports = [
+                ZeroMQ(config, uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas,
+                       digest=digests[u] if digests else "d", bind=plan)
+                for u in range(n)
+            ]  # fmt: skip
+            addresses = {t.uid: t.bind() for t in transports}
+            for t in transports:
+                t.set_peers(addresses)
+            made = list(transports)
+        try:
+            if start:
+                together(made, lambda node: node.start(20))
+            yield made
+        finally:
+            for node in made:
+                node.close()
+
+
+def together(made: Sequence[Communication], work: Callable[[Communication], object]) -> dict[int, object]:
+    """work(node) for all nodes: at once for networked ones, in uid order otherwise. Raises the first error."""
+    results: dict[int, object] = {}
+    errors: list[BaseException] = []
+
+    def run(node: Communication) -> None:
+        try:
+            results[node.uid] = work(node)
+        except BaseException as error:
+            errors.append(error)
+
+    if made and isinstance(made[0], Inproc):
+        for node in made:
+            run(node)
+    else:
+        threads = [threading.Thread(target=run, args=(node,)) for node in made]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a node hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def ring(n: int) -> dict[int, tuple[int, ...]]:
+    return {u: tuple(sorted({(u + 1) % n, (u - 1) % n} - {u})) for u in range(n)}
+
+
+def values(elements: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(elements, generator=generator).to(dtype)
+    return torch.randint(-100, 100, (elements,), generator=generator).to(dtype)
+
+
+def gossip(
+    made: Sequence[Communication],
+    elements: int,
+    dtype: torch.dtype,
+    rounds: int,
+    work: Callable[[int, int], None] = lambda u, r: None,
+) -> list[Tensor]:
+    """Rounds of x <- (x + sum of neighbors) / 3 on a ring, or a plain sum for integers; the final x of every node."""
+    n = len(made)
+    models = [values(elements, dtype, u) for u in range(n)]
+    exchanges = {}
+
+    def begin(node: Communication, r: int) -> None:
+        work(node.uid, r)
+        payload = Payload({"x": models[node.uid]})
+        neighbors = ring(n)[node.uid]
+        exchanges[node.uid] = node.exchange(r, dict.fromkeys(neighbors, payload), neighbors)
+
+    def finish(node: Communication) -> None:
+        x = models[node.uid]
+        for arrival in exchanges[node.uid].arrivals(20):
+            part = x[arrival.start : arrival.stop]
+            for uid in sorted(arrival.received):
+                part.add_(arrival.received[uid].tensors["x"])
+            if dtype.is_floating_point:
+                part.div_(3)
+        assert not exchanges[node.uid].missing
+
+    if isinstance(made[0], Inproc):
+        for r in range(rounds):
+            for node in made:
+                begin(node, r)
+            for node in made:
+                finish(node)
+    else:
+
+        def run(node: Communication) -> None:
+            for r in range(rounds):
+                begin(node, r)
+                finish(node)
+
+        together(made, run)
+    return models

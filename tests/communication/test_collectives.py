@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import socket
+import time
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from decentnode.communication.base import Communication
+from decentnode.communication.zeromq import BindPlan, ZeroMQ, ZeroMQConfig
+from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerLost
+from decentnode.payload import Payload
+from decentnode.tensors import BLOCK_ELEMENTS
+from decentnode.wire import codec
+from decentnode.wire.messages import Chunk, Stop
+from tests.communication.contract import NETWORKED, TRANSPORTS, flat_schema, gossip, nodes, together, values
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("n", [1, 2, 5, 12])
+def test_means_are_means_and_alike_everywhere(transport: str, n: int) -> None:
+    shares = [values(2 * BLOCK_ELEMENTS + 3, torch.float32, u) for u in range(n)]
+    with nodes(transport, n, flat_schema(4)) as made:
+        big = together(made, lambda node: node.mean("big", shares[node.uid]))
+        small = together(made, lambda node: node.mean("small", torch.tensor([[float(node.uid)]], dtype=torch.float64)))
+
+        def take(node: Communication) -> tuple[torch.Tensor, int]:
+            mean, contributors = small[node.uid].wait(20)  # type: ignore[attr-defined]
+            assert mean.shape == (1, 1) and float(mean) == pytest.approx((n - 1) / 2) and contributors == n
+            return big[node.uid].wait(20)  # type: ignore[attr-defined,no-any-return]
+
+        results = together(made, take)
+    expected = np.mean([share.double().numpy() for share in shares], axis=0)
+    first = results[0][0]  # type: ignore[index]
+    np.testing.assert_allclose(first.numpy(), expected, atol=1e-6)
+    assert all(torch.equal(first, mean) and count == n for mean, count in results.values())  # type: ignore[misc]
+    if transport != "inproc":
+        with nodes("inproc", n, flat_schema(4)) as twins:
+            pending = together(twins, lambda node: node.mean("big", shares[node.uid]))
+            assert torch.equal(pending[0].wait(1)[0], first)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("transport", NETWORKED)
+def test_barriers_wait_for_the_last(transport: str) -> None:
+    arrived: list[int] = []
+    with nodes(transport, 10, flat_schema(4)) as made:
+
+        def run(node: Communication) -> None:
+            for name in ("one", "two", "one"):
+                time.sleep(0.01 * node.uid)
+                arrived.append(node.uid)
+                node.barrier(name, 20)
+                assert len(arrived) % 10 == 0 or arrived[: len(arrived) // 10 * 10]
+
+        together(made, run)
+    assert all(sorted(arrived[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
+
+
+@pytest.mark.parametrize("transport", NETWORKED)
+def test_waits_end_and_say_for_whom(transport: str) -> None:
+    with nodes(transport, 3, flat_schema(4)) as made:
+        with pytest.raises(PeerLost, match=r"node 1.*node 2") as caught:
+            made[0].mean("k", torch.ones(3)).wait(0.3)
+        assert caught.value.missing == (1, 2)
+        with pytest.raises(PeerLost, match=r"barrier 'b' not passed within 0.2 s, waiting for node 1"):
+            made[0].barrier("b", 0.2)
+
+
+@pytest.mark.parametrize("transport", NETWORKED)
+def test_a_stop_gives_up_means_but_closing_ones(transport: str) -> None:
+    with nodes(transport, 3, flat_schema(4)) as made:
+        lost = made[0].mean("round-5", torch.ones(2))
+        made[2].announce_stop()
+        with pytest.raises(Interrupted):
+            lost.wait(20)
+        pending = together(made, lambda node: node.mean("closing", torch.ones(2) * node.uid, closing=True))
+        assert all(p.wait(10)[0].tolist() == [1, 1] for p in pending.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_reports_reach_the_lowest_uid(transport: str) -> None:
+    with nodes(transport, 20, flat_schema(4)) as made:
+
+        def run(node: Communication) -> dict[int, dict[str, float | int | str]]:
+            node.report({"uid": node.uid, "accuracy": node.uid / 10, "note": "fine"})
+            return {} if transport == "inproc" and node.uid else node.reports(20)
+
+        if transport == "inproc":
+            for node in made[1:]:
+                run(node)
+        results = together(made[:1] if transport == "inproc" else made, run)
+    assert list(results[0]) == list(range(20))  # type: ignore[call-overload]
+    assert results[0][7] == {"uid": 7, "accuracy": 0.7, "note": "fine"}  # type: ignore[index]
+    assert all(not r for uid, r in results.items() if uid)
+
+
+def lone(uid: int, n: int, machine_of: dict[int, int] | None = None, digest: str = "d") -> ZeroMQ:
+    config = ZeroMQConfig(name="zeromq")
+    machines = machine_of or dict.fromkeys(range(n), 0)
+    return ZeroMQ(config, uid=uid, machine_of=machines, schemas=flat_schema(4), digest=digest, bind=BindPlan())
+
+
+def test_a_peer_that_never_comes_is_named_with_its_machine() -> None:
+    first, second = (lone(uid, 3, {0: 0, 1: 0, 2: 1}) for uid in (0, 1))
+    table = {0: first.bind(), 1: second.bind(), 2: ("tcp://127.0.0.1:1", "tcp://127.0.0.1:1")}
+    for node in (first, second):
+        node.set_peers(table)
+
+    def run(node: Communication) -> None:
+        with pytest.raises(
+            AssemblyError, match=r"1 of 3 nodes did not join in time: node 2 \(machine 1, 127.0.0.1:1\)"
+        ):
+            node.start(0.7)
+
+    try:
+        together([first, second], run)
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_node_with_another_config_is_refused_by_name() -> None:
+    first, second = lone(0, 2), lone(1, 2, digest="other")
+    table = {0: first.bind(), 1: second.bind()}
+    for node in (first, second):
+        node.set_peers(table)
+
+    def run(node: Communication) -> None:
+        says = "node 1 was refused: .*another config or graph" if node.uid else r"did not join.*another config or graph"
+        with pytest.raises(AssemblyError, match=says):
+            node.start(1.0)
+
+    try:
+        together([first, second], run)
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_port_in_use_is_an_environment_fault() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        plan = BindPlan(port=port)
+        node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: 0}, schemas=flat_schema(4), digest="d", bind=plan)
+        try:
+            with pytest.raises(EnvironmentFault, match=f"cannot listen on tcp://127.0.0.1:{port}.*mapping.base_port"):
+                node.bind()
+        finally:
+            node.close()
+
+
+def test_strangers_are_counted_and_change_nothing() -> None:
+    elements = 1000
+    with nodes("tcp", 3, flat_schema(elements)) as made:
+        victim = made[0]
+        assert isinstance(victim, ZeroMQ)
+        control, bulk = victim._local
+        run = victim.run_id
+        context = zmq.Context()
+        dealers = []
+        for address in (control, bulk):
+            dealer = context.socket(zmq.DEALER)
+            dealer.linger = 0
+            dealer.connect(address)
+            dealers.append(dealer)
+            host, port = address.removeprefix("tcp://").split(":")
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        chunk = Chunk(run, 0, 1, 9, 0, 0, 0, elements, 0, {})
+        bad = [
+            ([b"garbage", b"x"], "malformed_header"),
+            ([b"", b""], "malformed_header"),
+            ([msgpack.packb([220, 1, 8])], "malformed_header"),
+            ([codec.encode(chunk)], "wrong_plane"),
+            ([codec.encode(Chunk(b"elsewher", 0, 1, 9, 0, 0, 0, elements, 0, {})), b"x" * 4000], "wrong_run"),
+            ([codec.encode(Chunk(run, 0, 99, 9, 0, 0, 0, elements, 0, {})), b"x" * 4000], "unknown_uid"),
+            ([codec.encode(Chunk(run, 0, 1, 9, 0, 0, 0, 1 << 40, 0, {})), b"x" * 4000], "wrong_shape"),
+            ([codec.encode(Chunk(run, 0, 1, 9, 0, 5, 0, elements, 0, {})), b"x" * 4000], "wrong_shape"),
+            ([codec.encode(chunk), b"x" * 3999], "wrong_size"),
+            ([codec.encode(Chunk(run, 0, 1, 9, 0, 0, 0, elements, 1 << 32, {})), b"x" * 4000], "checksum_mismatch"),
+            ([codec.encode(Stop(run, 0, 1)), b""], "wrong_plane"),
+        ]
+        for frames, _ in bad:
+            dealers[1].send_multipart(frames)
+        dealers[0].send(b"\xc1 nonsense")
+        dealers[0].send(codec.encode(Stop(b"elsewher", 0, 1)))
+        gossip(made, elements, torch.float32, 5)
+        deadline = time.monotonic() + 5
+        while sum(victim.counters.faults.values()) < len(bad) + 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert {reason for _, reason in bad} <= victim.counters.faults.keys(), victim.counters.faults
+        assert sum(victim.counters.faults.values()) == len(bad) + 2 and not victim.stopping
+        for dealer in dealers:
+            dealer.send_multipart([b"x" * (64 << 20), b""])  # more than a frame may be: the connection is cut
+        gossip([*made], elements, torch.float32, 0)
+        context.destroy(linger=0)
+
+
+def test_replayed_rounds_are_stale() -> None:
+    with nodes("tcp", 2, flat_schema(8)) as made:
+        gossip(made, 8, torch.float32, 4)
+        victim = made[0]
+        assert isinstance(victim, ZeroMQ)
+        victim._inbox.advance(4)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.connect(victim._local[1])
+            for round in (0, 3):
+                dealer.send_multipart([codec.encode(Chunk(victim.run_id, 0, 1, round, 0, 0, 0, 8, 0, {})), bytes(32)])
+            deadline = time.monotonic() + 5
+            while victim.counters.faults.get("stale_round", 0) < 2:
+                assert time.monotonic() < deadline, victim.counters.faults
+                time.sleep(0.02)
+        exchange = victim.exchange(4, {1: Payload({"x": torch.ones(8)})}, ())
+        assert not exchange.missing

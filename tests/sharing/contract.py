@@ -1,0 +1,141 @@
+"""What every sharing rule must do. A rule of one's own passes by being added to RULES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decentnode.component import load_class
+from decentnode.graph.base import RoundView, view
+from decentnode.graph.topology import Topology
+from decentnode.payload import Payload
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.base import Sharing
+from tests.graph.contract import make
+
+Make = Callable[[], Sharing]
+
+
+def rule(name: str, **options: object) -> Make:
+    found = load_class(name, SHARINGS, "sharing")
+    return lambda: found(found.Config.model_validate({"name": name, **options}))
+
+
+RULES: dict[str, Make] = {name: rule(name) for name in SHARINGS}
+
+
+def gossip(
+    make_rule: Make, graph: Topology, models: list[Tensor], rounds: int, missing: frozenset[int] = frozenset()
+) -> None:
+    """Rounds of a rule without local steps, in place, by hand."""
+    rules = [make_rule() for _ in models]
+    for r in range(rounds):
+        views = [view(graph, uid, r, 1) for uid in range(len(models))]
+        sent = [each.outgoing(model, seen) for each, model, seen in zip(rules, models, views, strict=True)]
+        frozen = [{to: _copy(payload) for to, payload in out.items()} for out in sent]
+        for uid, (each, model) in enumerate(zip(rules, models, strict=True)):
+            received = {j: frozen[j][uid] for j in views[uid].sources if j not in missing}
+            each.mix(model, received, views[uid].without(missing & set(views[uid].sources)))
+
+
+def _copy(payload: Payload) -> Payload:
+    return Payload({k: t.clone() for k, t in payload.tensors.items()}, payload.scalars, payload.metadata)
+
+
+def draw(n: int, elements: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(elements, generator=generator).to(dtype) for _ in range(n)]
+
+
+def check_identical_stay_identical(make_rule: Make) -> None:
+    models = [draw(1, 33)[0] for _ in range(6)]
+    gossip(make_rule, make("ring", nodes=6), models, 5)
+    for model in models[1:]:
+        torch.testing.assert_close(model, models[0], atol=1e-6, rtol=1e-6)
+
+
+def check_mean_is_kept(make_rule: Make) -> None:
+    models = draw(8, 41)
+    before = torch.stack(models).double().mean(0)
+    gossip(make_rule, make("regular", nodes=8, degree=3), models, 6)
+    torch.testing.assert_close(torch.stack(models).double().mean(0), before, atol=1e-6, rtol=0)
+
+
+def check_alone_nothing_happens(make_rule: Make) -> None:
+    models = draw(1, 17)
+    before = models[0].clone()
+    gossip(make_rule, make("ring", nodes=1), models, 3)
+    torch.testing.assert_close(models[0], before)
+
+
+def check_slices_equal_the_whole(make_rule: Make) -> None:
+    each = make_rule()
+    if not each.elementwise:
+        return
+    models = draw(4, 100)
+    seen = view(make("complete", nodes=4), 0, 0, 1)
+    received = {j: Payload({"x": models[j]}) for j in (1, 2, 3)}
+    whole, sliced = models[0].clone(), models[0].clone()
+    each.mix(whole, received, seen)
+    for a, b in ((0, 32), (32, 64), (64, 100)):
+        each.mix(sliced[a:b], {j: Payload({"x": p.tensors["x"][a:b]}) for j, p in received.items()}, seen)
+    assert torch.equal(whole, sliced)
+
+
+def check_schema_fits(make_rule: Make) -> None:
+    for elements in (1, 2, 64, 101):
+        for dtype in (torch.float32, torch.float64):
+            each = make_rule()
+            schema = each.payload_schema(elements, dtype)
+            seen = view(make("ring", nodes=4), 0, 0, 1)
+            outgoing = each.outgoing(draw(1, elements, dtype)[0], seen)
+            assert set(outgoing) == set(seen.neighbors)
+            for payload in outgoing.values():
+                assert payload.tensors.keys() == schema.keys()
+                for name, tensor in payload.tensors.items():
+                    spec = schema[name]
+                    assert tensor.dim() == 1 and tensor.dtype == spec.dtype and tensor.numel() <= spec.max_elements
+                    assert not spec.exact or tensor.numel() == spec.max_elements
+
+
+def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
+    models = draw(5, 20)
+    low, high = torch.stack(models).amin(0), torch.stack(models).amax(0)
+    gossip(make_rule, make("complete", nodes=5), models, 1, frozenset({2}))
+    for model in models:
+        assert (model >= low - 1e-5).all() and (model <= high + 1e-5).all()
+
+
+def check_repeats_bit_for_bit(make_rule: Make) -> None:
+    runs = []
+    for _ in range(2):
+        models = draw(6, 50)
+        gossip(make_rule, make("random_regular", nodes=6, degree=3), models, 4)
+        runs.append(models)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def check_state_round_trip(make_rule: Make) -> None:
+    state = make_rule().state_dict()
+    make_rule().load_state_dict(state)
+
+
+def matrix_reference(graph: Topology, models: list[Tensor], rounds: int) -> np.ndarray:
+    """W(r) ... W(0) X in float64."""
+    x = torch.stack(models).double().numpy()
+    for r in range(rounds):
+        x = graph.matrix(r) @ x
+    return x
+
+
+CHECKS = [
+    check_identical_stay_identical, check_mean_is_kept, check_alone_nothing_happens, check_slices_equal_the_whole,
+    check_schema_fits,
+    check_missing_neighbors_leave_a_convex_combination, check_repeats_bit_for_bit,
+    check_state_round_trip,
+]  # fmt: skip
+
+__all__ = ["CHECKS", "RULES", "RoundView", "draw", "gossip", "matrix_reference", "rule"]

@@ -1,0 +1,83 @@
+"""The rules of the house that a machine can check: who imports whom, and what never stands in the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "decentnode"
+
+FLOORS: list[list[str]] = [
+    ["errors", "logs", "rng", "tensors", "component", "problems", "yaml_source", "payload"],
+    ["graph", "mapping", "wire", "compression", "optim", "models", "data", "metrics"],
+    ["sharing", "training", "communication"],
+    ["node", "parallel"],
+    ["crosschecks", "experiment", "build"],
+    ["launch", "report"],
+    ["cli", "__main__"],
+]
+ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+SIDEWAYS = {  # within one floor, in this direction only
+    ("training", "models"), ("experiment", "crosschecks"), ("build", "experiment"), ("__main__", "cli"),
+    ("problems", "component"), ("problems", "yaml_source"), ("yaml_source", "errors"),
+}  # fmt: skip
+KNOTS = {("crosschecks", "experiment")}
+"""Type annotations of a room that is one with the other."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Rooms that a file imports, in functions and under TYPE_CHECKING too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"decentnode.{a.name}" for a in node.names] if node.module == "decentnode" else [node.module]
+        found |= {name.split(".")[1] for name in names if name.startswith("decentnode.")}
+    return found - {"__version__"}
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in FILES} - {"__init__"} <= ROOMS.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(path)
+    for other in imports_of(path) - {room}:
+        if room == "__init__" or (room, other) in SIDEWAYS | KNOTS:
+            continue
+        lower = ROOMS[other] < ROOMS[room] or (ROOMS[room] == ROOMS[other] == 0)
+        assert lower, f"{room} (floor {ROOMS[room]}) imports {other} (floor {ROOMS[other]})"
+
+
+FORBIDDEN = [
+    (r"^\s*(import|from) pickle\b|pickle\.loads", "pickle"),
+    (r"_object_list\(|send_pyobj|recv_pyobj", "a call that pickles"),
+    (r"torch\.load\((?!.*weights_only=True)", "torch.load without weights_only=True"),
+    (r"(?<![\w.])eval\(", "eval of text"),
+    (r"^\s*print\(", "print (only cli/ talks to people, with click)"),
+    (r"\b(TODO|FIXME|XXX)\b", "an unfinished place"),
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_never_stands_in_the_code(path: Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for pattern, what in FORBIDDEN:
+            assert not re.search(pattern, line), f"{path}:{number}: {what}: {line.strip()}"
+
+
+def test_nothing_is_empty() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and len(node.body) == 1:
+                assert not isinstance(node.body[0], ast.Pass), f"{path}:{node.lineno}: {node.name} does nothing"

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decentnode.errors import PeerFault
+from decentnode.wire import codec
+from decentnode.wire.messages import FIELDS, MESSAGES, Chunk, Message, Stop, Welcome
+from tests.conftest import scale
+
+
+def field_values(rule: Any) -> st.SearchStrategy[Any]:
+    if "limit" in rule:
+        return st.integers(0, rule["limit"] - 1)
+    if "text" in rule:
+        return st.text(max_size=min(rule["text"], 40))
+    if "blob" in rule:
+        return st.binary(min_size=rule["blob"] if rule["exact"] else 0, max_size=min(rule["blob"], 64))
+    scalar = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
+    return st.dictionaries(st.text(max_size=20), scalar, max_size=5)
+
+
+def messages() -> st.SearchStrategy[Message]:
+    return st.one_of(
+        [
+            st.builds(kind, **{each.name: field_values(each.metadata) for each in FIELDS[kind]})
+            for kind in MESSAGES.values()
+        ]
+    )
+
+
+@given(messages())
+@settings(max_examples=400, deadline=None)
+def test_round_trip(message: Message) -> None:
+    assert codec.decode(codec.encode(message)) == message
+
+
+GOLDEN = [
+    (Welcome(b"12345678", 0, 3), "96cc dc 01 02 c4083132333435363738 00 03"),
+    (Stop(b"12345678", 2, 300), "96cc dc 01 0c c4083132333435363738 02 cd012c"),
+    (Chunk(b"12345678", 1, 5, 7, 0, 0, 2, 300000, 4294967296, {"k": 2}),
+     "9dcc dc 01 08 c4083132333435363738 01 05 07 00 00 02 ce000493e0 cf0000000100000000 81a16b02"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN)
+def test_golden_bytes(message: Message, golden: str) -> None:
+    """The header of protocol version 1: a change here needs a new version."""
+    assert codec.encode(message) == bytes.fromhex(golden.replace(" ", ""))
+
+
+def test_types_are_numbered_once() -> None:
+    assert sorted(MESSAGES) == list(range(1, len(MESSAGES) + 1))
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=400, deadline=None)
+def test_any_bytes_are_a_message_or_a_fault(data: bytes) -> None:
+    try:
+        codec.decode(data)
+    except PeerFault as fault:
+        assert fault.reason in {"malformed_header", "protocol_version", "unknown_type"}
+
+
+def test_mutated_headers_are_messages_or_faults() -> None:
+    draw = random.Random(1)
+    headers = [codec.encode(message) for message, _ in GOLDEN]
+    for _ in range(scale(5000, 100_000)):
+        data = bytearray(draw.choice(headers))
+        for _ in range(draw.randint(1, 4)):
+            where = draw.randrange(len(data))
+            data[where : where + draw.randint(0, 2)] = draw.randbytes(draw.randint(0, 3))
+            data = data or bytearray(b"\0")
+        try:
+            codec.decode(bytes(data))
+        except PeerFault:
+            continue
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1: 2}, [], [220], [220, 1], [True, 1, 2], [220, True, 2, b"12345678", 0, 3],
+        [220, 1, 2, b"1234567", 0, 3], [220, 1, 2, b"12345678", True, 3], [220, 1, 2, b"12345678", -1, 3],
+        [220, 1, 2, b"12345678", 0, 1 << 40], [220, 1, 2, "12345678", 0, 3], [220, 1, 2, b"12345678", 0, 3, 4],
+        [220, 1, 2, b"12345678", 0.0, 3], [220, 1, 99, b"12345678", 0, 3], [220, 2, 2, b"12345678", 0, 3],
+        [220, 1, 15, b"12345678", 0, 3, 1, {"k": [1]}], [220, 1, 15, b"12345678", 0, 3, 1, {"k": True}],
+        [220, 1, 15, b"12345678", 0, 3, 1, {str(i): i for i in range(65)}],
+        [220, 1, 15, b"12345678", 0, 3, 1, {"k": "x" * 300}], msgpack.ExtType(1, b"x"),
+        [220, 1, 2, b"12345678", 0, [[[[[[]]]]]]],
+    ],
+)  # fmt: skip
+def test_wrong_values_are_faults(value: object) -> None:
+    with pytest.raises(PeerFault):
+        codec.decode(msgpack.packb(value))
+
+
+def test_huge_counts_allocate_nothing() -> None:
+    for bomb in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"):
+        with pytest.raises(PeerFault, match="malformed_header"):
+            codec.decode(bomb + b"x" * 10)
+    with pytest.raises(PeerFault, match="malformed_header"):
+        codec.decode(b"\x91" * 100_000)
+    with pytest.raises(PeerFault, match="oversized_header"):
+        codec.decode(bytes(codec.MAX_HEADER_BYTES + 1))
+
+
+def test_own_messages_are_checked_too() -> None:
+    with pytest.raises(ValueError, match="source must be in"):
+        codec.encode(Welcome(b"12345678", 0, -1))
+
+
+@given(st.sets(st.integers(0, 99)))
+def test_bitmaps(uids: set[int]) -> None:
+    assert codec.from_bitmap(codec.bitmap(uids, 100), 100) == uids
+    if uids and max(uids) >= 50:
+        with pytest.raises(PeerFault, match="unknown_uid"):
+            codec.from_bitmap(codec.bitmap(uids, 100), 50)
+
+
+def test_a_checksum_is_never_zero() -> None:
+    assert codec.checksum(b"") and codec.checksum(b"abc") != codec.checksum(b"abd")
