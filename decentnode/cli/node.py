@@ -49,7 +49,7 @@ def command(
     request = Request(config, chosen, start.environ(), place.machine)
     facts = facts_of(experiment, request)
     directory = _directory(facts, into, uid)
-    task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", 1.0, "")
+    task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", False, 1.0, "")
     ledger, told = Ledger(), _Teller(uid, facts, quiet or as_json)
 
     def send(message: Message) -> None:

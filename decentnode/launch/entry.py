@@ -70,7 +70,7 @@ def node(task: Task, connection: Connection) -> None:
         redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")
 
     def work() -> int:
-        if task.request.in_process:
+        if task.in_process:
             from decentnode.launch.in_process import run_task
         else:
             from decentnode.launch.child import run_task

@@ -74,6 +74,8 @@ class Task:
     threads: int
     run_id: str
     """Hex; "" where another machine draws it."""
+    in_process: bool
+    """All `uids` in one process, stepped in turn."""
     progress_seconds: float
     """Rounds are reported at most this often; evaluations always."""
     socket_dir: str

@@ -137,7 +137,8 @@ class Run:
         for uids in groups:
             task = Task(
                 self.request, uids, facts.machine, str(self.directory) if self.directory else None,
-                facts.threads.get(str(uids[0]), share), run_id, max(0.25, len(local) / 50), self._socket_dir,
+                facts.threads.get(str(uids[0]), share), run_id, facts.in_process, max(0.25, len(local) / 50),
+                self._socket_dir,
             )
             self.workers.append(start_node(context, task))
         self._enter("joining" if facts.in_process else "starting")
