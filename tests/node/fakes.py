@@ -1,0 +1,59 @@
+"""Training on a quadratic: fast, exact, and every node wants something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decentnode.tensors import FlatModel
+from decentnode.training.base import Direction, Evaluation, Training, Update
+
+
+class Vector(nn.Module):
+    def __init__(self, elements: int, buffers: int = 0) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(elements))
+        if buffers:
+            self.register_buffer("statistics", torch.zeros(buffers))
+
+
+class Quadratic(Training):
+    """One gradient step of |x - target|^2 / 2 per round; `poison` writes NaN in that round."""
+
+    def __init__(self, uid: int, elements: int, lr: float = 0.1, poison: int = -1, buffers: int = 0) -> None:
+        self.model = FlatModel(Vector(elements, buffers))
+        generator = torch.Generator().manual_seed(uid)
+        self.target = torch.randn(elements, generator=generator)
+        self.model.parameters.copy_(torch.randn(elements, generator=generator))
+        self.model.buffers.fill_(float(uid))
+        self.uid, self.lr, self.poison = uid, lr, poison
+        self.num_samples = 1
+        self.initial = self.model.parameters.clone()
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        gradient = self.model.parameters - self.target
+        self.model.parameters.sub_(gradient if direction is None else direction(gradient), alpha=self.lr)
+        if round == self.poison:
+            self.model.parameters[0] = float("nan")
+        return Update(1, 1, float(gradient.square().mean()))
+
+    def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
+        return Evaluation(float((self.model.parameters - self.target).square().mean()), 0.5, 1)
+
+    @property
+    def has_validation(self) -> bool:
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert not state
+
+
+def stacked(trainings: list[Quadratic], what: str = "parameters") -> Tensor:
+    return torch.stack(
+        [getattr(t.model, what) if what in ("parameters", "buffers") else getattr(t, what) for t in trainings]
+    )
