@@ -46,11 +46,9 @@ class Worker:
         return self.failed or self.finished.issuperset(self.uids)
 
     def send(self, message: Message) -> None:
-        """A child that is gone hears nothing; its exit is noticed elsewhere."""
-        try:
+        """A child that is gone hears nothing; what it said before is still to be read."""
+        with contextlib.suppress(OSError):
             self.channel.send(message)
-        except OSError:
-            self.open = False
 
     def messages(self) -> Iterator[Message]:
         """All that has arrived. Not blocking, apart from the rest of a message under way."""

@@ -24,16 +24,21 @@ class Reporter:
         self._send = send
         self._progress_seconds = progress_seconds
         self._sent = 0.0
+        self._unsent: dict[str, Any] | None = None
 
     def record(self, record: dict[str, Any]) -> None:
         if self._writer is not None:
             self._writer.write(record)
         now = time.monotonic()
-        if record.get("kind") != "round" or now - self._sent >= self._progress_seconds:
-            if record.get("kind") == "round":
-                self._sent = now
-            with contextlib.suppress(OSError):
-                self._send(Progress(self.uid, finite(record)))
+        if record.get("kind") == "round" and now - self._sent < self._progress_seconds:
+            self._unsent = record
+            return
+        self._sent = now
+        with contextlib.suppress(OSError):
+            for each in (self._unsent, record) if record.get("kind") != "round" else (record,):
+                if each is not None:
+                    self._send(Progress(self.uid, finite(each)))
+        self._unsent = None
 
     def close(self) -> None:
         if self._writer is not None:

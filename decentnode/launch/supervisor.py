@@ -45,6 +45,7 @@ TICK_SECONDS = 0.25
 ENVIRONMENT_SECONDS = 30.0
 NOTICE_SECONDS = 3.0
 """A wait this long is told, with for whom."""
+ECHO_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """What the other nodes get after a failure to tell other machines and to close their files."""
 EXIT_SECONDS = 10.0
@@ -120,6 +121,7 @@ class Run:
         self._killed_by_user = False
         self._kill_at: float | None = None
         self._first_finish: float | None = None
+        self._cause_told = False
         self._absent: Absent | None = None
         self._notices: list[str] = []
         self._writing: threading.Thread | None = None
@@ -226,15 +228,21 @@ class Run:
     # -- failures and signals ---------------------------------------------------------------------------------
 
     def _on_failure(self, failed: Failed) -> None:
-        first = not self.ledger.failures
         self.ledger.failures.append(failed)
-        if not first and not (self.ledger.failures[0].follower and not failed.follower):
-            return
-        log = node_dir(self.directory, failed.uid) if self.directory else None
-        self.observer.failed(failed, log if log is not None and log.is_dir() else None)
-        if first:
+        if len(self.ledger.failures) == 1:
             self._tell_all(PeerFailed(failed.uid, failed.title))
             self._kill_at = time.monotonic() + (GRACE_SECONDS if self.phase == "running" else 1.0)
+        if not failed.follower:
+            self._tell_cause()
+
+    def _tell_cause(self) -> None:
+        """Once; an echo of another node's failure is held back for as long as the cause may still come."""
+        cause = first_cause(self.ledger.failures)
+        if cause is None or self._cause_told:
+            return
+        self._cause_told = True
+        log = node_dir(self.directory, cause.uid) if self.directory else None
+        self.observer.failed(cause, log if log is not None and log.is_dir() else None)
 
     def _on_signals(self) -> None:
         while self._signals_seen < len(self.signals.received):
@@ -253,6 +261,8 @@ class Run:
         waited = now - self._phase_since
         late = self._late()
         if self._kill_at is not None:
+            if now >= self._kill_at - GRACE_SECONDS + ECHO_SECONDS:
+                self._tell_cause()
             if now >= self._kill_at:
                 self._kill_all()
             return
@@ -297,6 +307,7 @@ class Run:
 
     def conclude(self) -> Outcome:
         """After `close`: write what there is to write, decide the exit code."""
+        self._tell_cause()
         self._start_writing()
         if self._writing is not None:
             self._writing.join(ENVIRONMENT_SECONDS)

@@ -31,5 +31,5 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: Absent | 
         for machine, uids in enumerate(facts.machines)
         if (missing := sorted(set(absent.uids).intersection(uids)))
     ]
-    refused = [f"node {uid} was refused: {reason}" for uid, reason in absent.refusals.items()]
+    refused = [f"refused: {reason}" for reason in absent.refusals.values()]
     return f"{'; '.join([', '.join(parts), *refused])} ({waited:.0f} s)"

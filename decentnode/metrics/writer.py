@@ -64,6 +64,8 @@ class MetricsWriter:
 
     def _torn(self) -> bool:
         """Whether an earlier writer died in the middle of a line."""
+        if not os.fstat(self._file).st_size:
+            return False
         try:
             with open(self.path, "rb") as file:
                 file.seek(-1, os.SEEK_END)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.launch import run_dir
+
+
+def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
+    first = run_dir.create(tmp_path, "ring", local=[0, 3])
+    second = run_dir.create(tmp_path, "ring", local=[0])
+    assert first != second
+    assert (first / "nodes" / "003").is_dir()
+    assert (tmp_path / "ring" / "latest").resolve() == second
+    assert sorted(p.name for p in first.iterdir()) == ["models", "nodes", "plots"]
+    assert not list(tmp_path.glob("ring/.latest*"))
+
+
+def test_other_machines_have_names_of_their_own(tmp_path: Path) -> None:
+    zero = run_dir.create(tmp_path, "ring", 0, [0])
+    one = run_dir.create(tmp_path, "ring", 1, [1])
+    assert one.name.endswith("-machine1")
+    assert (tmp_path / "ring" / "latest").resolve() == zero
+    assert (tmp_path / "ring" / "latest-machine1").resolve() == one
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match=r"cannot make the run directory .*--run-dir"):
+        run_dir.create(tmp_path / "file", "ring")
+
+
+def test_runs_are_found_by_directory_name_and_latest(tmp_path: Path) -> None:
+    run = run_dir.create(tmp_path / "runs", "ring", local=[0])
+    for given in (run, run.parent, tmp_path / "runs" / "ring" / "latest"):
+        assert run_dir.resolve(given) == run
+    assert run_dir.resolve("ring", tmp_path / "runs") == run
+    assert run_dir.resolve("latest", tmp_path / "runs") == run
+    with pytest.raises(UsageError, match="no run in"):
+        run_dir.resolve("torus", tmp_path / "runs")

@@ -1,0 +1,202 @@
+"""End to end: real processes, real sockets, one fork server for the whole file."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from decentnode.errors import ConfigError, UsageError
+from decentnode.launch.loading import LoadError
+from decentnode.launch.messages import Facts, Failed, Request
+from decentnode.launch.observer import Observer
+from decentnode.launch.outcome import Outcome
+from decentnode.launch.supervisor import supervise
+from decentnode.metrics.reader import read_kind
+from tests.conftest import scale
+from tests.launch.faults import experiment
+
+
+class Witness(Observer):
+    def __init__(self, at_join: tuple[int, ...] = ()) -> None:
+        self.at_join = at_join
+        self.run_dir: Path | None = None
+        self.lines: list[list[str]] = []
+        self.failures: list[Failed] = []
+        self.logs: list[Path | None] = []
+        self.records: list[tuple[int, dict[str, Any]]] = []
+        self.was_joined = False
+
+    def facts(self, facts: Facts, run_dir: Path | None) -> None:
+        self.run_dir = run_dir
+
+    def header(self, lines: list[list[str]]) -> None:
+        self.lines = lines
+
+    def joined(self, seconds: float) -> None:
+        self.was_joined = True
+        for number in self.at_join:
+            os.kill(os.getpid(), number)
+
+    def progress(self, uid: int, record: dict[str, Any]) -> None:
+        self.records.append((uid, record))
+
+    def failed(self, failure: Failed, log: Path | None) -> None:
+        self.failures.append(failure)
+        self.logs.append(log)
+
+
+def run(folder: Path, witness: Witness | None = None, dry_run: bool = False, **sections: Any) -> Outcome:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(experiment(**sections)))
+    overrides = ["run.dir=" + str(folder / "runs")]
+    request = Request(str(path), overrides, in_process=dry_run)
+    outcome = supervise(request, witness or Witness(), command="decentnode run tiny.yaml", dry_run=dry_run)
+    assert not multiprocessing.active_children()
+    return outcome
+
+
+def faulty(name: str) -> dict[str, Any]:
+    return {"training": {**experiment()["training"], "name": f"tests.launch.faults:{name}"}}
+
+
+def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
+    witness = Witness()
+    outcome = run(tmp_path, witness)
+    assert outcome.exit_code == 0, witness.failures
+    directory = outcome.run_dir
+    assert directory is not None and (tmp_path / "runs" / "tiny" / "latest").resolve() == directory
+    for name in ("config.yaml", "config.resolved.yaml", "command.txt", "graph.edges", "mapping.yaml", "env.json",
+                 "pip-freeze.txt", "summary.json"):  # fmt: skip
+        assert (directory / name).stat().st_size, name
+    for uid in range(4):
+        node = directory / "nodes" / f"{uid:03d}"
+        assert [r["round"] for r in read_kind(node / "metrics.jsonl", "round")] == list(range(8))
+        assert [r["round"] for r in read_kind(node / "metrics.jsonl", "evaluation")] == [4, 8]
+        assert f"node {uid:03d}" in (node / "log.txt").read_text()
+        assert (node / "stderr.txt").read_text() == ""
+    models = [load_file(directory / "models" / f"{uid:03d}.safetensors") for uid in range(4)]
+    merged = load_file(directory / "models" / "merged.safetensors")
+    for name, tensor in merged.items():
+        assert tensor == pytest.approx(sum(model[name] for model in models) / 4, abs=1e-6)
+    assert [label for label, _ in witness.lines] == ["versions", "graph", "data", "model"]
+    assert {uid for uid, _ in witness.records} == {0, 1, 2, 3}
+
+
+def test_the_summary_has_what_the_issue_asks(tmp_path: Path) -> None:
+    outcome = run(tmp_path)
+    assert outcome.run_dir is not None
+    found = json.loads((outcome.run_dir / "summary.json").read_text())
+    for key in ("accuracy_mean", "accuracy_min", "accuracy_max", "accuracy_merged", "consensus_distance", "rounds",
+                "round_seconds_median", "bytes_sent_total", "bytes_data_total", "bytes_metadata_total",
+                "start_seconds", "wall_seconds"):  # fmt: skip
+        assert isinstance(found[key], int | float), key
+    assert found["status"] == "finished" and sorted(found["nodes"]) == ["0", "1", "2", "3"]
+    assert found["accuracy_min"] <= found["accuracy_mean"] <= found["accuracy_max"]
+    assert found["bytes_sent_total"] == found["bytes_data_total"] + found["bytes_metadata_total"]
+    assert found["bytes_data_total"] == 4 * 8 * 2 * 650 * 4
+
+
+def test_separate_processes_and_one_process_train_the_same_bits(tmp_path: Path) -> None:
+    separate = run(tmp_path)
+    together = run(tmp_path, communication={"name": "inproc"})
+    assert separate.run_dir is not None and together.run_dir is not None
+    assert together.exit_code == 0
+    for uid in range(4):
+        name = Path("models") / f"{uid:03d}.safetensors"
+        assert (separate.run_dir / name).read_bytes() == (together.run_dir / name).read_bytes()
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    outcome = run(tmp_path, dry_run=True)
+    assert outcome.exit_code == 0 and outcome.run_dir is None
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path) -> None:
+    witness, began = Witness(), time.monotonic()
+    outcome = run(tmp_path, witness, **faulty("Raises"))
+    assert time.monotonic() - began < 20
+    assert outcome.exit_code == 8 and outcome.failure is not None
+    assert (outcome.failure.uid, outcome.followers) == (2, (0, 1, 3))
+    assert "in go_wrong" in outcome.failure.text and "RuntimeError: a bug in my model" in outcome.failure.text
+    assert len(witness.failures) == 1 and witness.logs[0] is not None
+    assert "a bug in my model" in (witness.logs[0] / "stderr.txt").read_text()
+    assert outcome.run_dir is not None
+    assert json.loads((outcome.run_dir / "summary.json").read_text())["failure"]["node"] == 2
+
+
+def test_a_node_killed_by_a_signal_is_named(tmp_path: Path) -> None:
+    outcome = run(tmp_path, **faulty("Dies"))
+    assert outcome.exit_code == 8 and outcome.failure is not None
+    assert "node 2 was killed by SIGKILL" in outcome.failure.title
+
+
+def test_nan_in_a_model_has_its_own_exit_code(tmp_path: Path) -> None:
+    outcome = run(tmp_path, **faulty("Poisons"))
+    assert outcome.exit_code == 6 and outcome.failure is not None
+    assert "node 2" in outcome.failure.text and "round 3" in outcome.failure.text
+
+
+def test_a_node_that_hangs_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decentnode.launch.supervisor.GRACE_SECONDS", 1.5)
+    sections = faulty("Hangs") | {"communication": {"name": "zeromq", "timeout_seconds": 1.5}}
+    outcome = run(tmp_path, **sections)
+    assert outcome.exit_code == 5 and outcome.failure is not None
+    assert "nothing from node" in outcome.failure.text
+    assert 2 in outcome.silent
+
+
+def test_a_part_of_the_users_own_that_cannot_be_made_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"(?s)Traceback.*TypeError") as caught:
+        run(tmp_path, model={"name": "tests.launch.faults:Raises"})
+    assert caught.value.exit_code == 8
+
+
+def test_problems_of_the_config_are_the_loaders(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path, graph={"name": "rng", "nodes": 4}, node={"rounds": "ten"})
+    assert caught.value.exit_code == 2
+    assert "2 problems" in str(caught.value) and "did you mean 'ring'" in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_machines_need_a_number(tmp_path: Path) -> None:
+    mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"]}
+    with pytest.raises(Exception, match="--machine") as caught:
+        run(tmp_path, mapping=mapping)
+    assert getattr(caught.value, "exit_code", None) == UsageError.exit_code
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_first_signal_finishes_the_round_and_writes(tmp_path: Path, number: int, code: int) -> None:
+    outcome = run(tmp_path, Witness((number,)), **faulty("Slow"), node={"rounds": 2000, "evaluate_every": 0})
+    assert outcome.exit_code == code and outcome.failure is None
+    assert outcome.summary["status"] == "interrupted" and 0 < outcome.summary["rounds"] < 2000
+    assert outcome.summary["accuracy_merged"] is not None
+    assert outcome.run_dir is not None and (outcome.run_dir / "models" / "merged.safetensors").exists()
+    rounds = {len(read_kind(f, "round")) for f in outcome.run_dir.glob("nodes/*/metrics.jsonl")}
+    assert max(rounds) - min(rounds) <= 3
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    began = time.monotonic()
+    sections = faulty("Hangs") | {"node": {"rounds": 2000, "evaluate_every": 0}}
+    outcome = run(tmp_path, Witness((signal.SIGINT, signal.SIGINT)), **sections)
+    assert outcome.exit_code == 130
+    assert time.monotonic() - began < 15
+
+
+def test_many_runs_in_a_row_leak_nothing(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(scale(2, 10)):
+        assert run(tmp_path, node={"rounds": 2}).exit_code == 0
+    assert len(os.listdir("/proc/self/fd")) <= before + 4

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from decentnode.metrics import summary
+
+
+def figures(uid: int, accuracy: float) -> dict[str, float | int | str | None]:
+    return {
+        "uid": uid, "rounds": 10, "accuracy": accuracy, "loss": 0.1, "accuracy_merged": 0.9,
+        "consensus_distance": 0.02, "round_seconds_median": 0.01 * (uid + 1), "round_seconds_total": 1.0,
+        "wait_seconds": 0.25 * uid, "bytes_data": 100, "bytes_metadata": 10, "waited_for": 1 - uid,
+        "waited_seconds": 0.1 * uid,
+    }  # fmt: skip
+
+
+def test_combine_takes_means_extremes_and_sums() -> None:
+    found = summary.combine({0: figures(0, 0.8), 1: figures(1, 0.6)})
+    assert found["accuracy_mean"] == pytest.approx(0.7)
+    assert (found["accuracy_min"], found["accuracy_max"], found["accuracy_merged"]) == (0.6, 0.8, 0.9)
+    assert (found["bytes_sent_total"], found["bytes_data_total"], found["bytes_metadata_total"]) == (220, 200, 20)
+    assert found["round_seconds_median"] == pytest.approx(0.015)
+    assert found["rounds"] == 10
+    assert found["waiting"] == {"share": 0.125, "seconds_total": 0.25, "node": 1, "for": 0, "seconds": 0.1}
+
+
+def test_nothing_is_made_up_when_nodes_told_nothing() -> None:
+    found = summary.combine({})
+    assert found["accuracy_mean"] is None
+    assert found["rounds"] == 0
+    assert found["bytes_sent_total"] == 0
+    assert "node" not in summary.combine({0: {"uid": 0, "rounds": 1}})["waiting"]
+
+
+def test_files_are_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    summary.write(path, {"a": 1})
+    summary.write(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": None} == summary.read(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_summary_is_an_object(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text("[1]")
+    with pytest.raises(ValueError, match="one object"):
+        summary.read(tmp_path / "s.json")
