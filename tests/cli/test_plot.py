@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from tests.report.test_runs import fake_run
+
+
+def test_a_picture_goes_into_the_run(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "exp" / "run")
+    result = CliRunner().invoke(main, ["plot", str(run)])
+    assert result.exit_code == 0, result.output
+    assert Path(result.output.strip()) == run / "plots" / "overview.png"
+    assert (run / "plots" / "overview.png").stat().st_size > 10_000
+
+
+def test_axes_metrics_and_several_runs_in_one_figure(tmp_path: Path) -> None:
+    a, b = fake_run(tmp_path / "a"), fake_run(tmp_path / "b")
+    out = tmp_path / "out.svg"
+    chosen = ["--x", "seconds", "--metric", "accuracy", "--label", "first", "--label", "second", "-o", str(out)]
+    result = CliRunner().invoke(main, ["plot", str(a), str(b), *chosen])
+    assert result.exit_code == 0, result.output
+    assert out.stat().st_size > 5_000
+    result = CliRunner().invoke(main, ["plot", str(a), str(b), "--metric", "loss", "--x", "bytes"])
+    assert Path(result.output.strip()).name == "loss_by_bytes_2_runs.png"
+
+
+def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["plot", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    assert "no run in" in result.output
+
+
+def test_plot_does_not_import_torch(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run")
+    code = "import sys; from decentnode.cli import main; main(sys.argv[1:], standalone_mode=False)\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, "plot", str(run), "--metric", "loss"], check=True, timeout=60)

@@ -1,0 +1,183 @@
+"""The commands as a user gives them: processes, signals, exit codes, what is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import decentnode
+from tests.launch.faults import experiment
+
+ROOT = Path(decentnode.__file__).parent.parent
+LONG = {"training": {**experiment()["training"], "name": "tests.launch.faults:Slow"}, "node": {"rounds": 5000}}
+
+
+@contextlib.contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`python -m decentnode ...` in a session of its own; killed with all its children at the end."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "decentnode", *arguments], cwd=folder, env=environ, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    with started(folder, *arguments) as process:
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+
+def write(folder: Path, **sections: Any) -> str:
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(experiment(**sections)))
+    return "tiny.yaml"
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """What was printed up to a line that holds `text`."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"{text!r} never came:\n{seen}")
+
+
+def test_header_lines_and_closing(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, "run", write(tmp_path))
+    assert code == 0, err
+    for part in ("run      tiny: runs/tiny/", "graph    ring, 4 nodes, degree 2", "data     digits, 1,437",
+                 "650 parameters", "round=4/8 ", "acc_min=", "done in ", "waiting  "):  # fmt: skip
+        assert part in out, part
+    hints = [line[9:] for line in out.splitlines() if " plot " in line or line.endswith("--set node.rounds=16")]
+    assert len(hints) == 2
+    assert (tmp_path / "runs" / "tiny" / "latest" / "summary.json").exists()
+    done = subprocess.run(hints[0].split(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_json_stands_alone_on_stdout(tmp_path: Path) -> None:
+    config = write(tmp_path)
+    code, out, _ = run(tmp_path, "run", config, "--json", "--name", "other", "--seed", "3", "--run-dir", "elsewhere")
+    found = json.loads(out)
+    assert code == 0 and found["name"] == "other" and found["rounds"] == 8
+    resolved = (tmp_path / "elsewhere" / "other" / "latest" / "config.resolved.yaml").read_text()
+    assert yaml.safe_load(resolved)["seed"] == 3
+
+
+def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, "run", write(tmp_path), "--dry-run")
+    assert code == 0, err
+    assert "nothing is written" in out and [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_errors_have_their_exit_codes(tmp_path: Path) -> None:
+    config = write(tmp_path)
+    code, _, err = run(tmp_path, "run", config, "--set", "graph.name=rng")
+    assert code == 2 and "did you mean 'ring'" in err and "Traceback" not in err
+    code, _, err = run(tmp_path, "launch", config, "--machine", "3")
+    assert code == 2 and "--machine" in err
+    (tmp_path / "file").write_text("")
+    code, _, err = run(tmp_path, "run", config, "--run-dir", "file")
+    assert code == 3 and "cannot make the run directory" in err
+
+
+def test_a_first_ctrl_c_of_the_whole_terminal_writes_what_there_is(tmp_path: Path) -> None:
+    with started(tmp_path, "run", write(tmp_path, **LONG)) as process:
+        wait_for(process, "all connected")
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "stopping SIGINT" in out and "stopped after round" in out
+    latest = tmp_path / "runs" / "tiny" / "latest"
+    assert json.loads((latest / "summary.json").read_text())["status"] == "interrupted"
+    assert (latest / "models" / "merged.safetensors").exists()
+
+
+def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
+    sections = {**LONG, "training": {**LONG["training"], "name": "tests.launch.faults:Hangs"}}
+    with started(tmp_path, "run", write(tmp_path, **sections)) as process:
+        wait_for(process, "all connected")
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(process, "stopping SIGINT")
+        began = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 130 and time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_orphan_survives(tmp_path: Path, number: int) -> None:
+    with started(tmp_path, "run", write(tmp_path, **LONG)) as process:
+        wait_for(process, "all connected")
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 5  # the fork server and four nodes
+        process.send_signal(number)
+        process.wait(timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_two_machines_on_two_addresses(tmp_path: Path) -> None:
+    port = 21000 + os.getpid() % 5000 * 4
+    mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"], "base_port": port}
+    config = write(tmp_path, mapping=mapping)
+    with started(tmp_path, "launch", config, "--machine", "0") as zero:
+        hint = wait_for(zero, "start ").splitlines()[-1]
+        assert "on 127.0.0.2: " in hint and hint.endswith(" launch tiny.yaml --machine 1")
+        code, _, err = run(tmp_path, "launch", config, "--machine", "1", "--plain")
+        assert code == 0, err
+        zero.communicate(timeout=30)
+        assert zero.returncode == 0
+    runs = tmp_path / "runs" / "tiny"
+    found = json.loads((runs / "latest" / "summary.json").read_text())
+    assert sorted(found["nodes"]) == ["0", "1", "2", "3"] and found["accuracy_max"] is not None
+    assert sorted(p.name for p in (runs / "latest-machine1" / "nodes").iterdir()) == ["002", "003"]
+    assert not (runs / "latest-machine1" / "summary.json").exists()
+
+
+def test_one_node_per_process(tmp_path: Path) -> None:
+    port = 41000 + os.getpid() % 4000 * 4
+    config = write(tmp_path, graph={"name": "ring", "nodes": 2}, mapping={"nodes_per_machine": 2, "base_port": port})
+    with started(tmp_path, "node", config, "--uid", "0", "--into", "run", "--json") as zero:
+        code, out, err = run(tmp_path, "node", config, "--uid", "1", "--into", "run")
+        assert code == 0 and "round=8/8" in out, err
+        out, err = zero.communicate(timeout=30)
+    assert zero.returncode == 0, err
+    assert sorted(json.loads(out)["nodes"]) == ["0", "1"]
+    code, _, err = run(tmp_path, "node", write(tmp_path), "--uid", "0")
+    assert code == 2 and "mapping.base_port" in err
+
+
+def test_the_quickstart_in_the_package_is_the_one_in_configs() -> None:
+    shipped = Path(decentnode.__file__).parent / "quickstart.yaml"
+    assert shipped.read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
+
+
+def test_the_supervisor_does_not_import_torch() -> None:
+    code = (
+        "import sys, decentnode.cli.run, decentnode.cli.launch, decentnode.cli.node, decentnode.cli.console\n"
+        "import decentnode.launch.supervisor\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

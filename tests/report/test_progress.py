@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from decentnode.report.closing import closing
+from decentnode.report.progress import RunState
+from decentnode.report.table import live_table
+from decentnode.report.words import duration, number, plural, size
+
+
+def test_numbers_for_people() -> None:
+    assert [size(n) for n in (0, 999, 1500, 2.5e6, 4e12)] == ["0 B", "999 B", "1.5 kB", "2.5 MB", "4.0 TB"]
+    assert [duration(s) for s in (0.212, 14.2, 200, 7500)] == ["212 ms", "14.2 s", "3 min 20 s", "2 h 5 min"]
+    assert (plural(1, "node"), plural(2, "node"), number(None, ".3f"), number(0.5, ".1f")) == (
+        "1 node", "2 nodes", "-", "0.5",
+    )  # fmt: skip
+
+
+def filled() -> RunState:
+    state = RunState.of(10, [0, 1])
+    for uid in (0, 1):
+        state.update(uid, {"kind": "round", "round": 3 + uid, "loss": 0.5, "seconds": 0.1, "wait_seconds": 0.05,
+                           "data_bytes_sent": 900, "metadata_bytes_sent": 100, "waited_for": 1 - uid,
+                           "waited_seconds": 0.02 * (uid + 1)})  # fmt: skip
+    return state
+
+
+def test_an_evaluation_is_complete_when_all_nodes_told_theirs() -> None:
+    state = filled()
+    evaluation: dict[str, Any] = {"kind": "evaluation", "round": 5, "accuracy": 0.8, "accuracy_mean": 0.7,
+                                  "accuracy_merged": 0.9, "consensus_distance": 0.013}  # fmt: skip
+    assert not state.update(0, evaluation)
+    assert state.update(1, {**evaluation, "accuracy": 0.6})
+    assert state.latest["accuracy_min"] == 0.6
+    assert state.line() == (
+        "round=5/10 loss=0.5000 acc_mean=0.700 acc_min=0.600 acc_merged=0.900 consensus=1.3e-02 sent=2.0kB "
+        "wait_max=node1:40ms(for node0)"
+    )
+
+
+def test_the_line_needs_nothing_to_have_happened() -> None:
+    assert RunState.of(10, [0, 1]).line() == "round=0/10 sent=0B"
+
+
+@pytest.mark.parametrize("max_rows", [1, 20])
+def test_the_table_fits_and_says_what_it_left_out(max_rows: int) -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(live_table(filled(), 4.0, "a note", max_rows))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "round 4/10" in text and "a note" in text
+    assert ("1 more nodes" in text) == (max_rows == 1)
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    return {
+        "status": "finished", "rounds": 10, "rounds_planned": 10, "wall_seconds": 14.2, "accuracy_mean": 0.75,
+        "accuracy_merged": 0.8, "consensus_distance": 0.003, "round_seconds_median": 0.1, "bytes_sent_total": 4000,
+        "nodes": {"0": {"accuracy": 0.7}, "1": {"accuracy": 0.8}},
+        "waiting": {"share": 0.31, "seconds_total": 1.0, "node": 1, "for": 0, "seconds": 0.5}, **changes,
+    }  # fmt: skip
+
+
+def test_the_closing_says_who_waited_for_whom() -> None:
+    text = "\n".join(closing(summary()))
+    assert text.startswith("done in 14.2 s: mean test accuracy 0.750 (min 0.700 node 0, max 0.800 node 1)")
+    assert "4.0 kB sent by 2 nodes, 2.0 kB each; 10 rounds of 100 ms" in text
+    assert "31 % of the nodes' time; longest was node 1 for node 0: 500 ms" in text
+
+
+def test_the_closing_of_a_run_that_failed_early() -> None:
+    early = summary(status="failed", rounds=0, accuracy_mean=None, nodes={}, waiting={"share": 0.0})
+    assert closing(early) == ["failed after round 0 of 10, 14.2 s"]
