@@ -313,6 +313,6 @@ def schema_text() -> str:
         "type": "string",
         "description": "Path of a file, relative to this one, that this one is laid over.",
     }
-    for optional in ("name", "extends"):
-        schema["required"] = [key for key in schema["required"] if key != optional]
+    needed = [key for key in schema.pop("required") if key != "name"]
+    schema["anyOf"] = [{"required": ["extends"]}, {"required": needed}]
     return json.dumps(schema, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
