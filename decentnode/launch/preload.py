@@ -31,6 +31,7 @@ MODULES = (
     "torch",
     "torch.nn.functional",
     "torch.optim",
+    "numpy.ma",
     "numpy.random",
     "safetensors.torch",
     "yaml",
@@ -53,10 +54,12 @@ for _module in MODULES:
     except ImportError:  # a child that needs it reports it, with its node and log
         continue
 
-with contextlib.suppress(Exception):  # only warms up: the first load makes schemas that all children would make again
+with contextlib.suppress(Exception):  # only warms up: what the first load makes and imports, children need not
+    from decentnode.data import shares
     from decentnode.experiment import load
 
-    load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
+    _example = load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
+    shares(_example.data, _example.make_graph().num_nodes, _example.seed, _example.base_dir)  # type: ignore[arg-type]
 
 gc.freeze()
 """The collector of a child then leaves these objects, and so the shared pages they lie in, untouched. Nothing is

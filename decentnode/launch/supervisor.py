@@ -7,17 +7,16 @@ import secrets
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any
 
-from decentnode.errors import AssemblyError, Interrupted, PeerLost
-from decentnode.launch import environment, forkserver, run_dir
+from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerLost
+from decentnode.launch import forkserver
 from decentnode.launch.entry import node_dir
+from decentnode.launch.environment import usable_cores
 from decentnode.launch.fleet import Worker, end_all, start_node
 from decentnode.launch.loading import Loader
 from decentnode.launch.messages import (
@@ -37,12 +36,11 @@ from decentnode.launch.messages import (
 )
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Ledger, Outcome, first_cause, summary
+from decentnode.launch.records import Records
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.waiting import names, waiting_for
-from decentnode.metrics import summary as summaries
 
 TICK_SECONDS = 0.25
-ENVIRONMENT_SECONDS = 30.0
 NOTICE_SECONDS = 3.0
 """A wait this long is told, with for whom."""
 ECHO_SECONDS = 0.5
@@ -69,9 +67,9 @@ def supervise(
         run: Run | None = None
         try:
             facts = loader.facts(observer, signals)
-            directory = None if dry_run else _make_run_dir(facts, command)
-            observer.facts(facts, directory)
-            run = Run(request, facts, directory, observer, signals, started)
+            records = None if dry_run else Records(facts, request.config, command)
+            observer.facts(facts, records.directory if records else None)
+            run = Run(request, facts, records, observer, signals, started)
             run.start(context)
             run.loop(lambda: loader.poll(observer.header))
             loader.poll(observer.header)
@@ -80,12 +78,6 @@ def supervise(
                 run.close()
             loader.close()
         return run.conclude()
-
-
-def _make_run_dir(facts: Facts, command: str) -> Path:
-    directory = run_dir.create(Path(facts.runs_dir), facts.name, facts.machine, facts.local)
-    run_dir.write_inputs(directory, facts, command)
-    return directory
 
 
 def _socket_dir() -> str:
@@ -101,12 +93,13 @@ class Run:
     """The state of a run: starting -> joining -> running -> over."""
 
     def __init__(
-        self, request: Request, facts: Facts, directory: Path | None, observer: Observer, signals: StopSignals,
+        self, request: Request, facts: Facts, records: Records | None, observer: Observer, signals: StopSignals,
         started: float,
     ) -> None:
         self.request = request
         self.facts = facts
-        self.directory = directory
+        self.records = records
+        self.directory = records.directory if records else None
         self.observer = observer
         self.signals = signals
         self.started = started
@@ -123,8 +116,6 @@ class Run:
         self._first_finish: float | None = None
         self._cause_told = False
         self._absent: Absent | None = None
-        self._notices: list[str] = []
-        self._writing: threading.Thread | None = None
         self._socket_dir = _socket_dir()
         self._phase_since = self._noticed = time.monotonic()
 
@@ -133,7 +124,7 @@ class Run:
     def start(self, context: ForkServerContext) -> None:
         """Fork the local nodes; returns before they are ready."""
         facts, local = self.facts, self.facts.local
-        share = max(1, environment.usable_cores() // len(local))
+        share = max(1, usable_cores() // len(local))
         run_id = secrets.token_hex(8) if 0 in local else ""
         groups = [list(local)] if facts.in_process else [[uid] for uid in local]
         for uids in groups:
@@ -209,7 +200,8 @@ class Run:
         self._enter("running")
         self.start_seconds = time.monotonic() - self.started
         self.observer.joined(self.start_seconds)
-        self._start_writing()
+        if self.records is not None:
+            self.records.start()
 
     def _on_exit(self, worker: Worker) -> None:
         if not worker.over and not self._killed_by_user and self._kill_at is None:
@@ -308,11 +300,6 @@ class Run:
     def conclude(self) -> Outcome:
         """After `close`: write what there is to write, decide the exit code."""
         self._tell_cause()
-        self._start_writing()
-        if self._writing is not None:
-            self._writing.join(ENVIRONMENT_SECONDS)
-        for notice in self._notices:
-            self.observer.notice(notice)
         cause = first_cause(self.ledger.failures)
         done = len(self.ledger.finished) == len(self.facts.local) and not self.ledger.stopped
         if self._killed_by_user:
@@ -325,26 +312,11 @@ class Run:
             exit_code = self.signals.exit_code if self.signals.received else 130
         wall = time.monotonic() - self.started
         found = summary(self.facts, self.ledger, exit_code, self.directory, self.start_seconds, wall)
-        if self.directory is not None and 0 in self.facts.local:
-            try:
-                summaries.write(self.directory / "summary.json", found)
-            except OSError as error:
-                self.observer.notice(f"summary.json could not be written: {error.strerror}")
-                exit_code = exit_code or 3
+        if self.records is not None:
+            if not self.records.finish(found):
+                exit_code = exit_code or EnvironmentFault.exit_code
+            for notice in self.records.notices:
+                self.observer.notice(notice)
         ended = {cause.uid if cause else -1, *self.ledger.finished}
         followers = tuple(uid for uid in self.facts.local if uid not in ended) if cause else ()
         return Outcome(exit_code, self.directory, found, cause, followers, tuple(self.silent))
-
-    def _start_writing(self) -> None:
-        """Asking for versions and git's state takes up to a second, which the nodes' messages should not wait for."""
-        if self.directory is not None and self._writing is None:
-            self._writing = threading.Thread(target=self._write_environment, daemon=True)
-            self._writing.start()
-
-    def _write_environment(self) -> None:
-        facts = {"name": self.facts.name, "digest": self.facts.digest, "machine": self.facts.machine}
-        assert self.directory is not None
-        try:
-            environment.write(self.directory, facts, Path(self.request.config).absolute().parent)
-        except OSError as error:
-            self._notices.append(f"the environment could not be written: {error.strerror}")

@@ -1,0 +1,53 @@
+"""What the supervisor itself writes into the run directory: inputs, environment, summary."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from decentnode.launch import environment, run_dir
+from decentnode.launch.messages import Facts
+from decentnode.metrics import summary as summaries
+
+ENVIRONMENT_SECONDS = 30.0
+
+
+class Records:
+    """Nothing here stops a run once it is going: a disk that refuses becomes a notice."""
+
+    def __init__(self, facts: Facts, config: str, command: str) -> None:
+        """Make the run directory. Raises EnvironmentFault."""
+        self.directory = run_dir.create(Path(facts.runs_dir), facts.name, facts.machine, facts.local)
+        run_dir.write_inputs(self.directory, facts, command)
+        self.notices: list[str] = []
+        self._facts = facts
+        self._config_dir = Path(config).absolute().parent
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Write the environment in a thread: versions and git's state take up to a second; idempotent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_environment, daemon=True)
+            self._thread.start()
+
+    def _write_environment(self) -> None:
+        facts = {"name": self._facts.name, "digest": self._facts.digest, "machine": self._facts.machine}
+        try:
+            environment.write(self.directory, facts, self._config_dir)
+        except OSError as error:
+            self.notices.append(f"the environment could not be written: {error.strerror}")
+
+    def finish(self, summary: dict[str, Any]) -> bool:
+        """Blocking: the rest, and summary.json on the machine of uid 0; whether that could be written."""
+        self.start()
+        assert self._thread is not None
+        self._thread.join(ENVIRONMENT_SECONDS)
+        if 0 not in self._facts.local:
+            return True
+        try:
+            summaries.write(self.directory / "summary.json", summary)
+        except OSError as error:
+            self.notices.append(f"summary.json could not be written: {error.strerror}")
+            return False
+        return True
