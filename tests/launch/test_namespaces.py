@@ -54,9 +54,14 @@ def start(host: tuple[str, str], config: Path, folder: Path) -> subprocess.Popen
 def write_config(folder: Path, hosts: list[tuple[str, str]], **more: str) -> Path:
     path = folder / "two.yaml"
     addresses = ", ".join(address for _, address in hosts)
-    lines = {"extends": str(ROOT / "configs" / "quickstart.yaml"), "name": "two",
-             "graph": "{name: complete, nodes: 4}", "node": "{rounds: 6, evaluate_every: 3}",
-             "mapping": f"{{name: linear, machines: 2, nodes_per_machine: 2, addresses: [{addresses}]}}", **more}  # fmt: skip
+    lines = {
+        "extends": str(ROOT / "configs" / "quickstart.yaml"),
+        "name": "two",
+        "graph": "{name: complete, nodes: 4}",
+        "node": "{rounds: 6, evaluate_every: 3}",
+        "mapping": f"{{name: linear, machines: 2, nodes_per_machine: 2, addresses: [{addresses}]}}",
+        **more,
+    }
     path.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
     return path
 

@@ -1,0 +1,49 @@
+"""One seed, one result: real training on the digits gives the same bits by every way of running it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+COMMON = [
+    "graph={name: regular, nodes: 6, degree: 3}", "mapping={name: linear, nodes_per_machine: 6, threads: 1}",
+    "node={rounds: 5, evaluate_every: 2}", "training.local_steps=3",
+]  # fmt: skip
+
+
+def models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    """Final models of a run, local ones and the merged one, by file and tensor."""
+    sets = [word for override in (*COMMON, *overrides) for word in ("--set", override)]
+    command = [sys.executable, "-m", "decentnode", "run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",
+               "--run-dir", str(folder), *sets]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (latest,) = folder.glob("*/latest")
+    assert json.loads((latest / "summary.json").read_text())["rounds"] == 5
+    found = {}
+    for path in sorted((latest / "models").glob("*.safetensors")):
+        found |= {f"{path.stem}/{name}": tensor for name, tensor in load_file(path).items()}
+    assert len({key.partition("/")[0] for key in found}) == 7
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, schedule: str) -> None:
+    runs = {
+        way: models(tmp_path / way, f"communication={way}", f"node.schedule={schedule}")
+        for way in ("inproc", "shared_memory", "zeromq")
+    }
+    runs["again"] = models(tmp_path / "again", "communication=auto", f"node.schedule={schedule}")
+    other = models(tmp_path / "other", "communication=inproc", f"node.schedule={schedule}", "seed=2")
+    for way, found in runs.items():
+        assert found.keys() == runs["inproc"].keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, runs["inproc"][name]), f"{name} differs between inproc and {way}"
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in runs["inproc"].items())
