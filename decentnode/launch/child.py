@@ -44,6 +44,7 @@ from decentnode.launch.messages import (
 from decentnode.launch.models import save_node
 from decentnode.launch.reporting import Reporter
 from decentnode.node.node import Node
+from decentnode.tensors import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ def run_node(
 
 def set_up(task: Task, uid: int) -> None:
     """Threads, logs, signals and the traceback of a crash, for this process."""
+    keep_freed_memory()  # for a node in the foreground; a forked one has it from the server's environment
     torch.set_num_threads(task.threads)
     os.environ["OMP_NUM_THREADS"] = str(task.threads)
     faulthandler.enable(sys.__stderr__ or 2)

@@ -44,7 +44,6 @@ class Facts:
     """Host of each machine."""
     threads: dict[str, int]
     """uid -> threads, where the mapping says so."""
-    warnings: list[str]
 
     @property
     def local(self) -> tuple[int, ...]:

@@ -85,7 +85,6 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         machines=machines,
         hosts=[mapping.place(uids[0]).host for uids in machines],
         threads={str(uid): threads_of(experiment, uid) for uid in machines[machine]},
-        warnings=[],
     )
 
 

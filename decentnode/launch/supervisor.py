@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
@@ -38,6 +35,7 @@ from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Ledger, Outcome, first_cause, summary
 from decentnode.launch.records import Records
 from decentnode.launch.signals import StopSignals
+from decentnode.launch.sockets import SocketDir
 from decentnode.launch.waiting import names, waiting_for
 
 TICK_SECONDS = 0.25
@@ -80,15 +78,6 @@ def supervise(
         return run.conclude()
 
 
-def _socket_dir() -> str:
-    """A private folder for Unix sockets; their paths may have 107 bytes only."""
-    folder = tempfile.mkdtemp(prefix="decentnode-")
-    if len(os.fsencode(folder)) > 80:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="decentnode-", dir="/tmp")
-    return folder
-
-
 class Run:
     """The state of a run: starting -> joining -> running -> over."""
 
@@ -116,7 +105,7 @@ class Run:
         self._first_finish: float | None = None
         self._cause_told = False
         self._absent: Absent | None = None
-        self._socket_dir = _socket_dir()
+        self._sockets = SocketDir()
         self._phase_since = self._noticed = time.monotonic()
 
     # -- starting ---------------------------------------------------------------------------------------------
@@ -131,7 +120,7 @@ class Run:
             task = Task(
                 self.request, uids, facts.machine, str(self.directory) if self.directory else None,
                 facts.threads.get(str(uids[0]), share), run_id, facts.in_process, max(0.25, len(local) / 50),
-                self._socket_dir,
+                self._sockets.path,
             )
             self.workers.append(start_node(context, task))
         self._enter("joining" if facts.in_process else "starting")
@@ -295,7 +284,7 @@ class Run:
     def close(self) -> None:
         """Kill and reap every child; idempotent."""
         end_all(self.workers)
-        shutil.rmtree(self._socket_dir, ignore_errors=True)
+        self._sockets.remove()
 
     def conclude(self) -> Outcome:
         """After `close`: write what there is to write, decide the exit code."""

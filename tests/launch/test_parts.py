@@ -29,11 +29,12 @@ from decentnode.launch.messages import (
 )
 from decentnode.launch.outcome import Ledger, first_cause, summary
 from decentnode.launch.signals import StopSignals
+from decentnode.launch.sockets import SocketDir, remove_stale
 from decentnode.launch.waiting import names, waiting_for
 
 FACTS = Facts(
     "ring", "abc", "runs", "", "", "", "", 10, 5, False, 60.0, 60.0, 0, [[0, 1], [2, 3, 5]], ["10.0.0.1", "10.0.0.2"],
-    {"0": 1, "1": 1}, [],
+    {"0": 1, "1": 1},
 )  # fmt: skip
 FINISHED = Finished(0, {"uid": 0, "rounds": 10, "accuracy": 0.5}, False)
 
@@ -100,6 +101,18 @@ def test_signals_are_counted_and_wake_the_waiter() -> None:
         assert signals.exit_code == 143
         signals.clear()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_socket_folders_of_killed_runs_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/tmp")
+    monkeypatch.setattr("decentnode.launch.sockets.PREFIX", f"dn-test-{os.getpid()}-")
+    alive, killed = SocketDir(), SocketDir()
+    os.close(killed._lock)  # what the system does with the files of a killed process
+    remove_stale(Path("/tmp"))
+    assert Path(alive.path).exists() and not Path(killed.path).exists()
+    alive.remove()
+    alive.remove()
+    assert not Path(alive.path).exists()
 
 
 def test_the_environment_is_written_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
