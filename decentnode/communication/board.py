@@ -130,24 +130,25 @@ class Board:
         return bool(self._released[uid].all())
 
     def publish(
-        self, phase: int, payload: Payload, readers: Collection[int], deadline: float, check: Callable[[], None]
+        self, phase: int, payload: Payload, readers: Collection[int], deadline: float, gone: Callable[[int], bool]
     ) -> tuple[int, int]:
         """Write a payload for `readers`; (slot, use) to tell them.
 
-        Blocking while a reader still has the slot's last use; `check` may raise meanwhile. Raises TimeoutError with
-        the uid of a reader that did not release it by `deadline` (monotonic seconds).
+        Blocking while a reader that is not `gone` still has the slot's last use. `gone` may raise meanwhile. Raises
+        TimeoutError with the uid of a reader that did not release it by `deadline` (monotonic seconds); nothing is
+        written then.
         """
-        use = self._uses[phase] = self._uses[phase] + 1
+        use = self._uses[phase] + 1
         slot = use % SLOTS
         before, last_readers = self._readers[phase][slot]
         pause = POLL_SECONDS[0]
         for uid in last_readers:
-            while self._released[uid, phase] <= before:
-                check()
+            while self._released[uid, phase] <= before and not gone(uid):
                 if time.monotonic() > deadline:
                     raise TimeoutError(uid)
                 time.sleep(pause)
                 pause = min(2 * pause, POLL_SECONDS[1])
+        self._uses[phase] = use
         for home, tensor in zip(self.slots[phase][slot], payload.tensors.values(), strict=True):
             home[: tensor.numel()].copy_(tensor)
         self._readers[phase][slot] = (use, frozenset(readers))

@@ -56,26 +56,35 @@ def memory_ceilings() -> dict[str, float]:
 
 def floor_seconds(overrides: list[str], nodes: int, rounds: int) -> float:
     """Seconds per round of the slowest of one process per core, all started together."""
-    processes = []
-    first = 0
-    for core in range(cores()):
-        count = nodes // cores() + (core < nodes % cores())
-        command = [sys.executable, str(HERE / "floor.py"), str(CONFIG), str(count), str(first), str(rounds), *overrides]
-        if count:
-            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                              env={**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}))
+    shares = [nodes // cores() + (core < nodes % cores()) for core in range(cores())]
+    return max(_floors(overrides, [(share, 1) for share in shares if share], rounds))
+
+
+def separate_seconds(overrides: list[str], nodes: int, rounds: int) -> float:
+    """Seconds per round of one process per node, all started together, without any exchange."""
+    return max(_floors(overrides, [(nodes, nodes)], rounds))
+
+
+def _floors(overrides: list[str], shares: list[tuple[int, int]], rounds: int) -> list[float]:
+    """(nodes, processes) of each floor process; the seconds per round that each prints."""
+    started, first = [], 0
+    for count, processes in shares:
+        command = [sys.executable, str(HERE / "floor.py"), str(CONFIG), str(count), str(first), str(rounds),
+                   str(processes), *overrides]  # fmt: skip
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                        env={**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}))  # fmt: skip
         first += count
-    for process in processes:
+    for process in started:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "ready", "the floor process failed"
-    for process in processes:
+    for process in started:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    seconds = [float(process.stdout.readline()) for process in processes if process.stdout is not None]
-    for process in processes:
+    seconds = [float(process.stdout.readline()) for process in started if process.stdout is not None]
+    for process in started:
         process.wait()
-    return max(seconds)
+    return seconds
 
 
 @dataclass

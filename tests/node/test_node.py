@@ -195,3 +195,29 @@ def test_a_neighbor_that_falls_silent(transport: str, missing: str) -> None:
             torch.testing.assert_close(node.training.model.parameters, expected)
 
         together(made, work)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "shared_memory"])
+def test_survivors_go_on_when_weights_return(transport: str) -> None:
+    """Node 2 takes part in round 0 and then falls silent, still holding what it was sent."""
+    graph = make("complete", nodes=3)
+    config = NodeConfig.model_validate({"rounds": 5, "evaluate_every": 0, "missing": "return_weight"})
+    trainings = [Quadratic(u, 10) for u in range(3)]
+    schemas = schemas_of(Full(Full.Config()), trainings[0].model)
+    with nodes(transport, 3, schemas, timeout_seconds=0.3) as made:
+        built = [Node(u, config, graph, trainings[u], Full(Full.Config()), c, seed=1) for u, c in enumerate(made)]
+
+        def work(communication: Communication) -> None:
+            node = built[communication.uid]
+            for r in range(1 if node.uid == 2 else 5):
+                node.begin_round(r)
+                node.finish_round(r)
+            if node.uid == 2:
+                node.begin_round(1)
+
+        together(made, work)
+    x = [t.model.parameters for t in trainings]
+    assert torch.isfinite(torch.stack(x)).all() and not torch.equal(x[0], x[1])
+    target = stacked(trainings, "target")[:2].mean(0)
+    before = (stacked([Quadratic(u, 10) for u in range(2)]).mean(0) - target).norm()
+    assert (torch.stack(x[:2]).mean(0) - target).norm() < before
