@@ -26,11 +26,10 @@ from decentnode.communication.base import (
     Pending,
     Schema,
 )
-from decentnode.communication.bell import MAX_DATAGRAM, DatagramBell
-from decentnode.communication.board import Board, Layout, Reader, path_of
 from decentnode.communication.inbox import STOPPING_TIMEOUT_SECONDS, Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, IoThread
 from decentnode.communication.means import Means, Outgoing, own_share
+from decentnode.communication.memory import MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, NodeFailed, PeerFault, PeerLost
 from decentnode.payload import Payload
@@ -133,12 +132,9 @@ class ZeroMQ(Communication):
         self._granted: dict[int, int] = {}
         self._came: dict[int, int] = {}
         self._closed = False
-        self._board: Board | None = None
-        self._layout = Layout(schemas, len(machine_of))
-        self._readers: dict[int, Reader] = {}
-        self._by_memory: frozenset[int] = frozenset()
-        """Neighbors that read this node's board."""
-        self._bell: DatagramBell | None = None
+        self._memory = MemoryPath(
+            uid, schemas, len(machine_of), self._inbox, self._status, self.counters, self._session.receive, self._refuse
+        )
         kinds = (torch.float32, torch.float64)
         largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
         self._window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
@@ -209,10 +205,11 @@ class ZeroMQ(Communication):
                     self._io.call(self._give_up)
                     deadline = time.monotonic() + GRACE_SECONDS
                 self._status.changed.wait(min(max(remaining, 0.05), 1.0))
-        if any(self._wants_memory(uid) for uid in self._addresses):
-            self._share_memory(timeout_seconds)
-
-    # -- shared memory ----------------------------------------------------------------------------------------
+        local = [uid for uid in self._addresses if self._wants_memory(uid)]
+        if local and self._plan.ipc_dir is not None:
+            required = "shared_memory" in (self.config.name, self.config.same_host)
+            self._memory.open(self._plan.ipc_dir, self.run_id.hex(), local, required,
+                              lambda name: self.barrier(name, timeout_seconds))  # fmt: skip
 
     @property
     def _same_host(self) -> str:
@@ -222,94 +219,6 @@ class ZeroMQ(Communication):
         """Whether payloads to and from `uid` should go through shared memory."""
         local = self._machine_of[uid] == self._machine_of[self.uid] and self._plan.ipc_dir is not None
         return local and self._same_host == "shared_memory"
-
-    def _share_memory(self, timeout_seconds: float) -> None:
-        """Make this node's board, map those of the others, and take the names away when everybody has them.
-
-        The name of a board comes from the run's id and the uid; its size from the local schema.
-        """
-        assert self._plan.ipc_dir is not None
-        self._bell = DatagramBell(self._plan.ipc_dir, self.uid, self._on_datagram)
-        run = self.run_id.hex()
-        try:
-            self._board = Board(path_of(run, self.uid), self._layout)
-        except EnvironmentFault as error:
-            if self.config.name == "shared_memory" or self.config.same_host == "shared_memory":
-                raise
-            logger.warning("payloads leave over ipc: %s", error)
-        try:
-            self.barrier("boards made", timeout_seconds)
-            for uid in filter(self._wants_memory, self._addresses):
-                try:
-                    self._readers[uid] = Reader(path_of(run, uid), self._layout, self.uid)
-                except PeerFault as fault:
-                    logger.warning("no shared memory from %s: %s", self.describe(uid), fault)
-            self.barrier("boards mapped", timeout_seconds)
-        finally:
-            if self._board is not None:
-                self._board.unlink()
-        if self._board is not None:
-            local = filter(self._wants_memory, self._addresses)
-            self._by_memory = frozenset(uid for uid in local if self._board.attached(uid))
-        self._status.bell = self._bell
-
-    def _gone(self, uid: int) -> bool:
-        """Whether a reader said goodbye. Raises what every wait raises once the run has failed."""
-        self._status.raise_if_failed()
-        return uid in self._status.departed
-
-    def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
-        """Write a payload into this node's board and ring at its readers.
-
-        False when a reader still holds an earlier payload after the time-out: the slot must not change under it, so
-        everybody gets chunks from then on.
-        """
-        board = self._board
-        assert board is not None and self._bell is not None
-        self._checked(payload, phase)
-        deadline = time.monotonic() + self.config.timeout_seconds
-        try:
-            slot, use = board.publish(phase, payload, uids, deadline, self._gone)
-        except TimeoutError as error:
-            self._by_memory = frozenset()
-            logger.warning("%s still reads an earlier payload after %g s: payloads leave as chunks from round %d on",
-                           self.describe(error.args[0]), self.config.timeout_seconds, round)  # fmt: skip
-            return False
-        totals = b"".join(tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values())
-        header = self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars))
-        metadata = sum(t.nbytes for name, t in payload.tensors.items() if name in payload.metadata)
-        data = sum(t.nbytes for t in payload.tensors.values()) - metadata
-        for uid in uids:
-            edge = self.counters.edge(uid)
-            edge.frames_sent += 1
-            edge.metadata_bytes_sent += len(header) + metadata
-            edge.data_bytes_sent += data
-            if len(header) > MAX_DATAGRAM or not self._bell.send(uid, header):
-                self._io.call(lambda uid=uid: self._io.send_control(uid, header))  # type: ignore[misc]
-        return True
-
-    def _on_datagram(self, datagram: bytes) -> None:
-        """Training thread: a neighbor's doorbell."""
-        try:
-            message = codec.decode(datagram)
-            if not isinstance(message, Slot):
-                raise PeerFault("wrong_plane", type(message).__name__)
-            self._session.receive(message)
-            self._on_slot(message, len(datagram))
-        except PeerFault as fault:
-            self._refuse(fault)
-
-    def _on_slot(self, message: Slot, size: int) -> None:
-        reader = self._readers.get(message.source)
-        if reader is None:
-            raise PeerFault("no_board", f"of {message.source}")
-        self._inbox.put_slot(message, reader)
-        edge = self.counters.edge(message.source)
-        edge.frames_received += 1
-        edge.metadata_bytes_received += size
-        specs = self.schemas[message.phase].tensors.values()
-        totals = [int.from_bytes(message.totals[i : i + 8], "little") for i in range(0, len(message.totals), 8)]
-        edge.data_bytes_received += sum(t * s.dtype.itemsize for t, s in zip(totals, specs, strict=True))
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -340,7 +249,7 @@ class ZeroMQ(Communication):
         groups: dict[int, tuple[Payload, list[int]]] = {}
         for uid, payload in outgoing.items():
             groups.setdefault(id(payload), (payload, []))[1].append(uid)
-        by_memory = [uid for uid in outgoing if uid in self._by_memory and uid not in self._status.departed]
+        by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
         alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
         if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
             by_memory = []
@@ -349,6 +258,15 @@ class ZeroMQ(Communication):
             if left:
                 self._send_payload(payload, left, round, phase)
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
+
+    def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
+        """Hand a payload to neighbors on this host; False when they have to get chunks."""
+        self._checked(payload, phase)
+        return self._memory.publish(
+            payload, uids, phase, self.config.timeout_seconds,
+            lambda slot, use, totals: self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars)),
+            lambda uid, header: self._io.call(lambda: self._io.send_control(uid, header)),
+        )  # fmt: skip
 
     def _checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
         """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""
@@ -546,14 +464,8 @@ class ZeroMQ(Communication):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._status.bell = None
-            if self._bell is not None:
-                self._bell.close()
-            if self._board is not None:
-                self._board.unlink()
             self._io.close(0.5 if self._status.failure is not None else CLOSE_SECONDS)
-            self._board = None
-            self._readers.clear()
+            self._memory.close()
 
     # -- I/O thread -------------------------------------------------------------------------------------------
 
@@ -589,7 +501,7 @@ class ZeroMQ(Communication):
                 raise PeerFault("wrong_plane", type(message).__name__)
             for event in self._session.receive(message):
                 if isinstance(event, Slot):
-                    self._on_slot(event, len(header))
+                    self._memory.take(event, len(header))
                 else:
                     self._on_event(event)
         except PeerFault as fault:
