@@ -26,12 +26,13 @@ from decentnode.communication.base import (
     Pending,
     Schema,
 )
-from decentnode.communication.inbox import STOPPING_TIMEOUT_SECONDS, Inbox, InboxExchange, Status
+from decentnode.communication.collectives import Collectives
+from decentnode.communication.inbox import Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, IoThread
-from decentnode.communication.means import Means, Outgoing, own_share
+from decentnode.communication.means import Outgoing
 from decentnode.communication.memory import MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
-from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, NodeFailed, PeerFault, PeerLost
+from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerFault, PeerLost
 from decentnode.payload import Payload
 from decentnode.wire import codec
 from decentnode.wire.messages import Arrive, Chunk, Credit, Depart, Message, Part, Report, Scalars, Slot
@@ -79,15 +80,6 @@ class BindPlan:
     """Control port (bulk is port + 1); None: free ones, and no tcp at all beside `ipc_dir`."""
 
 
-class PendingMean(Pending):
-    def __init__(self, owner: ZeroMQ, key: str, closing: bool, shape: torch.Size) -> None:
-        self._owner, self._key, self._closing, self._shape = owner, key, closing, shape
-
-    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
-        mean, contributors = self._owner.wait_mean(self._key, self._closing, timeout_seconds)
-        return mean.view(self._shape), contributors
-
-
 class ZeroMQ(Communication):
     """Payloads through shared memory between nodes of one host, as chunks over DEALER -> ROUTER pairs between hosts.
 
@@ -121,12 +113,9 @@ class ZeroMQ(Communication):
         run = run_id or (os.urandom(8) if uid == 0 else None)
         software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
         self._session = Session(uid, len(machine_of), digest, run, software, self.describe)
-        self._means = Means(self._session.tree, config.chunk_bytes)
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._consumed)
         self._joined = False
         self._refusal: AssemblyError | None = None
-        self._arrived: dict[tuple[str, int], set[int]] = {}
-        self._reports: dict[int, Scalars] = {}
         self._credit_lock = threading.Lock()
         self._used: dict[int, int] = {}
         self._granted: dict[int, int] = {}
@@ -146,6 +135,9 @@ class ZeroMQ(Communication):
             self._on_bulk,
             self._on_tick,
             self._on_crash,
+        )
+        self._collectives = Collectives(
+            self._session, config.chunk_bytes, self._status, self.describe, self._io.call, self._control, self._emit
         )
 
     # -- where everybody is -----------------------------------------------------------------------------------
@@ -343,89 +335,16 @@ class ZeroMQ(Communication):
     # -- means, barriers, reports -----------------------------------------------------------------------------
 
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
-        self._status.raise_if_failed()
-        share = own_share(tensor)
-        self._io.call(lambda: self._emit(self._means.begin(key, share)))
-        return PendingMean(self, key, closing, tensor.shape)
-
-    def wait_mean(self, key: str, closing: bool, timeout_seconds: float) -> tuple[Tensor, int]:
-        """What `Pending.wait` does."""
-        deadline = time.monotonic() + timeout_seconds
-        with self._status.changed:
-            while True:
-                self._status.raise_if_failed()
-                result = self._means.take(key)
-                if result is not None:
-                    return result
-                if self._status.stopping and not closing:
-                    self._io.call(lambda: self._means.give_up(key))
-                    raise Interrupted(f"{key} given up: the run is stopping")
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    whom = self._means.waiting_for(key)
-                    names = ", ".join(map(self.describe, whom)) or "the other nodes"
-                    raise PeerLost(
-                        f"node {self.uid}: nothing from {names} for the mean {key!r} within {timeout_seconds:g} s", whom
-                    )
-                self._status.changed.wait(min(remaining, 1.0))
+        return self._collectives.mean(key, tensor, closing)
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
-        self._status.raise_if_failed()
-        tree = self._session.tree
-        self._io.call(lambda: self._arrive(name, 0, self.uid))
-        deadline = time.monotonic() + timeout_seconds
-        with self._status.changed:
-            while self.uid not in self._arrived.get((name, 1), ()):
-                self._status.raise_if_failed()
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    here = self._arrived.get((name, 0), set())
-                    late = [child for child in tree.children if child not in here] or [tree.parent or 0]
-                    names = ", ".join(map(self.describe, late))
-                    raise PeerLost(
-                        f"node {self.uid}: barrier {name!r} not passed within {timeout_seconds:g} s, waiting for "
-                        f"{names}",
-                        late,
-                    )
-                self._status.changed.wait(min(remaining, 1.0))
-            del self._arrived[name, 1]
-            self._arrived.pop((name, 0), None)
-
-    def _arrive(self, name: str, down: int, who: int) -> None:
-        """I/O thread: `who` arrived at a barrier (down: everybody did)."""
-        tree = self._session.tree
-        with self._status.changed:
-            here = self._arrived.setdefault((name, 0), set())
-            here.add(who)
-            everybody = not down and here >= {self.uid, *tree.children}
-            if down or (everybody and tree.parent is None):
-                self._arrived.setdefault((name, 1), set()).add(self.uid)
-                self._status.notify()
-        if down or (everybody and tree.parent is None):
-            for child in tree.children:
-                self._control(child, Arrive, name, 1)
-        elif everybody and tree.parent is not None:
-            self._control(tree.parent, Arrive, name, 0)
+        self._collectives.barrier(name, timeout_seconds)
 
     def report(self, figures: Mapping[str, float | int | str]) -> None:
-        with self._status.changed:
-            self._reports[self.uid] = dict(figures)
-        parent = self._session.tree.parent
-        if parent is not None:
-            self._io.call(lambda: self._control(parent, Report, self.uid, dict(figures)))
+        self._collectives.report(figures)
 
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
-        """Elsewhere than on uid 0 this waits for the subtree, whose reports pass through here."""
-        below = set(self._session.subtree())
-        limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self._status.stopping else timeout_seconds
-        deadline = time.monotonic() + limit
-        with self._status.changed:
-            while not below <= self._reports.keys() and self._status.failure is None:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    break
-                self._status.changed.wait(min(remaining, 1.0))
-            return {uid: dict(self._reports[uid]) for uid in sorted(self._reports)} if self.uid == 0 else {}
+        return self._collectives.reports(timeout_seconds)
 
     # -- the end ----------------------------------------------------------------------------------------------
 
@@ -487,10 +406,10 @@ class ZeroMQ(Communication):
             self._count_sent([piece.to], raw.nbytes, len(header), metadata=True)
             cost = raw.nbytes + MESSAGE_COST
             self._io.send_bulk(piece.to, zmq.Frame(header), zmq.Frame(raw, copy=True), cost)
-        for uid, size in self._means.consumed:
+        for uid, size in self._collectives.means.consumed:
             self._consumed(uid, size)
-        self._means.consumed.clear()
-        if self._means.done:
+        self._collectives.means.consumed.clear()
+        if self._collectives.means.done:
             with self._status.changed:
                 self._status.notify()
 
@@ -531,7 +450,7 @@ class ZeroMQ(Communication):
             if isinstance(message, Chunk):
                 self._inbox.put(message, body)
             else:
-                self._emit(self._means.receive(message, body))
+                self._emit(self._collectives.means.receive(message, body))
         except PeerFault as fault:
             self._refuse(fault)
             self._consumed(message.source, size)
@@ -551,7 +470,9 @@ class ZeroMQ(Communication):
         if isinstance(event, Credit):
             self._io.grant(event.source, event.allowed)
         elif isinstance(event, Arrive):
-            self._arrive(event.key, event.down, event.source)
+            self._collectives.arrive(event.key, event.down, event.source)
+        elif isinstance(event, Report):
+            self._collectives.reported(event)
         elif isinstance(event, PeerFailed):
             self._fail_with(PeerLost(f"{self.describe(event.uid)} failed: {event.reason}", [event.uid]))
         elif isinstance(event, NotAssembled):
@@ -566,8 +487,6 @@ class ZeroMQ(Communication):
                     self._status.stopping = True
                 elif isinstance(event, PeerDeparted):
                     self._status.departed[event.uid] = event.rounds
-                elif isinstance(event, Report):
-                    self._reports[event.uid] = event.figures
                 self._status.notify()
 
     def _not_assembled(self, event: NotAssembled) -> AssemblyError:

@@ -1,0 +1,141 @@
+"""What all nodes do together, along the control tree: means, barriers and closing reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Pending
+from decentnode.communication.inbox import STOPPING_TIMEOUT_SECONDS, Status
+from decentnode.communication.means import Means, Outgoing, own_share
+from decentnode.errors import Interrupted, PeerLost
+from decentnode.wire.messages import Arrive, Report, Scalars
+from decentnode.wire.session import Session
+
+
+class PendingMean(Pending):
+    def __init__(self, owner: Collectives, key: str, closing: bool, shape: torch.Size) -> None:
+        self._owner, self._key, self._closing, self._shape = owner, key, closing, shape
+
+    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
+        mean, contributors = self._owner.wait_mean(self._key, self._closing, timeout_seconds)
+        return mean.view(self._shape), contributors
+
+
+class Collectives:
+    """The waits are the training thread's; `arrive`, `reported` and `means` are the I/O thread's."""
+
+    def __init__(
+        self,
+        session: Session,
+        chunk_bytes: int,
+        status: Status,
+        describe: Callable[[int], str],
+        call: Callable[[Callable[[], None]], None],
+        send: Callable[..., None],
+        emit: Callable[[list[Outgoing]], None],
+    ) -> None:
+        """call(function) runs it on the I/O thread, where send(uid, kind, *values) and emit(pieces) belong."""
+        self.means = Means(session.tree, chunk_bytes)
+        self._uid, self._session, self._status, self._describe = session.uid, session, status, describe
+        self._call, self._send, self._emit = call, send, emit
+        self._arrived: dict[tuple[str, int], set[int]] = {}
+        self._reports: dict[int, Scalars] = {}
+
+    def reported(self, report: Report) -> None:
+        """A node's closing figures passed through here."""
+        with self._status.changed:
+            self._reports[report.uid] = report.figures
+            self._status.notify()
+
+    def mean(self, key: str, tensor: Tensor, closing: bool) -> Pending:
+        """What `Communication.mean` does."""
+        self._status.raise_if_failed()
+        share = own_share(tensor)
+        self._call(lambda: self._emit(self.means.begin(key, share)))
+        return PendingMean(self, key, closing, tensor.shape)
+
+    def wait_mean(self, key: str, closing: bool, timeout_seconds: float) -> tuple[Tensor, int]:
+        """What `Pending.wait` does."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._status.changed:
+            while True:
+                self._status.raise_if_failed()
+                result = self.means.take(key)
+                if result is not None:
+                    return result
+                if self._status.stopping and not closing:
+                    self._call(lambda: self.means.give_up(key))
+                    raise Interrupted(f"{key} given up: the run is stopping")
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    whom = self.means.waiting_for(key)
+                    names = ", ".join(map(self._describe, whom)) or "the other nodes"
+                    raise PeerLost(
+                        f"node {self._uid}: nothing from {names} for the mean {key!r} within {timeout_seconds:g} s",
+                        whom,
+                    )
+                self._status.changed.wait(min(remaining, 1.0))
+
+    def barrier(self, name: str, timeout_seconds: float) -> None:
+        """What `Communication.barrier` does."""
+        self._status.raise_if_failed()
+        tree = self._session.tree
+        self._call(lambda: self.arrive(name, 0, self._uid))
+        deadline = time.monotonic() + timeout_seconds
+        with self._status.changed:
+            while self._uid not in self._arrived.get((name, 1), ()):
+                self._status.raise_if_failed()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    here = self._arrived.get((name, 0), set())
+                    late = [child for child in tree.children if child not in here] or [tree.parent or 0]
+                    names = ", ".join(map(self._describe, late))
+                    raise PeerLost(
+                        f"node {self._uid}: barrier {name!r} not passed within {timeout_seconds:g} s, waiting for "
+                        f"{names}",
+                        late,
+                    )
+                self._status.changed.wait(min(remaining, 1.0))
+            del self._arrived[name, 1]
+            self._arrived.pop((name, 0), None)
+
+    def arrive(self, name: str, down: int, who: int) -> None:
+        """I/O thread: `who` arrived at a barrier (down: everybody did)."""
+        tree = self._session.tree
+        with self._status.changed:
+            here = self._arrived.setdefault((name, 0), set())
+            here.add(who)
+            everybody = not down and here >= {self._uid, *tree.children}
+            if down or (everybody and tree.parent is None):
+                self._arrived.setdefault((name, 1), set()).add(self._uid)
+                self._status.notify()
+        if down or (everybody and tree.parent is None):
+            for child in tree.children:
+                self._send(child, Arrive, name, 1)
+        elif everybody and tree.parent is not None:
+            self._send(tree.parent, Arrive, name, 0)
+
+    def report(self, figures: Scalars) -> None:
+        """What `Communication.report` does."""
+        with self._status.changed:
+            self._reports[self._uid] = dict(figures)
+        parent = self._session.tree.parent
+        if parent is not None:
+            self._call(lambda: self._send(parent, Report, self._uid, dict(figures)))
+
+    def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
+        """Elsewhere than on uid 0 this waits for the subtree, whose reports pass through here."""
+        below = set(self._session.subtree())
+        limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self._status.stopping else timeout_seconds
+        deadline = time.monotonic() + limit
+        with self._status.changed:
+            while not below <= self._reports.keys() and self._status.failure is None:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    break
+                self._status.changed.wait(min(remaining, 1.0))
+            return {uid: dict(self._reports[uid]) for uid in sorted(self._reports)} if self._uid == 0 else {}
