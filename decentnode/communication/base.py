@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pydantic import Field
@@ -25,6 +25,12 @@ class EdgeCounters:
     frames_received: int = 0
     wait_seconds: float = 0.0
     """Time this node's rounds waited for the peer when it was the last one missing."""
+    resends: int = 0
+    """Frames sent again because the peer did not get them the first time."""
+
+
+def _no_event(kind: str, peer: int | None, detail: str) -> None:
+    pass
 
 
 @dataclass
@@ -33,12 +39,15 @@ class Counters:
 
     edges: dict[int, EdgeCounters] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+    on_event: Callable[[str, int | None, str], None] = _no_event
+    """Any thread: called with (kind, peer, detail) for every fault and for what happens to connections."""
 
     def edge(self, uid: int) -> EdgeCounters:
         return self.edges.setdefault(uid, EdgeCounters())
 
-    def fault(self, reason: str) -> None:
+    def fault(self, reason: str, peer: int | None = None, detail: str = "") -> None:
         self.faults[reason] = self.faults.get(reason, 0) + 1
+        self.on_event(reason, peer, detail)
 
     @property
     def data_bytes_sent(self) -> int:
