@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # bash eval/bench.sh rounds [CASE...]    time per round, start, memory; with the compute floor of the same run beside it
+# bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 what=${1:-rounds}
 [ $# -gt 0 ] && shift
 script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ]; then
-  echo "unknown benchmark '$what'; there is: rounds" >&2
+  echo "unknown benchmark '$what'; there is: link, rounds" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

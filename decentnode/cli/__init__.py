@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "launch": "Run this machine's share of an experiment.",
     "node": "Run one node, for launchers that start processes themselves.",
     "validate": "Check an experiment and show every problem with its place.",
+    "keygen": "Make the keys with which nodes prove who they are.",
     "schema": "Write the JSON Schema of experiments, for editors.",
     "graph": "Make, inspect, draw and convert graphs.",
     "plot": "Draw accuracy, loss and consensus distance of runs.",

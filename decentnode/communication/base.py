@@ -29,17 +29,13 @@ class EdgeCounters:
     """Frames sent again because the peer did not get them the first time."""
 
 
-def _no_event(kind: str, peer: int | None, detail: str) -> None:
-    pass
-
-
 @dataclass
 class Counters:
     """Totals of one node; `faults` counts refused bytes by reason."""
 
     edges: dict[int, EdgeCounters] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
-    on_event: Callable[[str, int | None, str], None] = _no_event
+    on_event: Callable[[str, int | None, str], None] = lambda _kind, _peer, _detail: None
     """Any thread: called with (kind, peer, detail) for every fault and for what happens to connections."""
 
     def edge(self, uid: int) -> EdgeCounters:
@@ -96,7 +92,7 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def departed(self) -> frozenset[int]:
-        """The part of `missing` that said goodbye or was reported dead (the rest ran into the deadline)."""
+        """The part of `missing` that said goodbye, failed or was rejected (the rest ran into the deadline)."""
 
 
 class Pending(abc.ABC):

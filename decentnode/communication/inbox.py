@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -145,8 +146,10 @@ class Inbox:
         status: Status,
         counters: Counters,
         consumed: Callable[[int, int], None],
+        reject_non_finite: bool = False,
     ) -> None:
         self.schemas = schemas
+        self.reject_non_finite = reject_non_finite
         self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
         self.status = status
         self.counters = counters
@@ -323,6 +326,7 @@ class InboxExchange(Exchange):
         self._expected = expected
         self._neighbors = neighbors
         self._missing: frozenset[int] = frozenset()
+        self._rejected: frozenset[int] = frozenset()
 
     def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
         self._inbox.status.raise_if_failed()
@@ -339,17 +343,29 @@ class InboxExchange(Exchange):
                 self._missing |= set(alive) - arrived.keys()
                 alive = [source for source in alive if source in arrived]
             start, stop = plan.bounds(chunk, schema.elements)
-            received = {
+            received = self._accepted({
                 source: Payload({plan.name: incoming.part(chunk, start, stop)}) for source, incoming in arrived.items()
-            }
+            })
+            alive = [source for source in alive if source in received]
             yield Arrival(start, stop, received, self._missing)
             inbox.release(chunk, arrived)
 
     def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
         arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
         self._missing = frozenset(self._expected) - arrived.keys()
-        received = {source: incoming.payload() for source, incoming in arrived.items()}
+        received = self._accepted({source: incoming.payload() for source, incoming in arrived.items()})
         yield Arrival(0, schema.elements, received, self._missing)
+
+    def _accepted(self, received: dict[int, Payload]) -> dict[int, Payload]:
+        """Without those that hold NaN or infinity, where these are to be rejected."""
+        if not self._inbox.reject_non_finite:
+            return received
+        for source in [source for source, payload in received.items() if not _finite(payload)]:
+            del received[source]
+            self._missing |= {source}
+            self._rejected |= {source}
+            self._inbox.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
+        return received
 
     @property
     def missing(self) -> frozenset[int]:
@@ -365,4 +381,13 @@ class InboxExchange(Exchange):
         status = self._inbox.status
         if status.stopping:
             return self._missing
-        return frozenset(uid for uid in self._missing if status.departed.get(uid, self._key[0] + 1) <= self._key[0])
+        round = self._key[0]
+        return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}
+
+
+def _finite(payload: Payload) -> bool:
+    """The sum of a tensor is finite unless an element is not (or all are huge, which is no better)."""
+    return all(
+        math.isfinite(float(tensor.sum(dtype=torch.float64)))
+        for tensor in payload.tensors.values() if tensor.is_floating_point()
+    ) and all(math.isfinite(value) for value in payload.scalars.values())

@@ -1,4 +1,4 @@
-"""The one thread that owns a node's ZeroMQ sockets: it moves frames and knows nothing of models.
+"""The one thread that owns a node's ZeroMQ sockets: it moves frames and knows nothing of what they say.
 
 Two planes with their own sockets, control and bulk. A node listens on one ROUTER per plane and sends on one DEALER
 per plane and peer; frames only ever go from a DEALER to a ROUTER.
@@ -12,10 +12,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from decentnode.communication.security import Door, Keyring, Pass
 
 logger = logging.getLogger(__name__)
 
@@ -28,55 +32,83 @@ RECEIVE_BURST = 64
 """Messages taken from one socket before the others are looked at."""
 IDLE_SECONDS = 0.25
 
-HEARTBEATS_MS = {CONTROL: (1000, 5000, 5000), BULK: (5000, 30000, 30000)}
-"""Interval, time-out and time to live of ZeroMQ's heartbeats on tcp. Bulk is patient: a heartbeat cannot overtake
-the chunk being sent, and on a slow link one chunk takes seconds."""
+KEEPALIVE_SECONDS = (10, 5, 3)
+"""TCP's own probes of idle connections: after, every, how many. ZeroMQ's heartbeats stay off: libzmq 4.3.5 aborts the
+process when one is due on a connection that broke while its input waited (stream_engine_base.cpp, out_event). Links
+notices from its acknowledgements when nothing comes through, and makes a new connection."""
+
+BROKEN_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
-@dataclass
-class Link:
-    """The sending side towards one peer."""
+@dataclass(frozen=True)
+class Security:
+    """How a node's sockets are closed to strangers: CURVE on control, and on bulk too or a pass given over control."""
 
-    uid: int
-    endpoints: Endpoints
-    sockets: list[zmq.Socket[bytes] | None] = field(default_factory=lambda: [None, None])
-    queue: deque[tuple[zmq.Frame, zmq.Frame, int]] = field(default_factory=deque)
-    """Bulk messages that may not leave yet: (header, body, cost)."""
-    sent: int = 0
-    """Cost of the bulk messages sent so far."""
-    allowed: int = 0
-    """What the peer lets `sent` grow to."""
-    blocked: bool = False
+    keyring: Keyring
+    bulk: Literal["curve", "aes-gcm", "none"]
+
+    @property
+    def bulk_needs_pass(self) -> bool:
+        return self.bulk != "curve"
+
+
+class Handler(Protocol):
+    """Who is told what happens on the sockets; all calls come from the I/O thread."""
+
+    def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
+        """One message; uid: who it is from, where sockets are authenticated."""
+
+    def writable(self, uid: int, plane: int) -> None:
+        """A socket that refused a message takes messages again."""
+
+    def tick(self, now: float) -> None:
+        """A few times per second."""
+
+    def connection_event(self, kind: str, address: str) -> None:
+        """A stranger was refused, or a connection broke."""
+
+    def finished(self) -> bool:
+        """Asked while closing: whether nothing is left to send or acknowledge."""
+
+    def goodbye(self) -> None:
+        """The last chance to send."""
+
+    def crashed(self, error: BaseException) -> None:
+        """The I/O thread ends because of an error."""
 
 
 class IoThread(threading.Thread):
     """Runs until `close`. Other threads reach it through `call` alone."""
 
     def __init__(
-        self,
-        name: str,
-        window_bytes: int,
-        max_bulk_bytes: int,
-        on_control: Callable[[bytes, str], None],
-        on_bulk: Callable[[bytes, memoryview | None, str], None],
-        on_tick: Callable[[float], None],
-        on_crash: Callable[[BaseException], None],
+        self, name: str, max_bulk_bytes: int, handler: Handler, security: Security | None = None,
+        passes: Mapping[int, Pass] | None = None,
     ) -> None:
-        """on_control(header, user id) and on_bulk(header, body, user id) run on this thread, as does on_tick."""
+        """passes: what lets peers into the bulk socket where it does not use CURVE; filled as they ask."""
         super().__init__(name=name, daemon=True)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.links: dict[int, Link] = {}
-        self._window = window_bytes
-        self._on_control, self._on_bulk, self._on_tick, self._on_crash = on_control, on_bulk, on_tick, on_crash
+        self.endpoints: dict[int, Endpoints] = {}
+        """Where every peer listens."""
+        self._handler, self._security = handler, security
+        self._senders: dict[tuple[int, int], zmq.Socket[bytes]] = {}
+        self._blocked: set[tuple[int, int]] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._awake = threading.Event()
-        self._closing = False
-        self._linger_ms = 0
+        self._deadline: float | None = None
         self.poller = zmq.Poller()
+        self._door: Door | None = None
+        if security is not None:
+            self._door = Door(
+                self.context, security.keyring, {} if passes is None else passes, handler.connection_event
+            )
+            self.poller.register(self._door.socket, zmq.POLLIN)
         self.listeners = [self._listener(CONTROL, MAX_CONTROL_BYTES), self._listener(BULK, max_bulk_bytes)]
+        self._monitors = [self._monitor(listener) for listener in self.listeners]
 
     # -- any thread -------------------------------------------------------------------------------------------
 
@@ -89,14 +121,17 @@ class IoThread(threading.Thread):
                 self._wake_in.send(b"!")
 
     def close(self, linger_seconds: float) -> None:
-        """Stop the thread and release every socket. Sent frames may still leave for `linger_seconds`."""
-        self._linger_ms = int(1000 * linger_seconds)
-        self._closing = True
+        """Stop the thread and release every socket, once the handler has finished or `linger_seconds` are over."""
+        self._deadline = time.monotonic() + linger_seconds
         if self.is_alive():
             self.call(lambda: None)
             self.join(linger_seconds + 10)
         else:
             self._release()
+
+    @property
+    def closing(self) -> bool:
+        return self._deadline is not None
 
     # -- before the thread starts -----------------------------------------------------------------------------
 
@@ -106,20 +141,31 @@ class IoThread(threading.Thread):
         listener.rcvhwm = 1000
         listener.linger = 0
         listener.setsockopt(zmq.BACKLOG, 1024)
-        self._keep_alive(listener, plane)
+        self._keep_alive(listener)
+        security = self._security
+        if security is not None and plane == BULK and security.bulk_needs_pass:
+            listener.plain_server = True
+        elif security is not None:
+            listener.curve_server = True
+            listener.curve_secretkey = security.keyring.secret
+            listener.curve_publickey = security.keyring.public[security.keyring.uid]
         self.poller.register(listener, zmq.POLLIN)
         return listener
 
-    @staticmethod
-    def _keep_alive(socket_: zmq.Socket[bytes], plane: int) -> None:
-        interval, timeout, ttl = HEARTBEATS_MS[plane]
-        socket_.setsockopt(zmq.HEARTBEAT_IVL, interval)
-        socket_.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout)
-        socket_.setsockopt(zmq.HEARTBEAT_TTL, ttl)
-        socket_.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    def _monitor(self, listener: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        monitor: zmq.Socket[bytes] = listener.get_monitor_socket(BROKEN_HANDSHAKES | zmq.EVENT_DISCONNECTED)
+        monitor.linger = 0
+        self.poller.register(monitor, zmq.POLLIN)
+        return monitor
 
-    def set_link(self, uid: int, endpoints: Endpoints) -> None:
-        self.links[uid] = Link(uid, endpoints, allowed=self._window)
+    @staticmethod
+    def _keep_alive(socket_: zmq.Socket[bytes]) -> None:
+        idle, interval, count = KEEPALIVE_SECONDS
+        socket_.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket_.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
+        socket_.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
+        socket_.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
+        socket_.setsockopt(zmq.HANDSHAKE_IVL, 5000)
 
     # -- I/O thread -------------------------------------------------------------------------------------------
 
@@ -127,24 +173,38 @@ class IoThread(threading.Thread):
         try:
             self.poller.register(self._wake_out, zmq.POLLIN)
             next_tick = 0.0
-            while not self._closing or self._calls:
+            while not self._over():
                 now = time.monotonic()
                 if now >= next_tick:
                     next_tick = now + IDLE_SECONDS
-                    self._on_tick(now)
-                ready = dict(self.poller.poll(int(1000 * IDLE_SECONDS)))
+                    self._handler.tick(now)
+                ready = dict(self.poller.poll(int(1000 * (0.02 if self.closing else IDLE_SECONDS))))
                 self._run_calls(self._wake_out.fileno() in ready)
+                if self._door is not None and self._door.socket in ready:
+                    self._door.answer()
                 for plane, listener in enumerate(self.listeners):
                     if listener in ready:
                         self._receive(plane, listener)
-                for link in [link for link in self.links.values() if link.blocked]:
-                    if link.sockets[BULK] in ready:
-                        self._pump(link)
+                for monitor in self._monitors:
+                    if monitor in ready:
+                        self._watch(monitor)
+                for uid, plane in list(self._blocked):
+                    sender = self._senders[uid, plane]
+                    if sender in ready:
+                        self._blocked.discard((uid, plane))
+                        self.poller.unregister(sender)
+                        self._handler.writable(uid, plane)
+            self._handler.goodbye()
         except BaseException as error:
             logger.exception("the I/O thread failed")
-            self._on_crash(error)
+            self._handler.crashed(error)
         finally:
             self._release()
+
+    def _over(self) -> bool:
+        if self._deadline is None or self._calls:
+            return False
+        return self._handler.finished() or time.monotonic() >= self._deadline
 
     def _run_calls(self, woken: bool) -> None:
         if woken:
@@ -155,79 +215,84 @@ class IoThread(threading.Thread):
             self._calls.popleft()()
 
     def _receive(self, plane: int, listener: zmq.Socket[bytes]) -> None:
+        secure = self._security is not None
         for _ in range(RECEIVE_BURST):
             try:
                 frames = listener.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            user = ""
-            if plane == CONTROL:
-                self._on_control(frames[1].bytes if len(frames) == 2 else b"", user)
-            else:
-                body = frames[2].buffer if len(frames) == 3 else None
-                self._on_bulk(frames[1].bytes if len(frames) > 1 else b"", body, user)
+            uid = int(frames[-1].get("User-Id")) if secure else None
+            self._handler.received(plane, frames[1:], uid)
 
-    def _socket(self, link: Link, plane: int) -> zmq.Socket[bytes]:
-        found = link.sockets[plane]
-        if found is None:
-            found = self.context.socket(zmq.DEALER)
-            found.sndhwm = 1000
-            found.linger = 0
-            found.setsockopt(zmq.RECONNECT_IVL, 50)
-            found.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-            found.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
-            found.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            self._keep_alive(found, plane)
-            found.connect(link.endpoints[plane])
-            link.sockets[plane] = found
-        return found
+    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(monitor, zmq.NOBLOCK)
+                kind = "connection_lost" if event["event"] == zmq.EVENT_DISCONNECTED else "handshake_failed"
+                self._handler.connection_event(kind, bytes(event["endpoint"]).decode(errors="replace"))
 
-    def send_control(self, uid: int, header: bytes) -> None:
-        """I/O thread only. A control message that finds its queue full is dropped: the peer is long gone."""
+    def send(self, uid: int, plane: int, first: bytes, body: zmq.Frame | bytes | None, token: bytes = b"") -> bool:
+        """I/O thread only: hand over one message; False when the socket is full, `writable` is then called later.
+
+        token: logs in to a bulk socket that needs a pass; used when the connection is made.
+        """
+        if (uid, plane) in self._blocked:
+            return False
+        sender = self._senders.get((uid, plane)) or self._connect(uid, plane, token)
         try:
-            self._socket(self.links[uid], CONTROL).send(header, zmq.NOBLOCK)
-        except zmq.Again:
-            logger.warning("control message to node %d dropped: its queue is full", uid)
-
-    def send_bulk(self, uid: int, header: zmq.Frame, body: zmq.Frame, cost: int) -> None:
-        """I/O thread only: send now or as soon as the peer's window and the socket allow."""
-        link = self.links[uid]
-        link.queue.append((header, body, cost))
-        if not link.blocked:
-            self._pump(link)
-
-    def grant(self, uid: int, allowed: int) -> None:
-        """I/O thread only: the peer lets more in."""
-        link = self.links[uid]
-        if allowed > link.allowed:
-            link.allowed = allowed
-            if not link.blocked:
-                self._pump(link)
-
-    def _pump(self, link: Link) -> None:
-        sender = self._socket(link, BULK)
-        blocked = False
-        while link.queue and link.sent + link.queue[0][2] <= link.allowed:
-            header, body, cost = link.queue[0]
-            try:
-                sender.send(header, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
-                sender.send(body, zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                blocked = True
-                break
-            link.queue.popleft()
-            link.sent += cost
-        if blocked != link.blocked:
-            link.blocked = blocked
-            if blocked:
-                self.poller.register(sender, zmq.POLLOUT)
+            if body is None:
+                sender.send(first, zmq.NOBLOCK)
             else:
-                self.poller.unregister(sender)
+                sender.send(first, zmq.SNDMORE | zmq.NOBLOCK)
+                sender.send(body, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._blocked.add((uid, plane))
+            self.poller.register(sender, zmq.POLLOUT)
+            return False
+        return True
+
+    def renew(self, uid: int, plane: int) -> None:
+        """I/O thread only: give the connection up; the next message makes a new one. What was under way may be lost."""
+        sender = self._senders.pop((uid, plane), None)
+        if sender is None:
+            return
+        if (uid, plane) in self._blocked:
+            self._blocked.discard((uid, plane))
+            self.poller.unregister(sender)
+        sender.close(linger=0)
+
+    def _connect(self, uid: int, plane: int, token: bytes) -> zmq.Socket[bytes]:
+        sender = self.context.socket(zmq.DEALER)
+        sender.sndhwm = 1000
+        sender.linger = 0
+        sender.setsockopt(zmq.RECONNECT_IVL, 50)
+        sender.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        sender.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
+        self._keep_alive(sender)
+        security = self._security
+        if security is not None and plane == BULK and security.bulk_needs_pass:
+            sender.plain_username = b"%d" % security.keyring.uid
+            sender.plain_password = token.hex().encode()
+        elif security is not None:
+            sender.curve_secretkey = security.keyring.secret
+            sender.curve_publickey = security.keyring.public[security.keyring.uid]
+            sender.curve_serverkey = security.keyring.public[uid]
+        sender.connect(self.endpoints[uid][plane])
+        self._senders[uid, plane] = sender
+        return sender
 
     def _release(self) -> None:
-        sockets = [s for link in self.links.values() for s in link.sockets if s is not None]
-        for each in sockets + self.listeners:
-            each.close(linger=self._linger_ms)
+        left = 0.0 if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        for each in self._senders.values():
+            each.close(linger=int(1000 * min(left, 1.0)))
+        for listener in self.listeners:
+            if not listener.closed:
+                listener.disable_monitor()
+                listener.close(linger=0)
+        for monitor in self._monitors:
+            monitor.close(linger=0)
+        if self._door is not None:
+            self._door.socket.close(linger=0)
         self._wake_in.close()
         self._wake_out.close()
         if not self.context.closed:

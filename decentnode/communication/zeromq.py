@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-import threading
 import time
 from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import zmq
-from pydantic import Field
 from torch import Tensor
 
 import decentnode
@@ -28,14 +24,18 @@ from decentnode.communication.base import (
 )
 from decentnode.communication.collectives import Collectives
 from decentnode.communication.inbox import Inbox, InboxExchange, Status
-from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, IoThread
+from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, Security
+from decentnode.communication.links import Links
+from decentnode.communication.links import Outgoing as Bulk
 from decentnode.communication.means import Outgoing
 from decentnode.communication.memory import MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
-from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerFault, PeerLost
+from decentnode.communication.security import Keyring
+from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
+from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost
 from decentnode.payload import Payload
-from decentnode.wire import codec
-from decentnode.wire.messages import Arrive, Chunk, Credit, Depart, Message, Part, Report, Scalars, Slot
+from decentnode.wire import codec, seal
+from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Scalars, Slot
 from decentnode.wire.session import (
     Event,
     Joined,
@@ -54,30 +54,6 @@ GRACE_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
 GROUP = 8
 """Chunks encoded before the I/O thread gets them: sending starts while the rest is encoded."""
-
-
-class ZeroMQConfig(CommunicationConfig):
-    same_host: Literal["shared_memory", "ipc", "tcp"] | None = None
-    """How payloads travel between nodes of one host. When not given: shared_memory for communication auto (ipc where
-    /dev/shm is too small) and shared_memory (an error there), ipc for zeromq."""
-    chunk_bytes: int = Field(1 << 20, ge=1 << 16, le=1 << 26)
-    """Size of one chunk of a payload, in bytes; rounded down to whole blocks of 262,144 elements."""
-    window_bytes: int = Field(64 << 20, ge=1 << 20)
-    """Most bytes that one neighbor may have under way to this node and not mixed yet."""
-    checksum: Literal["auto", "none", "crc32"] = "auto"
-    """Checksum of every chunk; auto: on tcp only."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BindPlan:
-    """Where a node listens."""
-
-    ipc_dir: Path | None = None
-    """Private folder for Unix sockets, or None for tcp only."""
-    host: str = "127.0.0.1"
-    """Address of the interface for tcp."""
-    port: int | None = None
-    """Control port (bulk is port + 1); None: free ones, and no tcp at all beside `ipc_dir`."""
 
 
 class ZeroMQ(Communication):
@@ -99,8 +75,12 @@ class ZeroMQ(Communication):
         digest: str,
         run_id: bytes | None = None,
         bind: BindPlan | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
-        """machine_of: the machine of every uid of the run. run_id: None adopts the one that uid 0 drew."""
+        """machine_of: the machine of every uid of the run. run_id: None adopts the one that uid 0 drew.
+
+        keyring: the node's keys; required where the config is `secure`.
+        """
         assert isinstance(config, ZeroMQConfig)
         self.config: ZeroMQConfig = config
         self.uid = uid
@@ -113,29 +93,23 @@ class ZeroMQ(Communication):
         run = run_id or (os.urandom(8) if uid == 0 else None)
         software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
         self._session = Session(uid, len(machine_of), digest, run, software, self.describe)
-        self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._consumed)
-        self._joined = False
-        self._refusal: AssemblyError | None = None
-        self._credit_lock = threading.Lock()
-        self._used: dict[int, int] = {}
-        self._granted: dict[int, int] = {}
-        self._came: dict[int, int] = {}
-        self._closed = False
-        self._memory = MemoryPath(
-            uid, schemas, len(machine_of), self._inbox, self._status, self.counters, self._session.receive, self._refuse
-        )
+        if config.secure != (keyring is not None):
+            raise ValueError("keyring must be given exactly when the config is secure")
+        self._security = None if keyring is None else Security(keyring, config.bulk_security)
         kinds = (torch.float32, torch.float64)
         largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
-        self._window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
-        self._io = IoThread(
-            f"io-{uid}",
-            self._window,
-            largest + 65536,
-            self._on_control,
-            self._on_bulk,
-            self._on_tick,
-            self._on_crash,
-        )
+        window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
+        self._links = Links(self._session, window, largest + 65536, self.counters, self._security, self._deliver,
+                            self._on_tick, self._on_crash)  # fmt: skip
+        self._io = self._links.io
+        self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
+                            reject_non_finite=config.non_finite == "reject")  # fmt: skip
+        self._joined = False
+        self._closed = False
+        self._memory = MemoryPath(
+            uid, schemas, len(machine_of), self._inbox, self._status, self.counters, self._session.receive,
+            self._links.refuse,
+        )  # fmt: skip
         self._collectives = Collectives(
             self._session, config.chunk_bytes, self._status, self.describe, self._io.call, self._control, self._emit
         )
@@ -178,7 +152,8 @@ class ZeroMQ(Communication):
         for uid, address in endpoints.items():
             if uid != self.uid:
                 self._addresses[uid] = address
-                self._io.set_link(uid, address)
+        self._io.endpoints.update(self._addresses)
+        self._links.control_kind = self._sum_kind(CONTROL, self._addresses)
 
     # -- the start --------------------------------------------------------------------------------------------
 
@@ -257,7 +232,7 @@ class ZeroMQ(Communication):
         return self._memory.publish(
             payload, uids, phase, self.config.timeout_seconds,
             lambda slot, use, totals: self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars)),
-            lambda uid, header: self._io.call(lambda: self._io.send_control(uid, header)),
+            lambda uid, header: self._io.call(lambda: self._links.control_header(uid, header)),
         )  # fmt: skip
 
     def _checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
@@ -276,35 +251,41 @@ class ZeroMQ(Communication):
 
     def _send_payload(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
         plans = self._checked(payload, phase)
-        batch: list[tuple[zmq.Frame, zmq.Frame, int]] = []
+        batch: list[Bulk] = []
         scalars: Scalars = payload.scalars
-        summed = self._sums(uids)
+        sums = self._sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
             tensor = payload.tensors[plan.name]
             raw, size = to_bytes(tensor), plan.spec.dtype.itemsize
             for chunk in range(plan.count(tensor.numel())):
                 start, stop = plan.bounds(chunk, tensor.numel())
                 body = raw[start * size : stop * size]
-                header = self._header(
-                    Chunk, round, phase, index, chunk, tensor.numel(), codec.checksum(body) if summed else 0, scalars
-                )
+                header = self._header(Chunk, round, phase, index, chunk, tensor.numel(), scalars)
                 scalars = {}
-                batch.append((zmq.Frame(header), zmq.Frame(body, copy=True), body.nbytes + MESSAGE_COST))
+                batch.append(self._bulk(header, body, sums))
                 self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
                 if len(batch) == GROUP:
                     self._hand_over(uids, batch)
                     batch = []
         self._hand_over(uids, batch)
 
+    @staticmethod
+    def _bulk(header: bytes, body: memoryview, sums: int) -> Bulk:
+        """A message with a copy of `body`."""
+        frame = zmq.Frame(body, copy=True)
+        return Bulk(header, frame, body.nbytes + MESSAGE_COST, sums, seal.body_sum(sums, frame.buffer))
+
     def _header(self, kind: type[Message], *values: object) -> bytes:
         session = self._session
         return codec.encode(kind(session.run, session.generation, self.uid, *values))
 
-    def _sums(self, uids: Collection[int]) -> bool:
-        """Whether chunks to these uids carry a checksum."""
+    def _sum_kind(self, plane: int, uids: Collection[int]) -> int:
+        """How messages to these uids are protected against corruption, beside what encryption does."""
+        if self._security is not None and (plane == CONTROL or self._security.bulk != "none"):
+            return seal.NONE
         if self.config.checksum != "auto":
-            return self.config.checksum == "crc32"
-        return any(self._addresses[uid][BULK].startswith("tcp://") for uid in uids)
+            return seal.KINDS[self.config.checksum]
+        return seal.XXH3 if any(self._addresses[uid][plane].startswith("tcp://") for uid in uids) else seal.NONE
 
     def _count_sent(self, uids: list[int], body: int, header: int, metadata: bool) -> None:
         for uid in uids:
@@ -313,24 +294,14 @@ class ZeroMQ(Communication):
             edge.metadata_bytes_sent += header + (body if metadata else 0)
             edge.data_bytes_sent += 0 if metadata else body
 
-    def _hand_over(self, uids: list[int], batch: list[tuple[zmq.Frame, zmq.Frame, int]]) -> None:
+    def _hand_over(self, uids: list[int], batch: list[Bulk]) -> None:
         def send() -> None:
-            for header, body, cost in batch:
+            for message in batch:
                 for uid in uids:
-                    self._io.send_bulk(uid, header, body, cost)
+                    self._links.bulk(uid, message)
 
         if batch:
             self._io.call(send)
-
-    def _consumed(self, uid: int, size: int) -> None:
-        """Any thread: bytes of `uid` are used up; tell it when a good part of its window is free again."""
-        with self._credit_lock:
-            used = self._used[uid] = self._used.get(uid, 0) + size
-            if used - self._granted.get(uid, 0) < self._window // 4:
-                return
-            self._granted[uid] = used
-        allowed = used + self._window
-        self._io.call(lambda: self._control(uid, Credit, allowed))
 
     # -- means, barriers, reports -----------------------------------------------------------------------------
 
@@ -389,77 +360,44 @@ class ZeroMQ(Communication):
     # -- I/O thread -------------------------------------------------------------------------------------------
 
     def _control(self, uid: int, kind: type[Message], *values: object) -> None:
-        self._io.send_control(uid, self._header(kind, *values))
+        self._links.control_header(uid, self._header(kind, *values))
 
     def _flush(self) -> None:
         """Send what the session has to say."""
         for uid, message in self._session.outbox:
-            self._io.send_control(uid, codec.encode(message))
+            self._links.control(uid, message)
         self._session.outbox.clear()
 
     def _emit(self, pieces: list[Outgoing]) -> None:
         """Send pieces of means, and tell the waiting thread about finished ones."""
         for piece in pieces:
             raw = to_bytes(piece.tensor)
-            sum_ = codec.checksum(raw) if self._sums([piece.to]) else 0
-            header = self._header(Part, piece.key, piece.down, piece.chunk, piece.contributors, sum_)
+            header = self._header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
             self._count_sent([piece.to], raw.nbytes, len(header), metadata=True)
-            cost = raw.nbytes + MESSAGE_COST
-            self._io.send_bulk(piece.to, zmq.Frame(header), zmq.Frame(raw, copy=True), cost)
+            self._links.bulk(piece.to, self._bulk(header, raw, self._sum_kind(BULK, [piece.to])))
         for uid, size in self._collectives.means.consumed:
-            self._consumed(uid, size)
+            self._links.consumed(uid, size)
         self._collectives.means.consumed.clear()
         if self._collectives.means.done:
             with self._status.changed:
                 self._status.notify()
 
-    def _on_control(self, header: bytes, user: str) -> None:  # noqa: ARG002
-        try:
-            message = codec.decode(header)
-            if isinstance(message, Chunk | Part):
-                raise PeerFault("wrong_plane", type(message).__name__)
-            for event in self._session.receive(message):
-                if isinstance(event, Slot):
-                    self._memory.take(event, len(header))
-                else:
-                    self._on_event(event)
-        except PeerFault as fault:
-            self._refuse(fault)
-        self._flush()
-
-    def _on_bulk(self, header: bytes, body: memoryview | None, user: str) -> None:  # noqa: ARG002
-        try:
-            message = codec.decode(header)
-            if not isinstance(message, Chunk | Part) or body is None:
-                raise PeerFault("wrong_plane", type(message).__name__)
-            self._session.receive(message)
-        except PeerFault as fault:
-            self._refuse(fault)
-            return
-        edge = self.counters.edge(message.source)
-        edge.frames_received += 1
-        edge.metadata_bytes_received += len(header)
-        edge.data_bytes_received += body.nbytes
-        size = body.nbytes + MESSAGE_COST
-        try:
-            came = self._came[message.source] = self._came.get(message.source, 0) + size
-            if came - self._used.get(message.source, 0) > self._window:
-                raise PeerFault("window_exceeded", f"from {message.source}")
-            if message.checksum and message.checksum != codec.checksum(body):
-                raise PeerFault("checksum_mismatch", f"from {message.source}")
-            if isinstance(message, Chunk):
-                self._inbox.put(message, body)
-            else:
-                self._emit(self._collectives.means.receive(message, body))
-        except PeerFault as fault:
-            self._refuse(fault)
-            self._consumed(message.source, size)
-
-    def _refuse(self, fault: PeerFault) -> None:
-        known = self.counters.faults.get(fault.reason, 0)
-        self.counters.fault(fault.reason)
-        if known < 3:
-            logger.warning("refused a message: %s", fault)
+    def _deliver(self, message: Message, header_bytes: int, body: memoryview | None) -> None:
+        if isinstance(message, Chunk):
+            assert body is not None
+            self._inbox.put(message, body)
+        elif isinstance(message, Part):
+            assert body is not None
+            self._emit(self._collectives.means.receive(message, body))
+        else:
+            try:
+                for event in self._session.receive(message):
+                    if isinstance(event, Slot):
+                        self._memory.take(event, header_bytes)
+                    else:
+                        self._on_event(event)
+            finally:
+                self._flush()
 
     def _on_tick(self, now: float) -> None:
         for event in self._session.tick(now):
@@ -467,13 +405,13 @@ class ZeroMQ(Communication):
         self._flush()
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Credit):
-            self._io.grant(event.source, event.allowed)
-        elif isinstance(event, Arrive):
+        if isinstance(event, Arrive):
             self._collectives.arrive(event.key, event.down, event.source)
         elif isinstance(event, Report):
             self._collectives.reported(event)
         elif isinstance(event, PeerFailed):
+            if event.uid != self.uid:
+                self._links.forget(event.uid)
             self._fail_with(PeerLost(f"{self.describe(event.uid)} failed: {event.reason}", [event.uid]))
         elif isinstance(event, NotAssembled):
             self._fail_with(self._not_assembled(event))

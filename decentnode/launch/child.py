@@ -23,7 +23,9 @@ from decentnode import logs
 from decentnode.build import build
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import Communication, Schema
-from decentnode.communication.zeromq import BindPlan, ZeroMQ
+from decentnode.communication.security import load_keyring
+from decentnode.communication.zeromq import ZeroMQ
+from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.component import load_class
 from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment, load
@@ -132,11 +134,15 @@ def transport_maker(
     experiment: Experiment, task: Task, uid: int
 ) -> Callable[[tuple[Schema, ...]], Communication]:
     mapping = experiment.make_mapping()
-    transport: Any = load_class(experiment.communication.name, COMMUNICATIONS, "communication")
+    config = experiment.communication
+    transport: Any = load_class(config.name, COMMUNICATIONS, "communication")
+    keyring = None
+    if isinstance(config, ZeroMQConfig) and config.secure and config.keys is not None:
+        keyring = load_keyring(experiment.base_dir / config.keys, uid, mapping.num_nodes)
 
     def make(schemas: tuple[Schema, ...]) -> Communication:
         made: Communication = transport(
-            experiment.communication, uid=uid, schemas=schemas, digest=experiment.digest(),
+            experiment.communication, uid=uid, keyring=keyring, schemas=schemas, digest=experiment.digest(),
             machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
             bind=bind_plan(experiment, uid, task.socket_dir),

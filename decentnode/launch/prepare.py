@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import traceback
 
 import torch
@@ -9,6 +10,7 @@ import yaml
 
 from decentnode import __version__
 from decentnode.build import device_of, make_model, threads_of
+from decentnode.communication.zeromq_config import ZeroMQConfig
 from decentnode.data import shares
 from decentnode.errors import DecentnodeError, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment, load
@@ -106,7 +108,31 @@ def header(experiment: Experiment) -> list[list[str]]:
                  f"smallest node {min(sizes):,}, largest {max(sizes):,}"],
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)} per message, "
                   f"{size(sent)} sent per node per round"],
+        *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
     ]  # fmt: skip
+
+
+def exposure(experiment: Experiment) -> str:
+    """What it means that nodes listen on an open interface without security; empty where they do not."""
+    config, mapping = experiment.communication, experiment.make_mapping()
+    if not isinstance(config, ZeroMQConfig) or config.secure:
+        return ""
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    open_ = sorted({place.bind for place in places if place.port is not None and not _is_loopback(place.bind)})
+    if not open_:
+        return ""
+    return (
+        f"nodes listen on {', '.join(open_[:4])}{', ...' if len(open_) > 4 else ''} without security: whoever reaches "
+        f"these ports can read the models and disturb the run; make keys with decentnode keygen and set "
+        f"communication: {{security: required, keys: ...}}"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _versions(experiment: Experiment) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -96,11 +95,6 @@ def _scalars_problem(value: Any) -> str | None:
         elif type(entry) is not float:
             return "must have numbers or texts as values"
     return None
-
-
-def checksum(data: Bytes) -> int:
-    """CRC-32 of a chunk with bit 32 set, so that it is never 0, which on the wire means "none"."""
-    return zlib.crc32(data) | 1 << 32
 
 
 def bitmap(uids: Iterable[int], num_nodes: int) -> bytes:

@@ -1,7 +1,7 @@
 """Everything that nodes say to each other, as frozen dataclasses with bounded fields.
 
-A message travels as a header (a msgpack array with fixed positions); `Chunk` and `Part` have raw little-endian
-tensor bytes in a second frame.
+A message travels as a header (a msgpack array with fixed positions) behind a prefix (wire/seal.py); `Chunk` and
+`Part` have raw little-endian tensor bytes in a second frame.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """Run id of a node that has not been told one yet."""
@@ -125,8 +125,6 @@ class Chunk(Message):
     chunk: int = number(1 << 32)
     total: int = number(1 << 48)
     """Elements of the whole tensor: checked against the schema, never used to allocate."""
-    checksum: int = number(1 << 64)
-    """0: none was computed."""
     scalars: Scalars = named_scalars()
 
 
@@ -139,7 +137,6 @@ class Part(Message):
     down: int = number(2)
     chunk: int = number(1 << 32)
     contributors: int = number(MAX_NODES + 1)
-    checksum: int = number(1 << 64)
 
 
 @dataclass(frozen=True)
@@ -206,6 +203,53 @@ class Slot(Message):
     scalars: Scalars = named_scalars()
 
 
+@dataclass(frozen=True)
+class Ack(Message):
+    """What came of the numbered messages of one plane (wire/stream.py). Not numbered itself."""
+
+    TYPE: ClassVar[int] = 17
+    plane: int = number(2)
+    first_missing: int = number(1 << 62)
+    ahead: bytes = blob(1 << 12)
+    """Bit i: first_missing + 1 + i has come."""
+    gap: int = number(2)
+    """1: something was missed, send a probe."""
+    probe: int = number(1 << 62)
+    """The number of the probe that this answers, or 0."""
+
+
+@dataclass(frozen=True)
+class Probe(Message):
+    """Behind everything sent so far on a plane: say what has not come. Not numbered itself."""
+
+    TYPE: ClassVar[int] = 18
+    plane: int = number(2)
+    probe: int = number(1 << 62)
+
+
+@dataclass(frozen=True)
+class Ask(Message):
+    """May I send you bulk? Only where bulk needs keys of its own."""
+
+    TYPE: ClassVar[int] = 19
+
+
+@dataclass(frozen=True)
+class Key(Message):
+    """Answer to Ask, over CURVE: log in to my bulk socket with `token`, encrypt what you send there with `key`."""
+
+    TYPE: ClassVar[int] = 20
+    token: bytes = blob(16, exact=True)
+    key: bytes = blob(32, exact=True)
+
+
+@dataclass(frozen=True)
+class Bye(Message):
+    """I leave: nothing more comes from me, nothing sent to me is read. Not numbered."""
+
+    TYPE: ClassVar[int] = 21
+
+
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
@@ -225,8 +269,15 @@ MESSAGES: dict[int, type[Message]] = {
         Fail,
         Report,
         Slot,
+        Ack,
+        Probe,
+        Ask,
+        Key,
+        Bye,
     )
 }
+UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye)
+"""Said again until answered, or meaningless later: these do not stand in the stream of an edge."""
 BULK = (Chunk, Part)
 """Messages that carry a second frame of raw bytes and travel on the bulk sockets."""
 

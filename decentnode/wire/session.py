@@ -15,15 +15,20 @@ from decentnode.wire.messages import (
     NO_RUN,
     PROTOCOL_VERSION,
     Absent,
+    Ack,
     Arrive,
+    Ask,
+    Bye,
     Chunk,
     Credit,
     Depart,
     Fail,
     Hello,
+    Key,
     Message,
     Part,
     Present,
+    Probe,
     Refused,
     Reject,
     Report,
@@ -36,6 +41,8 @@ from decentnode.wire.messages import (
 FAN_OUT = 8
 HELLO_EVERY_SECONDS = 0.5
 MAX_REFUSALS = 64
+MAX_HELLOS = 8
+"""Hellos of one source that are answered between two ticks."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +99,13 @@ class PeerDeparted:
 
 Event = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | Message
 
+_ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
+_IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Ask, Key})
+
 TRANSITIONS: dict[str, frozenset[type[Message]]] = {
-    "joining": frozenset(
-        {Hello, Welcome, Reject, Present, Refused, Start, Absent, Chunk, Part, Credit, Arrive, Stop, Depart, Fail, Slot}
-    ),
-    "running": frozenset(
-        {Hello, Reject, Chunk, Part, Credit, Arrive, Stop, Depart, Fail, Report, Present, Refused, Slot}
-    ),
-    "failed": frozenset(),
+    "joining": _ALWAYS | _IN_A_RUN | {Welcome, Start, Absent},
+    "running": _ALWAYS | _IN_A_RUN | {Report},
+    "failed": frozenset({Ack, Probe, Bye}),
 }
 """What may be heard in each state. Bulk may come before the start has: the start takes time down the tree."""
 
@@ -139,6 +145,8 @@ class Session:
         self._describe = describe
         self._welcomed = uid == 0
         self._next_hello = 0.0
+        self._hellos: dict[int, int] = {}
+        """source -> hellos since the last tick."""
         self._waiting_children: set[int] = set()
         self._present_sent: set[int] = set()
 
@@ -149,6 +157,7 @@ class Session:
 
     def tick(self, now: float) -> list[Event]:
         """Called a few times per second while joining; `now` is any monotonic clock."""
+        self._hellos.clear()
         if self.state == "joining" and not self._welcomed and now >= self._next_hello:
             self._next_hello = now + HELLO_EVERY_SECONDS
             self.send(self._parent(), Hello, PROTOCOL_VERSION, self.digest, self.num_nodes, self._software)
@@ -211,12 +220,21 @@ class Session:
             return
         if kind is Welcome and self.run == NO_RUN:
             return
+        self.belongs(message)
+
+    def belongs(self, message: Message) -> None:
+        """Raises PeerFault for a message of another run or generation, or from nobody."""
+        if message.source >= self.num_nodes or message.source == self.uid:
+            raise PeerFault("unknown_uid", str(message.source))
         if message.run != self.run or self.run == NO_RUN:
-            raise PeerFault("wrong_run", f"{kind.__name__} of run {message.run.hex()}")
+            raise PeerFault("wrong_run", f"{type(message).__name__} of run {message.run.hex()}")
         if message.generation != self.generation:
-            raise PeerFault("wrong_generation", f"{kind.__name__} of generation {message.generation}")
+            raise PeerFault("wrong_generation", f"{type(message).__name__} of generation {message.generation}")
 
     def _on_hello(self, hello: Hello) -> list[Event]:
+        heard = self._hellos[hello.source] = self._hellos.get(hello.source, 0) + 1
+        if heard > MAX_HELLOS:
+            raise PeerFault("hello_flood", f"from {hello.source}")
         reason = self._refusal(hello)
         if reason is not None:
             self.send(hello.source, Reject, hello.digest, reason[:512])

@@ -13,11 +13,33 @@ from torch import Tensor
 
 from decentnode.communication.base import Communication, Schema
 from decentnode.communication.inproc import Hub, Inproc
-from decentnode.communication.zeromq import BindPlan, ZeroMQ, ZeroMQConfig
+from decentnode.communication.security import load_keyring, write_keys
+from decentnode.communication.zeromq import ZeroMQ
+from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.payload import Payload, TensorSpec
 
-TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp")
+TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm")
 NETWORKED = TRANSPORTS[1:]
+
+
+def make(
+    transport: str, n: int, schemas: tuple[Schema, ...], folder: Path, digests: Sequence[str] = (), **options: object
+) -> list[ZeroMQ]:
+    """n nodes that are not bound yet; with "tcp+BULK" they have keys, and bulk is protected that way."""
+    way, _, bulk = transport.partition("+")
+    keys = folder / "keys"
+    if bulk:
+        write_keys(keys, range(n))
+        options = {"keys": keys, "bulk_security": bulk, **options}
+    name = "shared_memory" if way == "shared_memory" else "zeromq"
+    config = ZeroMQConfig.model_validate({"name": name, **options})
+    plan = BindPlan(None if way == "tcp" else folder)
+    return [
+        ZeroMQ(config, uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas,
+               digest=digests[u] if digests else "d", bind=plan,
+               keyring=load_keyring(keys, u, n) if bulk else None)
+        for u in range(n)
+    ]  # fmt: skip
 
 
 def flat_schema(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Schema, ...]:
@@ -41,14 +63,7 @@ def nodes(
             hub = Hub(n)
             made = [Inproc(Inproc.Config(name="inproc"), uid=u, hub=hub, schemas=schemas) for u in range(n)]
         else:
-            name = "shared_memory" if transport == "shared_memory" else "zeromq"
-            config = ZeroMQConfig.model_validate({"name": name, **options})
-            plan = BindPlan(None if transport == "tcp" else Path(folder))
-            transports = [
-                ZeroMQ(config, uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas,
-                       digest=digests[u] if digests else "d", bind=plan)
-                for u in range(n)
-            ]  # fmt: skip
+            transports = make(transport, n, schemas, Path(folder), digests, **options)
             addresses = {t.uid: t.bind() for t in transports}
             for t in transports:
                 t.set_peers(addresses)

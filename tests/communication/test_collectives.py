@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 
 import msgpack
 import numpy as np
@@ -10,12 +11,13 @@ import torch
 import zmq
 
 from decentnode.communication.base import Communication
-from decentnode.communication.zeromq import BindPlan, ZeroMQ, ZeroMQConfig
+from decentnode.communication.zeromq import ZeroMQ
+from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerLost
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
-from decentnode.wire import codec
-from decentnode.wire.messages import Chunk, Stop
+from decentnode.wire import codec, seal
+from decentnode.wire.messages import Ack, Chunk, Hello, Key, Message, Probe, Stop
 from tests.communication.contract import NETWORKED, TRANSPORTS, flat_schema, gossip, nodes, together, values
 
 
@@ -154,6 +156,23 @@ def test_a_port_in_use_is_an_environment_fault() -> None:
             node.close()
 
 
+FAR_AHEAD = (5_000).to_bytes(8, "little")
+
+
+def sealed(header: bytes, sequence: int = 5_000, kind: int = seal.NONE) -> bytes:
+    """A first frame, numbered far ahead of what the victim's true neighbor sends."""
+    return seal.sealed(sequence, header, kind, 0)
+
+
+def encoded(kind: type[Message], *values: object) -> bytes:
+    return codec.encode(kind(*values))
+
+
+def counted(node: ZeroMQ) -> Counter[str]:
+    others = ("hello_flood", "handshake_failed", "duplicate_chunk")
+    return Counter({reason: n for reason, n in node.counters.faults.items() if reason not in others})
+
+
 def test_strangers_are_counted_and_change_nothing() -> None:
     elements = 1000
     with nodes("tcp", 3, flat_schema(elements)) as made:
@@ -171,30 +190,42 @@ def test_strangers_are_counted_and_change_nothing() -> None:
             host, port = address.removeprefix("tcp://").split(":")
             with socket.create_connection((host, int(port))) as raw:
                 raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-        chunk = Chunk(run, 0, 1, 9, 0, 0, 0, elements, 0, {})
+        chunk = Chunk(run, 0, 1, 9, 0, 0, 0, elements, {})
         bad = [
             ([b"garbage", b"x"], "malformed_header"),
             ([b"", b""], "malformed_header"),
-            ([msgpack.packb([220, 1, 8])], "malformed_header"),
-            ([codec.encode(chunk)], "wrong_plane"),
-            ([codec.encode(Chunk(b"elsewher", 0, 1, 9, 0, 0, 0, elements, 0, {})), b"x" * 4000], "wrong_run"),
-            ([codec.encode(Chunk(run, 0, 99, 9, 0, 0, 0, elements, 0, {})), b"x" * 4000], "unknown_uid"),
-            ([codec.encode(Chunk(run, 0, 1, 9, 0, 0, 0, 1 << 40, 0, {})), b"x" * 4000], "wrong_shape"),
-            ([codec.encode(Chunk(run, 0, 1, 9, 0, 5, 0, elements, 0, {})), b"x" * 4000], "wrong_shape"),
-            ([codec.encode(chunk), b"x" * 3999], "wrong_size"),
-            ([codec.encode(Chunk(run, 0, 1, 9, 0, 0, 0, elements, 1 << 32, {})), b"x" * 4000], "checksum_mismatch"),
-            ([codec.encode(Stop(run, 0, 1)), b""], "wrong_plane"),
+            ([sealed(msgpack.packb([220, 2, 8]))], "malformed_header"),
+            ([sealed(codec.encode(chunk), 0), b"x" * 4000], "malformed_header"),
+            ([sealed(codec.encode(chunk))], "wrong_plane"),
+            ([sealed(codec.encode(chunk)), b"x", b"y"], "malformed_multipart"),
+            ([sealed(encoded(Chunk, b"elsewher", 0, 1, 9, 0, 0, 0, elements, {})), b"x" * 4000], "wrong_run"),
+            ([sealed(encoded(Chunk, run, 7, 1, 9, 0, 0, 0, elements, {})), b"x" * 4000], "wrong_generation"),
+            ([sealed(encoded(Chunk, run, 0, 99, 9, 0, 0, 0, elements, {})), b"x" * 4000], "unknown_uid"),
+            ([sealed(encoded(Chunk, run, 0, 1, 9, 0, 0, 0, 1 << 40, {})), b"x" * 4000], "wrong_shape"),
+            ([sealed(encoded(Chunk, run, 0, 1, 9, 0, 5, 0, elements, {})), b"x" * 4000], "wrong_shape"),
+            ([sealed(codec.encode(chunk)), b"x" * 3999], "wrong_size"),
+            ([sealed(codec.encode(chunk), kind=seal.XXH3), b"x" * 4000], "checksum_mismatch"),
+            ([sealed(codec.encode(chunk), 1 << 40), b"x" * 4000], "sequence_jump"),
+            ([sealed(encoded(Stop, run, 0, 1)), b""], "wrong_plane"),
+            ([sealed(encoded(Probe, run, 0, 1, 0, 3), 0)], "wrong_plane"),
         ]
-        for frames, _ in bad:
-            dealers[1].send_multipart(frames)
+        for number, (frames, _) in enumerate(bad):
+            first = frames[0].replace(FAR_AHEAD, (5_000 + number).to_bytes(8, "little"))
+            dealers[1].send_multipart([first, *frames[1:]])
         dealers[0].send(b"\xc1 nonsense")
-        dealers[0].send(codec.encode(Stop(b"elsewher", 0, 1)))
+        dealers[0].send(sealed(encoded(Stop, b"elsewher", 0, 1)))
+        dealers[0].send(sealed(encoded(Key, run, 0, 1, bytes(16), bytes(32)), 60_000))
+        dealers[0].send(sealed(encoded(Ack, run, 0, 1, 1, 1 << 40, b"", 0, 0), 0))
+        for _ in range(20):
+            dealers[0].send(sealed(encoded(Hello, run, 0, 1, 2, "d", 3, ""), 0))
+        bad += [([], reason) for reason in ("malformed_header", "wrong_run", "sequence_jump", "wrong_acknowledgement")]
         gossip(made, elements, torch.float32, 5)
+        wanted = Counter(reason for _, reason in bad)
         deadline = time.monotonic() + 5
-        while sum(victim.counters.faults.values()) < len(bad) + 2 and time.monotonic() < deadline:
+        while not counted(victim) >= wanted and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert {reason for _, reason in bad} <= victim.counters.faults.keys(), victim.counters.faults
-        assert sum(victim.counters.faults.values()) == len(bad) + 2 and not victim.stopping
+        assert counted(victim) == wanted and victim.counters.faults["hello_flood"] >= 1, victim.counters.faults
+        assert not victim.stopping and victim.counters.faults["handshake_failed"] >= 2
         for dealer in dealers:
             dealer.send_multipart([b"x" * (64 << 20), b""])  # more than a frame may be: the connection is cut
         gossip([*made], elements, torch.float32, 0)
@@ -210,7 +241,8 @@ def test_replayed_rounds_are_stale() -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.connect(victim._local[1])
             for round in (0, 3):
-                dealer.send_multipart([codec.encode(Chunk(victim.run_id, 0, 1, round, 0, 0, 0, 8, 0, {})), bytes(32)])
+                header = encoded(Chunk, victim.run_id, 0, 1, round, 0, 0, 0, 8, {})
+                dealer.send_multipart([sealed(header, 5_000 + round), bytes(32)])
             deadline = time.monotonic() + 5
             while victim.counters.faults.get("stale_round", 0) < 2:
                 assert time.monotonic() < deadline, victim.counters.faults

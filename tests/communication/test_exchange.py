@@ -221,7 +221,7 @@ def test_a_window_smaller_than_the_payload_bounds_memory_and_does_not_deadlock(e
                 exchange = node.exchange(r, {1 - node.uid: Payload({"x": x})}, (1 - node.uid,))
                 time.sleep(0.1 * node.uid)  # the other one runs ahead
                 held = sum(i.waiting_bytes() for s in node._inbox._incoming.values() for i in s.values())
-                assert held <= node._window
+                assert held <= node._links._window
                 for arrival in exchange.arrivals(20):
                     assert (arrival.received[1 - node.uid].tensors["x"] == r).all()
 
@@ -236,7 +236,7 @@ def test_a_receiver_that_never_reads_holds_one_window() -> None:
         time.sleep(0.7)
         receiver = made[1]
         assert isinstance(receiver, ZeroMQ)
-        window = receiver._window
+        window = receiver._links._window
         assert window / 2 < receiver.counters.edge(0).data_bytes_received <= window
         exchange = receiver.exchange(0, {}, (0,))
         assert sum(a.stop - a.start for a in exchange.arrivals(20)) == elements
@@ -264,3 +264,28 @@ def test_start_and_close_leak_nothing() -> None:
     assert not [
         p for p in FOLDER.glob("decentnode-*") if p.stat().st_uid == process.uids().real and p.stat().st_size < 64 << 10
     ]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_payloads_that_are_not_finite_can_be_rejected(transport: str, elementwise: bool) -> None:
+    elements = 3 * BLOCK_ELEMENTS
+    schemas = (Schema(elements, {"x": TensorSpec(torch.float32, elements)}, elementwise),)
+    with nodes(transport, 3, schemas, non_finite="reject", chunk_bytes=1 << 20) as made:
+
+        def run(node: Communication) -> None:
+            x = torch.ones(elements)
+            if node.uid == 1:
+                x[BLOCK_ELEMENTS + 5] = float("nan")
+            others = tuple({0, 1, 2} - {node.uid})
+            exchange = node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others)
+            for arrival in exchange.arrivals(20):
+                for payload in arrival.received.values():
+                    assert torch.isfinite(payload.tensors["x"]).all()
+            rejected = frozenset({1} - {node.uid})
+            assert exchange.missing == rejected and exchange.departed == rejected
+            assert node.counters.faults == ({"non_finite": 1} if rejected else {})
+            later = node.exchange(1, dict.fromkeys(others, Payload({"x": torch.ones(elements)})), others)
+            assert all(len(arrival.received) == 2 for arrival in later.arrivals(20)) and not later.missing
+
+        together(made, run)

@@ -129,7 +129,7 @@ def joined(n: int = 4) -> list[Session]:
         (0, Stop(RUN, 0, 4), "unknown_uid"), (0, Stop(RUN, 0, 0), "unknown_uid"),
         (0, Start(RUN, 0, 1), "unexpected_message"), (1, Report(RUN, 0, 0, 2, {}), "wrong_sender"),
         (0, Report(RUN, 0, 1, 77, {}), "unknown_uid"), (0, Absent(RUN, 0, 1, b"", ""), "unexpected_message"),
-        (0, Chunk(NO_RUN, 0, 1, 0, 0, 0, 0, 1, 0, {}), "wrong_run"), (0, Welcome(RUN, 0, 1), "unexpected_message"),
+        (0, Chunk(NO_RUN, 0, 1, 0, 0, 0, 0, 1, {}), "wrong_run"), (0, Welcome(RUN, 0, 1), "unexpected_message"),
     ],
 )  # fmt: skip
 def test_what_may_not_be_said_changes_nothing(to: int, message: Message, reason: str) -> None:

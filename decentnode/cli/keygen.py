@@ -1,0 +1,47 @@
+"""`decentnode keygen`: the keys with which nodes prove who they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from decentnode.errors import UsageError
+
+MAX_NODES = 1 << 20
+
+
+@click.command()
+@click.argument("nodes", metavar="NODES")
+@click.option("--out", "-o", default="keys", show_default=True, type=click.Path(path_type=Path),
+              help="Folder for the keys, made if it is not there.")  # fmt: skip
+def command(nodes: str, out: Path) -> None:
+    """Make a key pair for each of NODES: a count (16), a range (4-7) or uids (0,3,5).
+
+    The folder then holds node-UID.secret (for that node's machine alone) and public.keys (for every machine). To keep
+    every secret on its own machine, run this on each for its own nodes and join the public.keys files; else make all
+    keys at one place and copy to each machine public.keys and its own nodes' secrets. Name the folder in the
+    experiment: communication: {security: on, keys: FOLDER}.
+    """
+    from decentnode.communication.security import PUBLIC_FILE, read_public, write_keys
+
+    made = write_keys(out, parse_uids(nodes))
+    click.echo(f"{len(made)} secret keys in {out} (never copy one to another node's machine)")
+    click.echo(f"{out / PUBLIC_FILE}: the public keys of {len(read_public(out))} nodes, for every machine")
+
+
+def parse_uids(text: str) -> list[int]:
+    """Uids of "16", "4-7" or "0,3,5"; "2," is uid 2 alone. Raises UsageError."""
+    try:
+        if text.isdigit():
+            found = list(range(min(int(text), MAX_NODES + 1)))
+        else:
+            found = []
+            for part in filter(None, text.split(",")):
+                first, dash, last = part.partition("-")
+                found += range(int(first), min(int(last if dash else first), MAX_NODES) + 1)
+    except ValueError:
+        found = []
+    if not found or len(set(found)) != len(found) or max(found) >= MAX_NODES:
+        raise UsageError(f"NODES must be a count (16), a range (4-7) or different uids (0,3,5), got {text!r}")
+    return found

@@ -1,0 +1,415 @@
+"""Edges over the sockets: every message once and whole wherever connections break, windows, passes for bulk.
+
+Control messages arrive in order; bulk messages in any order. Everything but `consumed` runs on the I/O thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from decentnode.communication.base import Counters
+from decentnode.communication.io_thread import BULK, CONTROL, IoThread, Security
+from decentnode.communication.plan import MESSAGE_COST
+from decentnode.communication.security import Pass
+from decentnode.errors import PeerFault
+from decentnode.wire import codec, seal
+from decentnode.wire.messages import BULK as BULK_KINDS
+from decentnode.wire.messages import UNNUMBERED, Ack, Ask, Bye, Chunk, Credit, Hello, Key, Message, Part, Probe
+from decentnode.wire.session import Session
+from decentnode.wire.stream import ReceiveStream, SendStream
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 20_000
+"""Control messages that wait for one peer; beyond it the peer is given up."""
+HELLOS_PER_CONNECTION, RENEW_SECONDS = 4, 2.0
+ACK_EVERY = (256, 16)
+"""Messages of a plane after which the sender is told at once; otherwise it is told at the next tick."""
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """One message towards one or several peers; the body is shared."""
+
+    header: bytes
+    body: zmq.Frame | None = None
+    cost: int = 0
+    """What it counts for in the receiver's window."""
+    kind: int = seal.NONE
+    of_body: int = 0
+
+
+@dataclass
+class _Plane:
+    """One direction of one plane: what leaves here, and what came."""
+
+    out: SendStream[Outgoing] = field(default_factory=SendStream)
+    urgent: deque[bytes] = field(default_factory=deque)
+    """Headers of messages that are not numbered."""
+    again: deque[int] = field(default_factory=deque)
+    queue: deque[Outgoing] = field(default_factory=deque)
+    came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
+
+
+class _Edge:
+    """All about one peer."""
+
+    def __init__(self, window: int, needs_pass: bool) -> None:
+        self.planes = (_Plane(came=ReceiveStream(ordered=True)), _Plane())
+        self.sent = 0
+        """Cost of the bulk messages sent so far."""
+        self.allowed = window
+        """What the peer lets `sent` grow to."""
+        self.came = 0
+        """Cost of the bulk messages that came."""
+        self.needs_pass = needs_pass
+        self.passes: Pass | None = None
+        self.asked = False
+        self.hellos = 0
+        self.renewed = 0.0
+        self.gone = False
+        """Nothing is sent to this peer any more."""
+        self.left = False
+        """It said goodbye."""
+
+
+class Links:
+    """One node's edges to all peers it ever speaks with."""
+
+    def __init__(
+        self, session: Session, window: int, max_bulk_bytes: int, counters: Counters, security: Security | None,
+        deliver: Callable[[Message, int, memoryview | None], None], on_tick: Callable[[float], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        """deliver(message, header bytes, body): called once for every message that is admitted. May raise PeerFault."""
+        self.passes: dict[int, Pass] = {}
+        """Passes that this node gave."""
+        self.control_kind = seal.NONE
+        """How control messages are protected against corruption."""
+        self.io = IoThread(f"io-{session.uid}", max_bulk_bytes, self, security, self.passes)
+        self._session, self._window, self._counters = session, window, counters
+        self._deliver, self._on_tick, self.crashed = deliver, on_tick, on_crash
+        self._bulk_kind = seal.AES_GCM if security is not None and security.bulk == "aes-gcm" else None
+        self._needs_pass = security is not None and security.bulk_needs_pass
+        self._edges: dict[int, _Edge] = {}
+        self._ciphers: dict[tuple[bool, int], object] = {}
+        self._lock = threading.Lock()
+        self._used: dict[int, int] = {}
+        self._granted: dict[int, int] = {}
+        self._closing = False
+
+    # -- sending ----------------------------------------------------------------------------------------------
+
+    def control(self, uid: int, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._count_hello(uid)
+        self.control_header(uid, codec.encode(message), numbered=not isinstance(message, UNNUMBERED))
+
+    def _count_hello(self, uid: int) -> None:
+        """Hellos, said or heard, that go on and on mean that the answers get lost."""
+        edge = self._edge(uid)
+        edge.hellos += 1
+        now = time.monotonic()
+        if edge.hellos >= HELLOS_PER_CONNECTION and now >= edge.renewed + RENEW_SECONDS:
+            edge.hellos, edge.renewed = 0, now
+            self._renew(uid, edge, CONTROL)
+
+    def control_header(self, uid: int, header: bytes, numbered: bool = True) -> None:
+        """Send an encoded control message."""
+        edge = self._edge(uid)
+        plane = edge.planes[CONTROL]
+        if edge.gone:
+            return
+        if numbered:
+            plane.queue.append(Outgoing(header, kind=self.control_kind, of_body=seal.body_sum(self.control_kind, b"")))
+            if len(plane.queue) > MAX_QUEUED:
+                logger.warning("node %d takes no control messages: given up", uid)
+                self._forget(edge)
+        else:
+            plane.urgent.append(header)
+        self._pump(uid, edge, CONTROL)
+
+    def bulk(self, uid: int, message: Outgoing) -> None:
+        """Send now, or as soon as the peer's window and the socket allow."""
+        edge = self._edge(uid)
+        if edge.gone:
+            return
+        edge.planes[BULK].queue.append(message)
+        if edge.needs_pass and not edge.asked:
+            edge.asked = True
+            self.control(uid, self._message(Ask))
+        self._pump(uid, edge, BULK)
+
+    def writable(self, uid: int, plane: int) -> None:
+        self._pump(uid, self._edge(uid), plane)
+
+    def _edge(self, uid: int) -> _Edge:
+        found = self._edges.get(uid)
+        if found is None:
+            found = self._edges[uid] = _Edge(self._window, self._needs_pass)
+        return found
+
+    def _message(self, kind: type[Message], *values: object) -> Message:
+        return kind(self._session.run, self._session.generation, self._session.uid, *values)
+
+    def _pump(self, uid: int, edge: _Edge, number: int) -> None:
+        """Send what may leave, most urgent first, until the socket is full."""
+        plane = edge.planes[number]
+        if number == BULK and edge.needs_pass and edge.passes is None:
+            return
+        while plane.urgent:
+            first = seal.sealed(0, plane.urgent[0], self.control_kind, seal.body_sum(self.control_kind, b""))
+            if not self._send(uid, edge, number, first, None):
+                return
+            plane.urgent.popleft()
+        while plane.again:
+            sequence = plane.again[0]
+            if sequence in plane.out.kept:
+                if not self._send_numbered(uid, edge, number, plane.out.kept[sequence][0], sequence):
+                    return
+                plane.out.sent_again(sequence)
+                self._counters.edge(uid).resends += 1
+            plane.again.popleft()
+        while plane.queue and not plane.out.full:
+            message = plane.queue[0]
+            if number == BULK and edge.sent + message.cost > edge.allowed:
+                return
+            if not self._send_numbered(uid, edge, number, message, plane.out.following):
+                return
+            plane.out.keep(message, time.monotonic())
+            plane.queue.popleft()
+            edge.sent += message.cost
+
+    def _send_numbered(self, uid: int, edge: _Edge, number: int, message: Outgoing, sequence: int) -> bool:
+        kind, body = message.kind, message.body
+        first = seal.sealed(sequence, message.header, kind, message.of_body)
+        if number == BULK and self._bulk_kind is not None and body is not None:
+            first = seal.sealed(sequence, message.header, self._bulk_kind, 0)
+            cipher = self._cipher(uid, mine=False)
+            sealed_body = cipher.encrypt(seal.nonce(sequence), body.buffer, seal.associated(sequence, message.header))
+            return self._send(uid, edge, number, first, sealed_body)
+        return self._send(uid, edge, number, first, body)
+
+    def _send(self, uid: int, edge: _Edge, number: int, first: bytes, body: zmq.Frame | bytes | None) -> bool:
+        token = edge.passes.token if edge.passes is not None else b""
+        return self.io.send(uid, number, first, body, token)
+
+    # -- receiving --------------------------------------------------------------------------------------------
+
+    def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
+        """One message as it came from a socket; what is wrong with it is counted."""
+        source: int | None = uid
+        try:
+            if len(frames) != 1 + (plane == BULK) and not (plane == BULK and len(frames) == 1):
+                raise PeerFault("malformed_multipart", f"{len(frames)} frames")
+            sequence, kind, sum_, header = seal.opened(frames[0].buffer)
+            body = frames[1].buffer if len(frames) == 2 else None
+            seal.verify(sequence, kind, sum_, header, b"" if body is None else body)
+            message = codec.decode(header)
+            if uid is not None and message.source != uid:
+                raise PeerFault("wrong_identity", f"node {uid} speaks as {message.source}")
+            source = message.source
+            if (isinstance(message, BULK_KINDS) != (body is not None)) or (
+                isinstance(message, BULK_KINDS) != (plane == BULK) and not isinstance(message, Probe)
+            ):
+                raise PeerFault("wrong_plane", type(message).__name__)
+            if isinstance(message, UNNUMBERED) != (sequence == 0):
+                raise PeerFault("malformed_header", f"{type(message).__name__} with number {sequence}")
+            self._admit(plane, sequence, kind, message, header, body)
+        except PeerFault as fault:
+            self.refuse(fault, source)
+
+    def _admit(
+        self, plane: int, sequence: int, kind: int, message: Message, header: bytes, body: memoryview | None
+    ) -> None:
+        if sequence:
+            self._session.belongs(message)
+            edge = self._edge(message.source)
+            if body is not None and self._bulk_kind is not None:
+                body = self._decrypted(sequence, kind, message.source, header, body)
+            stream = edge.planes[plane].came
+            new = stream.take(sequence)
+            if stream.gap or self._closing or stream.unreported >= ACK_EVERY[plane] or isinstance(message, Ask):
+                self._acknowledge(message.source, edge, plane)
+            if not new:
+                return
+        if isinstance(message, Ack | Probe | Credit | Ask | Key | Bye):
+            self._session.receive(message)
+            self._serve(plane, message)
+        elif isinstance(message, Chunk | Part):
+            assert body is not None
+            self._admit_bulk(message, len(header), body)
+        else:
+            self._deliver(message, len(header), None)
+            if isinstance(message, Hello):
+                self._count_hello(message.source)
+
+    def _admit_bulk(self, message: Chunk | Part, header_bytes: int, body: memoryview) -> None:
+        edge, counted = self._edge(message.source), self._counters.edge(message.source)
+        counted.frames_received += 1
+        counted.metadata_bytes_received += header_bytes
+        counted.data_bytes_received += body.nbytes
+        cost = body.nbytes + MESSAGE_COST
+        edge.came += cost
+        try:
+            if edge.came - self._used.get(message.source, 0) > self._window:
+                raise PeerFault("window_exceeded", f"from {message.source}")
+            self._session.receive(message)
+            self._deliver(message, header_bytes, body)
+        except PeerFault:
+            self.consumed(message.source, cost)
+            raise
+
+    def _serve(self, plane: int, message: Message) -> None:
+        uid = message.source
+        edge = self._edge(uid)
+        if isinstance(message, Ack):
+            flow = edge.planes[message.plane]
+            flow.again.extend(
+                flow.out.acknowledged(message.first_missing, message.ahead, message.probe, time.monotonic())
+            )
+            if message.gap:
+                flow.out.ask()
+                self._probe(uid, edge, message.plane, time.monotonic())
+            self._pump(uid, edge, message.plane)
+        elif isinstance(message, Probe):
+            if message.plane != plane:
+                raise PeerFault("wrong_plane", f"probe of plane {message.plane}")
+            self._acknowledge(uid, edge, plane, message.probe)
+        elif isinstance(message, Credit):
+            if message.allowed > edge.allowed:
+                edge.allowed = message.allowed
+                self._pump(uid, edge, BULK)
+        elif isinstance(message, Ask):
+            if not self._needs_pass:
+                raise PeerFault("unexpected_message", "Ask, but bulk needs no pass here")
+            given = self.passes.setdefault(uid, Pass())
+            self.control(uid, self._message(Key, given.token, given.key))
+        elif isinstance(message, Key):
+            if not edge.asked:
+                raise PeerFault("unexpected_message", "Key without having asked")
+            edge.passes = edge.passes or Pass(message.token, message.key)
+            self._pump(uid, edge, BULK)
+        elif isinstance(message, Bye):
+            edge.left = True
+            self._forget(edge)
+
+    def _decrypted(self, sequence: int, kind: int, source: int, header: bytes, body: memoryview) -> memoryview:
+        if kind != seal.AES_GCM or source not in self.passes:
+            raise PeerFault("not_encrypted", f"from {source}")
+        from cryptography.exceptions import InvalidTag
+
+        plain = bytearray(max(0, body.nbytes - 16))
+        try:
+            self._cipher(source, mine=True).decrypt_into(
+                seal.nonce(sequence), body, seal.associated(sequence, header), plain
+            )
+        except (InvalidTag, ValueError):
+            raise PeerFault("checksum_mismatch", f"from {source}: not what was encrypted") from None
+        return memoryview(plain)
+
+    def _cipher(self, uid: int, mine: bool):  # type: ignore[no-untyped-def]
+        """mine: for what `uid` sends here, with the key this node gave it."""
+        found = self._ciphers.get((mine, uid))
+        if found is None:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+            given = self.passes[uid] if mine else self._edges[uid].passes
+            assert given is not None
+            found = self._ciphers[mine, uid] = AESGCM(given.key)
+        return found
+
+    def _acknowledge(self, uid: int, edge: _Edge, number: int, probe: int = 0) -> None:
+        first_missing, ahead, gap = edge.planes[number].came.report()
+        header = codec.encode(self._message(Ack, number, first_missing, ahead, int(gap), probe))
+        self.control_header(uid, header, numbered=False)
+
+    def _probe(self, uid: int, edge: _Edge, number: int, now: float) -> None:
+        plane = edge.planes[number]
+        if plane.out.probe_due(now) and not edge.gone:
+            plane.urgent.append(codec.encode(self._message(Probe, number, plane.out.probe(now))))
+            self._pump(uid, edge, number)
+
+    def forget(self, uid: int) -> None:
+        """`uid` failed: nothing is owed to it any more."""
+        self._forget(self._edge(uid))
+
+    def _forget(self, edge: _Edge) -> None:
+        """Nothing is owed to this peer any more."""
+        edge.gone = True
+        for plane in edge.planes:
+            plane.queue.clear()
+            plane.urgent.clear()
+            plane.again.clear()
+            plane.out.forget()
+
+    def refuse(self, fault: PeerFault, source: int | None = None) -> None:
+        """Count a message that breaks the protocol."""
+        known = self._counters.faults.get(fault.reason, 0)
+        self._counters.fault(fault.reason, source, str(fault))
+        if known < 3:
+            logger.warning("refused a message: %s", fault)
+
+    # -- windows ----------------------------------------------------------------------------------------------
+
+    def consumed(self, uid: int, size: int) -> None:
+        """Any thread: bytes of `uid` are used up; tell it when a good part of its window is free again."""
+        with self._lock:
+            used = self._used[uid] = self._used.get(uid, 0) + size
+            if used - self._granted.get(uid, 0) < self._window // 4:
+                return
+            self._granted[uid] = used
+        allowed = used + self._window
+        self.io.call(lambda: self.control(uid, self._message(Credit, allowed)))
+
+    # -- time -------------------------------------------------------------------------------------------------
+
+    def connection_event(self, kind: str, address: str) -> None:
+        """A stranger was refused (counted), or a connection broke."""
+        if kind != "connection_lost":
+            self.refuse(PeerFault(kind, address))
+        elif not self._closing and not any(edge.gone for edge in self._edges.values()):
+            self._counters.on_event(kind, None, address)
+
+    def tick(self, now: float) -> None:
+        self._on_tick(now)
+        for uid, edge in self._edges.items():
+            for number, plane in enumerate(edge.planes):
+                if plane.came.unreported:
+                    self._acknowledge(uid, edge, number)
+                if plane.out.stuck(now):
+                    self._renew(uid, edge, number)
+                self._probe(uid, edge, number, now)
+
+    def _renew(self, uid: int, edge: _Edge, number: int) -> None:
+        """Make a new connection, and ask behind it what was lost with the old one."""
+        self._counters.on_event("connection_renewed", uid, f"plane {number}")
+        self.io.renew(uid, number)
+        edge.planes[number].out.ask()
+
+    def finished(self) -> bool:
+        """While closing: whether every peer has everything."""
+        if not self._closing:
+            self._closing = True
+            for uid, edge in self._edges.items():
+                for number, plane in enumerate(edge.planes):
+                    if plane.came.unreported:
+                        self._acknowledge(uid, edge, number)
+                    plane.out.ask()
+                    self._probe(uid, edge, number, time.monotonic())
+        return not any(plane.out.kept or plane.queue for edge in self._edges.values() for plane in edge.planes)
+
+    def goodbye(self) -> None:
+        """The last thing said: nothing more comes, nothing is read any more."""
+        for uid, edge in self._edges.items():
+            if not edge.left:
+                self._forget(edge)
+                edge.planes[CONTROL].urgent.append(codec.encode(self._message(Bye)))
+                self._pump(uid, edge, CONTROL)

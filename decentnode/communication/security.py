@@ -1,0 +1,166 @@
+"""Who may speak: one CURVE key pair per node, an allow-list of public keys, and the door of a node's sockets.
+
+A folder of keys has `public.keys`, with a line "uid key" per node, and `node-UID.secret` for every node of this
+machine, readable by its owner alone. Keys are 32 bytes in Z85, 40 characters (RFC 32/Z85, CurveCP, ZeroMQ RFC 26).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from decentnode.errors import EnvironmentFault, UsageError
+
+PUBLIC_FILE = "public.keys"
+TOKEN_BYTES, SESSION_KEY_BYTES = 16, 32
+
+
+@dataclass(frozen=True)
+class Keyring:
+    """One node's secret key, and everybody's public ones (Z85, 40 bytes)."""
+
+    uid: int
+    secret: bytes = field(repr=False)
+    public: Mapping[int, bytes]
+
+    @property
+    def uid_of(self) -> dict[bytes, int]:
+        return {key: uid for uid, key in self.public.items()}
+
+
+def secret_path(folder: Path, uid: int) -> Path:
+    return folder / f"node-{uid}.secret"
+
+
+def write_keys(folder: Path, uids: Iterable[int]) -> list[Path]:
+    """Make key pairs of `uids` and add their public keys to the folder's list; the secret files.
+
+    Raises UsageError, before anything is written, when one of them has a key already.
+    """
+    uids = list(uids)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    known = read_public(folder) if (folder / PUBLIC_FILE).exists() else {}
+    for uid in uids:
+        if uid in known or secret_path(folder, uid).exists():
+            raise UsageError(f"{folder} has a key of node {uid} already; remove it first, or choose another folder")
+    made = []
+    for uid in uids:
+        public, secret = zmq.curve_keypair()
+        path = secret_path(folder, uid)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret + b"\n")
+        known[uid] = public
+        made.append(path)
+    text = "".join(f"{uid} {known[uid].decode()}\n" for uid in sorted(known))
+    temporary = folder / f".{PUBLIC_FILE}.{os.getpid()}"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(folder / PUBLIC_FILE)
+    return made
+
+
+def read_public(folder: Path) -> dict[int, bytes]:
+    """The allow-list of a folder. Raises EnvironmentFault naming file and line."""
+    path = folder / PUBLIC_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnvironmentFault(f"{path}: {getattr(error, 'strerror', None) or error}; make keys with keygen") from error
+    found: dict[int, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not words[0].isdigit() or not _is_key(words[1]):
+            raise EnvironmentFault(f'{path}:{number}: must be "uid key", got {line[:80]!r}')
+        uid, key = int(words[0]), words[1].encode()
+        if uid in found or key in found.values():
+            raise EnvironmentFault(f"{path}:{number}: node {uid} or its key stands there twice")
+        found[uid] = key
+    return found
+
+
+def _is_key(text: str) -> bool:
+    with contextlib.suppress(ValueError, KeyError, UnicodeEncodeError):
+        return len(text) == 40 and len(z85.decode(text.encode("ascii"))) == 32
+    return False
+
+
+def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
+    """The keys of node `uid`. Raises EnvironmentFault when one is missing, broken or open to others."""
+    public = read_public(folder)
+    missing = [other for other in range(num_nodes) if other not in public]
+    if missing:
+        few = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise EnvironmentFault(f"{folder / PUBLIC_FILE} has no key of node {few}; make keys with keygen")
+    path = secret_path(folder, uid)
+    try:
+        mode, secret = path.stat().st_mode, path.read_bytes().strip()
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: {error.strerror}; make keys with keygen") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise EnvironmentFault(f"{path} can be read by others (mode {stat.S_IMODE(mode):o}); run chmod 600 on it")
+    try:
+        derived = zmq.curve_public(secret)
+    except (ValueError, zmq.ZMQError):
+        raise EnvironmentFault(f"{path}: not a secret key") from None
+    if derived != public[uid]:
+        raise EnvironmentFault(f"{path} does not belong to the key of node {uid} in {PUBLIC_FILE}")
+    return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)})
+
+
+@dataclass
+class Pass:
+    """What lets one peer send bulk to this node."""
+
+    token: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
+    key: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(SESSION_KEY_BYTES))
+
+
+class Door:
+    """Answers ZeroMQ's question who may connect (RFC 27/ZAP); whoever enters is known by uid from then on.
+
+    Used by the thread that owns the sockets.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring, passes: Mapping[int, Pass],
+        refused: Callable[[str, str], None],
+    ) -> None:
+        """refused(reason, address): called for every stranger."""
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._uid_of, self._passes, self._refused = keyring.uid_of, passes, refused
+
+    def answer(self) -> None:
+        """Answer everything that was asked so far; not blocking."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, request, _, address, _, mechanism, *credentials = frames
+            uid = self._admitted(mechanism, credentials)
+            if uid is None:
+                self._refused("stranger", address.decode(errors="replace"))
+            status, text = (b"400", b"unknown") if uid is None else (b"200", b"")
+            self.socket.send_multipart([version, request, status, text, b"" if uid is None else b"%d" % uid, b""])
+
+    def _admitted(self, mechanism: bytes, credentials: list[bytes]) -> int | None:
+        if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
+            return self._uid_of.get(z85.encode(credentials[0]))
+        if mechanism == b"PLAIN" and len(credentials) == 2 and credentials[0].isdigit() and len(credentials[0]) < 8:
+            uid = int(credentials[0])
+            known = self._passes.get(uid)
+            if known is not None and hmac.compare_digest(known.token.hex().encode(), credentials[1]):
+                return uid
+        return None

@@ -1,0 +1,157 @@
+"""Numbered messages between two nodes: nothing is lost and nothing comes twice, wherever a connection is cut.
+
+Every message on a plane of an edge has a sequence number. The sender keeps it until it is acknowledged. A probe,
+sent behind everything else on the same plane, makes the receiver say what is missing of all that left before it;
+exactly that is sent again. No sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from decentnode.errors import PeerFault
+
+T = TypeVar("T")
+
+MAX_AHEAD = 1 << 15
+"""How far numbers may run ahead of the first missing one: bounds the bitmap and what a receiver remembers."""
+PROBE_SECONDS = (0.5, 5.0)
+"""Shortest and longest time without an acknowledgement before a sender asks."""
+STUCK_SECONDS = 3.0
+"""Least time without an acknowledgement after which a connection counts as stuck; doubled every time in a row."""
+
+
+class SendStream(Generic[T]):
+    """The sending end: messages of type T, kept until acknowledged."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[T, int]] = {}
+        """sequence -> (message, number of transmissions on this stream when it last left); ascending."""
+        self._next = 1
+        self._transmissions = 0
+        self._quiet_since = 0.0
+        self._patience = PROBE_SECONDS[0]
+        self._asked = False
+        self._progress = 0.0
+        self._limit = STUCK_SECONDS
+        self._sent_at: dict[int, float] = {}
+        self._delay = 0.0
+        """Longest time that acknowledgements took lately."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no message may leave before an acknowledgement comes."""
+        return bool(self.kept) and self._next - next(iter(self.kept)) >= MAX_AHEAD
+
+    @property
+    def following(self) -> int:
+        """The number that the next message will have."""
+        return self._next
+
+    def keep(self, message: T, now: float) -> int:
+        """Number a message that leaves now."""
+        if not self.kept:
+            self._quiet_since, self._patience, self._progress = now, PROBE_SECONDS[0], now
+        sequence = self._next
+        self._next += 1
+        self._transmissions += 1
+        self.kept[sequence] = (message, self._transmissions)
+        self._sent_at[sequence] = now
+        return sequence
+
+    def stuck(self, now: float) -> bool:
+        """Whether nothing has come through for so long that a new connection is in order; asked again, later."""
+        if not self.kept or now - self._progress < max(self._limit, 4 * self._delay):
+            return False
+        self._limit, self._progress = 2 * self._limit, now
+        return True
+
+    def sent_again(self, sequence: int) -> None:
+        self._transmissions += 1
+        self.kept[sequence] = (self.kept[sequence][0], self._transmissions)
+
+    def probe(self, now: float) -> int:
+        """A probe leaves now; its number says what left before it."""
+        self._quiet_since, self._asked = now, False
+        self._patience = min(2 * self._patience, PROBE_SECONDS[1])
+        return self._transmissions
+
+    def probe_due(self, now: float) -> bool:
+        return bool(self.kept) and (self._asked or now - self._quiet_since >= self._patience)
+
+    def forget(self) -> None:
+        """Nothing is owed any more."""
+        self.kept.clear()
+        self._sent_at.clear()
+
+    def ask(self) -> None:
+        """The receiver saw a gap: probe as soon as possible."""
+        self._asked = True
+
+    def acknowledged(self, first_missing: int, ahead: bytes, probe: int, now: float) -> list[int]:
+        """What to send again. ahead: bit i is set where first_missing + 1 + i has come; probe: 0 if none is answered.
+
+        Raises PeerFault for numbers that never left.
+        """
+        if not 1 <= first_missing <= self._next or probe > self._transmissions:
+            raise PeerFault("wrong_acknowledgement", f"{first_missing}, probe {probe}")
+        before, oldest = len(self.kept), now
+        for sequence in list(self.kept):
+            offset = sequence - first_missing - 1
+            if offset >= 8 * len(ahead):
+                break
+            if offset < -1 or (offset >= 0 and ahead[offset >> 3] >> (offset & 7) & 1):
+                del self.kept[sequence]
+                oldest = min(oldest, self._sent_at.pop(sequence))
+        if len(self.kept) < before:
+            self._quiet_since, self._patience, self._progress = now, PROBE_SECONDS[0], now
+            self._limit, self._delay = STUCK_SECONDS, max(now - oldest, 0.9 * self._delay)
+        if not probe:
+            return []
+        return [sequence for sequence, (_, left) in self.kept.items() if left <= probe]
+
+
+class ReceiveStream:
+    """The receiving end. ordered: what comes out of turn is refused and asked for again, instead of taken early."""
+
+    def __init__(self, ordered: bool) -> None:
+        self.first_missing = 1
+        self.unreported = 0
+        """Messages taken since the sender was last told."""
+        self.gap = False
+        """Whether something was missed that the sender has not been told of."""
+        self._ordered = ordered
+        self._gap_at = 0
+        """The first missing number when a gap was last reported."""
+        self._ahead: set[int] = set()
+
+    def take(self, sequence: int) -> bool:
+        """Whether this message is new and to be used. Raises PeerFault for numbers that cannot be."""
+        if sequence == self.first_missing:
+            self.unreported += 1
+            self.first_missing += 1
+            while self._ahead and self.first_missing in self._ahead:
+                self._ahead.remove(self.first_missing)
+                self.first_missing += 1
+            return True
+        if sequence < self.first_missing or sequence in self._ahead:
+            self.unreported += 1
+            return False
+        if sequence - self.first_missing > MAX_AHEAD:
+            raise PeerFault("sequence_jump", f"{sequence} after {self.first_missing - 1}")
+        if self._gap_at != self.first_missing:
+            self.gap, self._gap_at = True, self.first_missing
+        if self._ordered:
+            return False
+        self._ahead.add(sequence)
+        self.unreported += 1
+        return True
+
+    def report(self) -> tuple[int, bytes, bool]:
+        """(first missing, bitmap of what came after it, whether a gap was seen): what the sender is told now."""
+        bits = bytearray((max(self._ahead) - self.first_missing + 7) // 8 if self._ahead else 0)
+        for sequence in self._ahead:
+            offset = sequence - self.first_missing - 1
+            bits[offset >> 3] |= 1 << (offset & 7)
+        gap, self.gap, self.unreported = self.gap, False, 0
+        return self.first_missing, bytes(bits), gap

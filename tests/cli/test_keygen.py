@@ -1,0 +1,64 @@
+"""`decentnode keygen`, and a run whose nodes prove who they are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from decentnode.cli.keygen import parse_uids
+from decentnode.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("text", "uids"), [
+    ("3", [0, 1, 2]), ("4-6", [4, 5, 6]), ("0,3,5", [0, 3, 5]), ("2,", [2]), ("0-1,7", [0, 1, 7]),
+])  # fmt: skip
+def test_uids(text: str, uids: list[int]) -> None:
+    assert parse_uids(text) == uids
+
+
+@pytest.mark.parametrize("text", ["0", "", "x", "3-1", "1,1", "-2", "9999999"])
+def test_wrong_uids(text: str) -> None:
+    with pytest.raises(UsageError, match="NODES must be"):
+        parse_uids(text)
+
+
+def test_keys_are_made_once(tmp_path: Path) -> None:
+    runner = CliRunner()
+    folder = tmp_path / "keys"
+    result = runner.invoke(main, ["keygen", "2", "-o", str(folder)])
+    assert result.exit_code == 0 and "2 secret keys" in result.output
+    assert {path.name for path in folder.iterdir()} == {"public.keys", "node-0.secret", "node-1.secret"}
+    secret = (folder / "node-0.secret").read_text().strip()
+    assert secret not in result.output
+    assert runner.invoke(main, ["keygen", "2-3", "-o", str(folder)]).exit_code == 0
+    again = runner.invoke(main, ["keygen", "1", "-o", str(folder)])
+    assert again.exit_code == 2 and "key of node 0 already" in again.output
+
+
+@pytest.mark.parametrize("bulk", ["curve", "aes-gcm"])
+def test_a_run_with_keys(bulk: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert CliRunner().invoke(main, ["keygen", "4", "-o", str(keys)]).exit_code == 0
+    command = [sys.executable, "-m", "decentnode", "run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",
+               "--run-dir", str(tmp_path / "runs"), "--set", "graph={name: complete, nodes: 4}",
+               "--set", "mapping={name: linear, nodes_per_machine: 4}", "--set", "node.rounds=3", "--set",
+               f"communication={{name: zeromq, security: required, keys: {keys}, bulk_security: {bulk}}}"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs").glob("quickstart/latest")
+    assert json.loads((run / "summary.json").read_text())["rounds"] == 3
+    secrets = [path.read_bytes().strip() for path in keys.glob("*.secret")]
+    for path in run.resolve().rglob("*"):
+        if path.is_file():
+            assert not any(secret in path.read_bytes() for secret in secrets), path
+    (keys / "node-2.secret").unlink()
+    missing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert missing.returncode == 3 and "node-2.secret" in missing.stdout + missing.stderr

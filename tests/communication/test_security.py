@@ -1,0 +1,192 @@
+"""Keys, the allow-list, identity, and that strangers stay outside."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from decentnode.communication.security import (
+    PUBLIC_FILE,
+    Keyring,
+    load_keyring,
+    read_public,
+    secret_path,
+    write_keys,
+)
+from decentnode.communication.zeromq import ZeroMQ
+from decentnode.communication.zeromq_config import ZeroMQConfig
+from decentnode.errors import AssemblyError, EnvironmentFault, UsageError
+from decentnode.wire import codec, seal
+from decentnode.wire.messages import Chunk, Stop
+from tests.communication.contract import flat_schema, gossip, make, nodes, together
+
+
+def test_keys_are_private_and_complete(tmp_path: Path) -> None:
+    made = write_keys(tmp_path / "keys", range(3))
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o600] * 3
+    ring = load_keyring(tmp_path / "keys", 1, 3)
+    assert zmq.curve_public(ring.secret) == ring.public[1] and len(set(ring.public.values())) == 3
+    assert ring.secret.decode() not in repr(ring)
+    write_keys(tmp_path / "keys", [7])
+    assert sorted(read_public(tmp_path / "keys")) == [0, 1, 2, 7]
+    before = made[0].read_bytes()
+    with pytest.raises(UsageError, match="key of node 2 already"):
+        write_keys(tmp_path / "keys", [9, 2])
+    assert made[0].read_bytes() == before and not secret_path(tmp_path / "keys", 9).exists()
+
+
+def test_broken_keys_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    with pytest.raises(EnvironmentFault, match="make keys with keygen"):
+        load_keyring(folder, 0, 2)
+    write_keys(folder, range(2))
+    with pytest.raises(EnvironmentFault, match="no key of node 2, 3"):
+        load_keyring(folder, 0, 4)
+    secret = secret_path(folder, 0)
+    secret.chmod(0o644)
+    with pytest.raises(EnvironmentFault, match=r"can be read by others \(mode 644\)"):
+        load_keyring(folder, 0, 2)
+    secret.chmod(0o600)
+    good = secret.read_bytes()
+    secret.write_bytes(secret_path(folder, 1).read_bytes())
+    with pytest.raises(EnvironmentFault, match="does not belong to the key of node 0"):
+        load_keyring(folder, 0, 2)
+    secret.write_bytes(b"nonsense")
+    with pytest.raises(EnvironmentFault, match="not a secret key"):
+        load_keyring(folder, 0, 2)
+    secret.write_bytes(good)
+    public = folder / PUBLIC_FILE
+    lines = public.read_text().splitlines()
+    for bad in (f"{lines[0]}\n{lines[0]}", "0 short", "x " + "a" * 40, f"0 {lines[0].split()[1]} more"):
+        public.write_text(bad + "\n")
+        with pytest.raises(EnvironmentFault, match=f"{PUBLIC_FILE}:[12]"):
+            read_public(folder)
+
+
+@pytest.mark.parametrize("config", [
+    {"security": True}, {"security": "required"}, {"security": "required", "keys": "k", "bulk_security": "none"},
+])  # fmt: skip
+def test_security_without_what_it_needs_is_refused(config: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"security: (on|required)"):
+        ZeroMQConfig.model_validate(config)
+
+
+def test_security_words() -> None:
+    assert ZeroMQConfig.model_validate({"keys": "k"}).secure
+    assert not ZeroMQConfig.model_validate({"keys": "k", "security": False}).secure
+    assert ZeroMQConfig.model_validate({"keys": "k", "security": True}).security == "on"
+
+
+def dealer(context: zmq.Context, address: str, keys: tuple[bytes, bytes] | None, server: bytes) -> zmq.Socket:
+    made = context.socket(zmq.DEALER)
+    made.linger = 0
+    if keys is not None:
+        made.curve_publickey, made.curve_secretkey = keys
+        made.curve_serverkey = server
+    made.connect(address)
+    return made
+
+
+@pytest.mark.parametrize("bulk", ["curve", "aes-gcm"])
+def test_strangers_stay_outside_and_nobody_speaks_for_another(bulk: str, tmp_path: Path) -> None:
+    made = make(f"tcp+{bulk}", 3, flat_schema(8), tmp_path)
+    context = zmq.Context()
+    try:
+        addresses = {node.uid: node.bind() for node in made}
+        for node in made:
+            node.set_peers(addresses)
+        together(made, lambda node: node.start(20))
+        victim, ring = made[0], load_keyring(tmp_path / "keys", 2, 3)
+        stop = seal.sealed(1 << 14, codec.encode(Stop(victim.run_id, 0, 1)), seal.NONE, 0)
+        strangers = [
+            dealer(context, victim._local[0], None, b""),  # speaks without encryption
+            dealer(context, victim._local[0], zmq.curve_keypair(), ring.public[0]),  # has a key, but no known one
+            dealer(context, victim._local[0], zmq.curve_keypair(), zmq.curve_keypair()[0]),  # wrong server key
+            dealer(context, victim._local[1], None, b""),
+        ]
+        for each in strangers:
+            each.send(stop)
+            each.send_multipart([stop, b"x"] * 500)
+        insider = dealer(context, victim._local[0], (ring.public[2], ring.secret), ring.public[0])
+        insider.send(stop)  # node 2 says that node 1 stops
+        gossip(made, 8, torch.float32, 3)
+        deadline = time.monotonic() + 10
+        wanted = {"stranger", "handshake_failed", "wrong_identity"}
+        while not wanted <= victim.counters.faults.keys() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert wanted <= victim.counters.faults.keys() and not victim.stopping
+        assert not {"wrong_run", "malformed_header", "malformed_multipart"} & victim.counters.faults.keys()
+    finally:
+        context.destroy(linger=0)
+        for node in made:
+            node.close()
+
+
+def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
+    with nodes("tcp+aes-gcm", 2, flat_schema(8)) as made, zmq.Context() as context:
+        gossip(made, 8, torch.float32, 2)
+        victim = made[0]
+        assert isinstance(victim, ZeroMQ)
+        given = victim._links.passes[1]
+        with context.socket(zmq.DEALER) as plain:
+            plain.linger = 0
+            plain.plain_username, plain.plain_password = b"1", given.token.hex().encode()
+            plain.connect(victim._local[1])
+            header = codec.encode(Chunk(victim.run_id, 0, 1, 5, 0, 0, 0, 8, {}))
+            plain.send_multipart([seal.sealed(50, header, seal.NONE, 0), bytes(32)])
+            plain.send_multipart([seal.sealed(50, header, seal.AES_GCM, 0), bytes(48)])
+            deadline = time.monotonic() + 5
+            while len(victim.counters.faults) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+        assert victim.counters.faults == {"not_encrypted": 1, "checksum_mismatch": 1}
+
+
+def test_a_node_with_a_key_of_its_own_making_does_not_get_in(tmp_path: Path) -> None:
+    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
+    public, secret = zmq.curve_keypair()
+    known = made[1]._security.keyring.public  # type: ignore[union-attr]
+    config = made[1].config
+    made[1].close()
+    false = ZeroMQ(config, uid=1, machine_of={0: 0, 1: 0}, schemas=flat_schema(8), digest="d",
+                   keyring=Keyring(1, secret, {0: known[0], 1: public}))  # fmt: skip
+    pair = [made[0], false]
+    try:
+        addresses = {node.uid: node.bind() for node in pair}
+        for node in pair:
+            node.set_peers(addresses)
+
+        def run(node: ZeroMQ) -> None:
+            with pytest.raises(AssemblyError, match="node"):
+                node.start(1.0)
+
+        together(pair, run)
+        assert made[0].counters.faults["stranger"] >= 1
+    finally:
+        for node in pair:
+            node.close()
+
+
+def test_secrets_never_reach_logs_or_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    with caplog.at_level("DEBUG"), nodes("tcp+aes-gcm", 2, flat_schema(8)) as made:
+        for node in made:
+            node.counters.on_event = lambda kind, peer, detail: said.append(f"{kind} {peer} {detail}")
+        gossip(made, 8, torch.float32, 2)
+        secrets = [node._security.keyring.secret.decode() for node in made]  # type: ignore[attr-defined]
+        secrets += [p.key.hex() for node in made for p in node._links.passes.values()]  # type: ignore[attr-defined]
+        shown = repr([node._links.passes for node in made]) + repr(made) + caplog.text + "".join(said)  # type: ignore[attr-defined]
+    assert len(secrets) == 4 and not any(secret in shown for secret in secrets)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 and not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
+def test_shared_memory_with_keys(tmp_path: Path) -> None:
+    with nodes("shared_memory+curve", 3, flat_schema(1000)) as made:
+        models = gossip(made, 1000, torch.float32, 3)
+    with nodes("inproc", 3, flat_schema(1000)) as plain:
+        assert all(torch.equal(a, b) for a, b in zip(models, gossip(plain, 1000, torch.float32, 3), strict=True))
