@@ -137,7 +137,17 @@ class Communication(Component, abc.ABC):
     def exchange(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
     ) -> Exchange:
-        """Send and return at once. Payload tensors may be changed as soon as this returns."""
+        """Send and return at once. Payload tensors may be changed as soon as this returns, but for the model in a place
+        that `claim` gave."""
+
+    def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:  # noqa: ARG002
+        """A place [P] for the model's next values, from where sending them costs no copy; None without such a place.
+
+        current: where the model is now, and stays unchanged until the next claim. Only for elementwise schemas of one
+        tensor. What was sent from the place before is no longer needed by anybody; blocking until that is so. After
+        the time-out a place of its own comes back, as it does when others still read both.
+        """
+        return None
 
     @abc.abstractmethod
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:

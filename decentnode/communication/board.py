@@ -132,14 +132,27 @@ class Board:
     def publish(
         self, phase: int, payload: Payload, readers: Collection[int], deadline: float, gone: Callable[[int], bool]
     ) -> tuple[int, int]:
-        """Write a payload for `readers`; (slot, use) to tell them.
+        """Write a payload for `readers`; (slot, use) to tell them. One that lies in a slot already is not copied.
 
         Blocking while a reader that is not `gone` still has the slot's last use. `gone` may raise meanwhile. Raises
         TimeoutError with the uid of a reader that did not release it by `deadline` (monotonic seconds); nothing is
         written then.
         """
         use = self._uses[phase] + 1
-        slot = use % SLOTS
+        first = next(iter(payload.tensors.values()))
+        lies_at = first.data_ptr() if first.numel() else None
+        own = [number for number, home in enumerate(self.slots[phase]) if home[0].data_ptr() == lies_at]
+        slot = own[0] if own else use % SLOTS
+        self.wait_released(phase, slot, deadline, gone)
+        self._uses[phase] = use
+        if not own:
+            for home, tensor in zip(self.slots[phase][slot], payload.tensors.values(), strict=True):
+                home[: tensor.numel()].copy_(tensor)
+        self._readers[phase][slot] = (use, frozenset(readers))
+        return slot, use
+
+    def wait_released(self, phase: int, slot: int, deadline: float, gone: Callable[[int], bool]) -> None:
+        """Blocking until nobody reads a slot any more. Raises TimeoutError as `publish` does."""
         before, last_readers = self._readers[phase][slot]
         pause = POLL_SECONDS[0]
         for uid in last_readers:
@@ -148,11 +161,6 @@ class Board:
                     raise TimeoutError(uid)
                 time.sleep(pause)
                 pause = min(2 * pause, POLL_SECONDS[1])
-        self._uses[phase] = use
-        for home, tensor in zip(self.slots[phase][slot], payload.tensors.values(), strict=True):
-            home[: tensor.numel()].copy_(tensor)
-        self._readers[phase][slot] = (use, frozenset(readers))
-        return slot, use
 
 
 class Reader:

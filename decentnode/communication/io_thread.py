@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -55,7 +55,9 @@ class Security:
 
 
 class Handler(Protocol):
-    """Who is told what happens on the sockets; all calls come from the I/O thread."""
+    """Who is told what happens on the sockets; all calls come from the I/O thread, which holds `lock` meanwhile."""
+
+    lock: threading.RLock
 
     def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
         """One message; uid: who it is from, where sockets are authenticated."""
@@ -88,6 +90,8 @@ class IoThread(threading.Thread):
     ) -> None:
         """passes: what lets peers into the bulk socket where it does not use CURVE; filled as they ask."""
         super().__init__(name=name, daemon=True)
+        self.lock = handler.lock
+        """Held by whoever uses a socket for sending, or any state of the handler."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoints: dict[int, Endpoints] = {}
         """Where every peer listens."""
@@ -177,7 +181,8 @@ class IoThread(threading.Thread):
                 now = time.monotonic()
                 if now >= next_tick:
                     next_tick = now + IDLE_SECONDS
-                    self._handler.tick(now)
+                    with self.lock:
+                        self._handler.tick(now)
                 ready = dict(self.poller.poll(int(1000 * (0.02 if self.closing else IDLE_SECONDS))))
                 self._run_calls(self._wake_out.fileno() in ready)
                 if self._door is not None and self._door.socket in ready:
@@ -188,23 +193,32 @@ class IoThread(threading.Thread):
                 for monitor in self._monitors:
                     if monitor in ready:
                         self._watch(monitor)
-                for uid, plane in list(self._blocked):
-                    sender = self._senders[uid, plane]
-                    if sender in ready:
-                        self._blocked.discard((uid, plane))
-                        self.poller.unregister(sender)
-                        self._handler.writable(uid, plane)
-            self._handler.goodbye()
+                with self.lock:
+                    self._unblock(ready)
+            with self.lock:
+                self._handler.goodbye()
         except BaseException as error:
             logger.exception("the I/O thread failed")
             self._handler.crashed(error)
         finally:
             self._release()
 
+    def _unblock(self, ready: dict[Any, int]) -> None:
+        """Sockets that refused a message are the I/O thread's alone until they take messages again."""
+        for uid, plane in list(self._blocked):
+            sender = self._senders[uid, plane]
+            if sender not in self.poller:
+                self.poller.register(sender, zmq.POLLOUT)
+            elif sender in ready:
+                self._blocked.discard((uid, plane))
+                self.poller.unregister(sender)
+                self._handler.writable(uid, plane)
+
     def _over(self) -> bool:
         if self._deadline is None or self._calls:
             return False
-        return self._handler.finished() or time.monotonic() >= self._deadline
+        with self.lock:
+            return self._handler.finished() or time.monotonic() >= self._deadline
 
     def _run_calls(self, woken: bool) -> None:
         if woken:
@@ -212,7 +226,8 @@ class IoThread(threading.Thread):
                 self._wake_out.recv(4096)
         self._awake.clear()
         while self._calls:
-            self._calls.popleft()()
+            with self.lock:
+                self._calls.popleft()()
 
     def _receive(self, plane: int, listener: zmq.Socket[bytes]) -> None:
         secure = self._security is not None
@@ -222,7 +237,8 @@ class IoThread(threading.Thread):
             except zmq.Again:
                 return
             uid = int(frames[-1].get("User-Id")) if secure else None
-            self._handler.received(plane, frames[1:], uid)
+            with self.lock:
+                self._handler.received(plane, frames[1:], uid)
 
     def _watch(self, monitor: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
@@ -232,7 +248,7 @@ class IoThread(threading.Thread):
                 self._handler.connection_event(kind, bytes(event["endpoint"]).decode(errors="replace"))
 
     def send(self, uid: int, plane: int, first: bytes, body: zmq.Frame | bytes | None, token: bytes = b"") -> bool:
-        """I/O thread only: hand over one message; False when the socket is full, `writable` is then called later.
+        """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later.
 
         token: logs in to a bulk socket that needs a pass; used when the connection is made.
         """
@@ -247,18 +263,20 @@ class IoThread(threading.Thread):
                 sender.send(body, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self._blocked.add((uid, plane))
-            self.poller.register(sender, zmq.POLLOUT)
+            if threading.current_thread() is not self:
+                self.call(lambda: None)  # the I/O thread watches it from now on
             return False
         return True
 
     def renew(self, uid: int, plane: int) -> None:
-        """I/O thread only: give the connection up; the next message makes a new one. What was under way may be lost."""
+        """With `lock` held: give the connection up, with what is under way; the next message makes a new one."""
         sender = self._senders.pop((uid, plane), None)
         if sender is None:
             return
         if (uid, plane) in self._blocked:
             self._blocked.discard((uid, plane))
-            self.poller.unregister(sender)
+            if sender in self.poller:
+                self.poller.unregister(sender)
         sender.close(linger=0)
 
     def _connect(self, uid: int, plane: int, token: bytes) -> zmq.Socket[bytes]:

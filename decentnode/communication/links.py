@@ -1,6 +1,7 @@
 """Edges over the sockets: every message once and whole wherever connections break, windows, passes for bulk.
 
-Control messages arrive in order; bulk messages in any order. Everything but `consumed` runs on the I/O thread.
+Control messages arrive in order; bulk messages in any order. The training thread and the I/O thread both send, each
+holding `lock`: a message leaves at once from whoever has it. Never take `lock` while holding `Status.changed`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Outgoing:
     """What it counts for in the receiver's window."""
     kind: int = seal.NONE
     of_body: int = 0
+    lease: object = None
+    """Kept alive as long as the body's memory may not change."""
 
 
 @dataclass
@@ -93,6 +96,7 @@ class Links:
         """Passes that this node gave."""
         self.control_kind = seal.NONE
         """How control messages are protected against corruption."""
+        self.lock = threading.RLock()
         self.io = IoThread(f"io-{session.uid}", max_bulk_bytes, self, security, self.passes)
         self._session, self._window, self._counters = session, window, counters
         self._deliver, self._on_tick, self.crashed = deliver, on_tick, on_crash
@@ -100,7 +104,7 @@ class Links:
         self._needs_pass = security is not None and security.bulk_needs_pass
         self._edges: dict[int, _Edge] = {}
         self._ciphers: dict[tuple[bool, int], object] = {}
-        self._lock = threading.Lock()
+        self._credit_lock = threading.Lock()
         self._used: dict[int, int] = {}
         self._granted: dict[int, int] = {}
         self._closing = False
@@ -146,6 +150,14 @@ class Links:
             edge.asked = True
             self.control(uid, self._message(Ask))
         self._pump(uid, edge, BULK)
+
+    def hurry(self) -> None:
+        """Ask every peer now what it has of the bulk sent so far."""
+        with self.lock:
+            for uid, edge in self._edges.items():
+                if edge.planes[BULK].out.kept:
+                    edge.planes[BULK].out.ask()
+                    self._probe(uid, edge, BULK, time.monotonic())
 
     def writable(self, uid: int, plane: int) -> None:
         self._pump(uid, self._edge(uid), plane)
@@ -361,7 +373,7 @@ class Links:
 
     def consumed(self, uid: int, size: int) -> None:
         """Any thread: bytes of `uid` are used up; tell it when a good part of its window is free again."""
-        with self._lock:
+        with self._credit_lock:
             used = self._used[uid] = self._used.get(uid, 0) + size
             if used - self._granted.get(uid, 0) < self._window // 4:
                 return

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from torch import Tensor
+
 from decentnode.communication.base import Counters, Schema
 from decentnode.communication.bell import MAX_DATAGRAM, DatagramBell
 from decentnode.communication.board import Board, Layout, Reader, path_of
@@ -107,6 +109,19 @@ class MemoryPath:
             edge.data_bytes_sent += data
             if len(header) > MAX_DATAGRAM or not bell.send(uid, header):
                 send_control(uid, header)
+        return True
+
+    def homes(self) -> list[Tensor]:
+        """The slots of phase 0, where a payload of one tensor needs no copy; empty without a board."""
+        return [] if self._board is None or not self.readers else [slot[0] for slot in self._board.slots[0]]
+
+    def wait_unread(self, home: int, timeout_seconds: float) -> bool:
+        """Blocking until nobody reads slot `home` of phase 0; False after the time-out."""
+        assert self._board is not None
+        try:
+            self._board.wait_released(0, home, time.monotonic() + timeout_seconds, self._gone)
+        except TimeoutError:
+            return False
         return True
 
     def _gone(self, uid: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
@@ -52,8 +53,12 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
 CLOSE_SECONDS = 5.0
-GROUP = 8
-"""Chunks encoded before the I/O thread gets them: sending starts while the rest is encoded."""
+LEASE_POLL_SECONDS = 100e-6
+
+
+class Lease:
+    """Held by every message whose bytes lie in the model itself."""
+
 
 
 class ZeroMQ(Communication):
@@ -104,6 +109,8 @@ class ZeroMQ(Communication):
         self._io = self._links.io
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
                             reject_non_finite=config.non_finite == "reject")  # fmt: skip
+        self._homes: list[Tensor] = []
+        self._leases: dict[int, weakref.ref[Lease]] = {}
         self._joined = False
         self._closed = False
         self._memory = MemoryPath(
@@ -251,29 +258,61 @@ class ZeroMQ(Communication):
 
     def _send_payload(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
         plans = self._checked(payload, phase)
-        batch: list[Bulk] = []
         scalars: Scalars = payload.scalars
         sums = self._sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
             tensor = payload.tensors[plan.name]
-            raw, size = to_bytes(tensor), plan.spec.dtype.itemsize
+            raw, size, lease = to_bytes(tensor), plan.spec.dtype.itemsize, self._lease(tensor)
             for chunk in range(plan.count(tensor.numel())):
                 start, stop = plan.bounds(chunk, tensor.numel())
                 body = raw[start * size : stop * size]
                 header = self._header(Chunk, round, phase, index, chunk, tensor.numel(), scalars)
                 scalars = {}
-                batch.append(self._bulk(header, body, sums))
+                message = self._bulk(header, body, sums, lease)
                 self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
-                if len(batch) == GROUP:
-                    self._hand_over(uids, batch)
-                    batch = []
-        self._hand_over(uids, batch)
+                self._hand_over(uids, message)
 
     @staticmethod
-    def _bulk(header: bytes, body: memoryview, sums: int) -> Bulk:
-        """A message with a copy of `body`."""
-        frame = zmq.Frame(body, copy=True)
-        return Bulk(header, frame, body.nbytes + MESSAGE_COST, sums, seal.body_sum(sums, frame.buffer))
+    def _bulk(header: bytes, body: memoryview, sums: int, lease: object = None) -> Bulk:
+        """A message with a copy of `body`, or with `body` itself where it does not change while the lease is held."""
+        frame = zmq.Frame(body, copy=lease is None)
+        return Bulk(header, frame, body.nbytes + MESSAGE_COST, sums, seal.body_sum(sums, frame.buffer), lease)
+
+    # -- places for the model ---------------------------------------------------------------------------------
+
+    def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
+        schema = self.schemas[0]
+        if not schema.elementwise or len(schema.tensors) != 1:
+            return None
+        if not self._homes:
+            (spec,) = schema.tensors.values()
+            self._homes = self._memory.homes() or [torch.empty(schema.elements, dtype=spec.dtype) for _ in range(2)]
+        deadline = time.monotonic() + timeout_seconds
+        for index, home in enumerate(self._homes):
+            if home.data_ptr() != current.data_ptr() and self._unused(index, deadline):
+                return home
+        return torch.empty_like(current)
+
+    def _unused(self, index: int, deadline: float) -> bool:
+        """Blocking until nobody needs what was sent from home `index`."""
+        lease = self._leases.get(index)
+        if lease is not None and lease() is not None:
+            self._links.hurry()
+            while lease() is not None:
+                self._status.raise_if_failed()
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(LEASE_POLL_SECONDS)
+        return not self._memory.homes() or self._memory.wait_unread(index, max(0.0, deadline - time.monotonic()))
+
+    def _lease(self, tensor: Tensor) -> object:
+        """For what is sent from a home: it may not change until the lease is dropped. None for anything else."""
+        for index, home in enumerate(self._homes):
+            if home.data_ptr() == tensor.data_ptr() and tensor.numel():
+                lease = Lease()
+                self._leases[index] = weakref.ref(lease)
+                return lease
+        return None
 
     def _header(self, kind: type[Message], *values: object) -> bytes:
         session = self._session
@@ -294,14 +333,10 @@ class ZeroMQ(Communication):
             edge.metadata_bytes_sent += header + (body if metadata else 0)
             edge.data_bytes_sent += 0 if metadata else body
 
-    def _hand_over(self, uids: list[int], batch: list[Bulk]) -> None:
-        def send() -> None:
-            for message in batch:
-                for uid in uids:
-                    self._links.bulk(uid, message)
-
-        if batch:
-            self._io.call(send)
+    def _hand_over(self, uids: list[int], message: Bulk) -> None:
+        with self._links.lock:
+            for uid in uids:
+                self._links.bulk(uid, message)
 
     # -- means, barriers, reports -----------------------------------------------------------------------------
 

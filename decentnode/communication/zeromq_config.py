@@ -15,7 +15,7 @@ class ZeroMQConfig(CommunicationConfig):
     same_host: Literal["shared_memory", "ipc", "tcp"] | None = None
     """How payloads travel between nodes of one host. When not given: shared_memory for communication auto (ipc where
     /dev/shm is too small) and shared_memory (an error there), ipc for zeromq."""
-    chunk_bytes: int = Field(1 << 20, ge=1 << 16, le=1 << 26)
+    chunk_bytes: int = Field(1 << 22, ge=1 << 16, le=1 << 26)
     """Size of one chunk of a payload, in bytes; rounded down to whole blocks of 262,144 elements."""
     window_bytes: int = Field(64 << 20, ge=1 << 20)
     """Most bytes that one neighbor may have under way to this node and not mixed yet."""

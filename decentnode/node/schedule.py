@@ -91,6 +91,12 @@ class Schedule(abc.ABC):
             waiting = time.perf_counter()
         self.times.wait = wait + time.perf_counter() - waiting
 
+    def _place(self, model: Tensor) -> Tensor | None:
+        """Where the model may go so that the transport need not copy it."""
+        if not self.sharing.elementwise or model.device.type != "cpu":
+            return None
+        return self.communication.claim(model, self.communication.config.timeout_seconds)
+
     def _settle(self, exchange: Exchange) -> Mixed:
         for uid in exchange.undelivered:
             self.sharing.undelivered(uid, self._outgoing[uid])
@@ -110,8 +116,14 @@ class Sequential(Schedule):
     def finish(self, view: RoundView) -> Mixed:
         started = time.perf_counter()
         model = self.model.parameters
+        place = self._place(model)
         for a, b, received, now in self._slices(self._exchange, view):
-            self.sharing.mix(model[a:b], received, now)
+            if place is None:
+                self.sharing.mix(model[a:b], received, now)
+            else:
+                self.sharing.mix_into(place[a:b], model[a:b], received, now)
+        if place is not None:
+            self.model.rebind(place)
         self.times.mix = time.perf_counter() - started - self.times.wait
         return self._settle(self._exchange)
 
@@ -120,8 +132,13 @@ class Overlapped(Schedule):
     """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta (algorithms.md 1.1, AWC)."""
 
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
-        self._before = self.model.parameters.clone()
+        self._before = self.model.parameters
         self._exchange = self._send(self._before, view)
+        place = self._place(self._before)
+        if place is None:
+            self._before = self._before.clone()
+        else:
+            self.model.rebind(place.copy_(self._before))
         update = self._train(view)
         check()
         return update

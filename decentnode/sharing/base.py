@@ -42,6 +42,12 @@ class Sharing(Component, abc.ABC):
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         """Mix in place. `view.weights` already has the weight of missing sources on the node itself."""
 
+    def mix_into(
+        self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView
+    ) -> None:
+        """As `mix`, but the result goes to `out`, which shares no memory with `model`."""
+        self.mix(out.copy_(model), received, view)
+
     def undelivered(self, uid: int, payload: Payload) -> None:
         """Called when a payload certainly did not reach `uid`, to restore what it carried."""
 

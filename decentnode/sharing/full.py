@@ -34,9 +34,12 @@ class Full(Sharing):
         return dict.fromkeys(view.neighbors, payload)
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        model.mul_(view.weights[view.uid])
+        self.mix_into(model, model, received, view)
+
+    def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        torch.mul(model, view.weights[view.uid], out=out)
         for uid, payload in received.items():
-            model.add_(payload.tensors["x"], alpha=view.weights[uid])
+            out.add_(payload.tensors["x"], alpha=view.weights[uid])
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {"x": TensorSpec(dtype, elements)}

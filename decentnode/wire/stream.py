@@ -17,7 +17,7 @@ MAX_AHEAD = 1 << 15
 """How far numbers may run ahead of the first missing one: bounds the bitmap and what a receiver remembers."""
 PROBE_SECONDS = (0.5, 5.0)
 """Shortest and longest time without an acknowledgement before a sender asks."""
-STUCK_SECONDS = 3.0
+STUCK_SECONDS = 5.0
 """Least time without an acknowledgement after which a connection counts as stuck; doubled every time in a row."""
 
 
