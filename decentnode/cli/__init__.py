@@ -18,6 +18,8 @@ COMMANDS: dict[str, str] = {
     "run": "Run all nodes of an experiment on this machine.",
     "launch": "Run this machine's share of an experiment.",
     "node": "Run one node, for launchers that start processes themselves.",
+    "status": "Show where the nodes of a run stand and who waits for whom.",
+    "doctor": "Check this machine and the way to the others before a run.",
     "validate": "Check an experiment and show every problem with its place.",
     "keygen": "Make the keys with which nodes prove who they are.",
     "schema": "Write the JSON Schema of experiments, for editors.",

@@ -80,6 +80,11 @@ class Exchange(abc.ABC):
         """
 
     @property
+    def seconds(self) -> float:
+        """From the call of `exchange` until the last slice was there; 0 where nothing flies."""
+        return 0.0
+
+    @property
     @abc.abstractmethod
     def missing(self) -> frozenset[int]:
         """Sources that did not deliver in full, known once `arrivals` is exhausted."""
@@ -128,6 +133,11 @@ class Communication(Component, abc.ABC):
     uid: int
     counters: Counters
     config: CommunicationConfig
+
+    @property
+    def waiting(self) -> tuple[tuple[int, ...], float] | None:
+        """(uids, monotonic seconds since when) that a call of this moment waits for; any thread."""
+        return None
 
     @abc.abstractmethod
     def start(self, timeout_seconds: float) -> None:

@@ -60,9 +60,11 @@ class Collectives:
 
     def wait_mean(self, key: str, closing: bool, timeout_seconds: float) -> tuple[Tensor, int]:
         """What `Pending.wait` does."""
-        deadline = time.monotonic() + timeout_seconds
+        began = time.monotonic()
+        deadline = began + timeout_seconds
         with self._status.changed:
             while True:
+                self._status.waiting = None
                 self._status.raise_if_failed()
                 result = self.means.take(key)
                 if result is not None:
@@ -78,6 +80,7 @@ class Collectives:
                         f"node {self._uid}: nothing from {names} for the mean {key!r} within {timeout_seconds:g} s",
                         whom,
                     )
+                self._status.waiting = (tuple(self.means.waiting_for(key)), began)
                 self._status.changed.wait(min(remaining, 1.0))
 
     def barrier(self, name: str, timeout_seconds: float) -> None:

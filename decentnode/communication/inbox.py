@@ -45,6 +45,8 @@ class Status:
     """Rounds that a departed uid took part in."""
     failure: Exception | None = None
     """What every wait raises from now on."""
+    waiting: tuple[tuple[int, ...], float] | None = None
+    """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
     bell: Bell | None = None
     """Where neighbors on this host ring; without one the training thread waits on `changed`."""
     _sleeping: bool = False
@@ -81,6 +83,8 @@ class _Incoming:
         self.mapped: list[Tensor] | None = None
         """The payload in the neighbor's shared memory, instead of buffers."""
         self.let_go: Callable[[], None] = lambda: None
+        self.arrived = 0.0
+        """When the last bytes came (monotonic)."""
         self.totals: list[int | None] = [plan.spec.max_elements if plan.spec.exact else None for plan in tensors]
         self.scalars: Scalars = {}
         self.assembled: list[Tensor] | None = None
@@ -178,6 +182,7 @@ class Inbox:
                 raise PeerFault("wrong_shape", f"{plan.name} of {message.total} elements after {known}")
             incoming.totals[message.tensor] = message.total
             incoming.buffers[message.tensor][message.chunk] = buffer
+            incoming.arrived = time.monotonic()
             if message.scalars:
                 incoming.scalars = message.scalars
             if not self.schemas[message.phase].elementwise:
@@ -206,6 +211,7 @@ class Inbox:
                 raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
             incoming = sources[message.source] = _Incoming(tensors)
             slots = reader.slots[message.phase][message.slot]
+            incoming.arrived = time.monotonic()
             incoming.mapped = [tensor[:total] for tensor, total in zip(slots, totals, strict=True)]
             incoming.let_go = let_go
             incoming.scalars = message.scalars
@@ -283,6 +289,7 @@ class Inbox:
                 if not waiting or remaining <= 0:
                     break
                 self._wanted = {(key, source, chunk) for source in waiting}
+                self.status.waiting = (tuple(waiting), began)
                 self.status.wait(min(remaining, 1.0))
                 still = self._outstanding(key, chunk, waiting)
                 if len(still) < len(waiting):
@@ -290,7 +297,7 @@ class Inbox:
                 if not still:
                     self.counters.edge(waiting[-1]).wait_seconds += last - began
                 waiting = still
-            self._wanted = set()
+            self._wanted, self.status.waiting = set(), None
             for source in waiting:
                 self.counters.edge(source).wait_seconds += time.monotonic() - began
             arrived = self._incoming.get(key, {})
@@ -327,6 +334,11 @@ class InboxExchange(Exchange):
         self._neighbors = neighbors
         self._missing: frozenset[int] = frozenset()
         self._rejected: frozenset[int] = frozenset()
+        self._began, self._last = time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self._last - self._began)
 
     def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
         self._inbox.status.raise_if_failed()
@@ -342,6 +354,7 @@ class InboxExchange(Exchange):
             if len(arrived) < len(alive):
                 self._missing |= set(alive) - arrived.keys()
                 alive = [source for source in alive if source in arrived]
+            self._note(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
             received = self._accepted({
                 source: Payload({plan.name: incoming.part(chunk, start, stop)}) for source, incoming in arrived.items()
@@ -353,8 +366,12 @@ class InboxExchange(Exchange):
     def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
         arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
         self._missing = frozenset(self._expected) - arrived.keys()
+        self._note(arrived)
         received = self._accepted({source: incoming.payload() for source, incoming in arrived.items()})
         yield Arrival(0, schema.elements, received, self._missing)
+
+    def _note(self, arrived: dict[int, _Incoming]) -> None:
+        self._last = max([self._last, *(incoming.arrived for incoming in arrived.values())])
 
     def _accepted(self, received: dict[int, Payload]) -> dict[int, Payload]:
         """Without those that hold NaN or infinity, where these are to be rejected."""

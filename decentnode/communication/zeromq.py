@@ -365,6 +365,10 @@ class ZeroMQ(Communication):
         self._io.call(stop)
 
     @property
+    def waiting(self) -> tuple[tuple[int, ...], float] | None:
+        return self._status.waiting
+
+    @property
     def stopping(self) -> bool:
         return self._status.stopping
 

@@ -27,9 +27,10 @@ from decentnode.communication.security import load_keyring
 from decentnode.communication.zeromq import ZeroMQ
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.component import load_class
-from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost
+from decentnode.errors import DecentnodeError, Diverged, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment, load
 from decentnode.launch.entry import node_dir
+from decentnode.launch.live import LiveStatus
 from decentnode.launch.messages import (
     Absent,
     Bound,
@@ -45,6 +46,7 @@ from decentnode.launch.messages import (
 )
 from decentnode.launch.models import save_node
 from decentnode.launch.reporting import Reporter
+from decentnode.metrics.events import EventLog
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
 
@@ -164,25 +166,47 @@ def run_node(
 ) -> int:
     """Run `task.uids[0]` to its end and report it through `send`; the exit code. Blocking, never raises."""
     uid, node, reporter = task.uids[0], None, None
+    live, events = None, None
     try:
         set_up(task, uid)
         experiment = load(task.request.config, task.request.overrides, task.request.environ, check=False)
         folder = node_dir(task.run_dir, uid) if task.run_dir else None
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)
+        if folder:
+            events = node.communication.counters.on_event = EventLog(folder / "events.jsonl", uid)
+            live = LiveStatus(node, folder / "status.json")
+            live.start()
         give_back_memory()
         _join(node, experiment, task, send, peers, attach)
+        if events is not None:
+            events("joined")
         node.run()
         if task.run_dir:
             save_node(node, Path(task.run_dir))
         node.communication.close()
         reporter.close()
         stopped = node.round < experiment.node.rounds
+        if live is not None and events is not None:
+            events("stopped" if stopped else "finished", None, f"{node.round} rounds")
+            live.close("stopped" if stopped else "finished")
+            events.close()
         reports = {str(other): figures for other, figures in node.reports.items()}
         send(Finished(uid, node.figures(), stopped, reports))
         return Interrupted.exit_code if stopped else 0
     except BaseException as error:
+        if live is not None and events is not None:
+            _log_failure(events, error)
+            live.close("failed")
+            events.close()
         return _fail(uid, error, node, reporter, send)
+
+
+def _log_failure(log: EventLog, error: BaseException) -> None:
+    kind = "peer_lost" if isinstance(error, PeerLost) else "diverged" if isinstance(error, Diverged) else "failed"
+    peers: list[int | None] = [*error.missing] if isinstance(error, PeerLost) else []
+    for peer in peers or [None]:
+        log(kind, peer, str(error))
 
 
 def set_up(task: Task, uid: int) -> None:

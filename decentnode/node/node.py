@@ -48,12 +48,16 @@ class Node:
         """[P + B] mean of all models (parameters, then float buffers) at the last evaluation."""
         self.reports: dict[int, dict[str, float | int | str]] = {}
         """On the lowest uid after the run: every node's closing figures."""
+        self.doing = "joining"
+        """What the node is at, in a word or two, for whoever looks on."""
         self._stop_asked = False
+        self._edges: dict[int, tuple[int, int, int, int, float]] = {}
         self._evaluation: dict[str, float] = {}
         self._evaluated = -1
         self._round_seconds: list[float] = []
         self._train_seconds = 0.0
         self._wait_seconds = 0.0
+        self._overlaps = 0.0
         self._waits: dict[int, float] = {}
 
     # -- running ----------------------------------------------------------------------------------------------
@@ -102,6 +106,7 @@ class Node:
 
     def begin_round(self, round: int) -> Update:
         """Local steps and the exchange in flight; does not wait for a neighbor."""
+        self.doing = "local steps"
         self._started = time.perf_counter()
         self._view = view(self.graph, self.uid, round, self.seed)
         self._update = self.schedule.begin(self._view, lambda: self._check_finite(round))
@@ -110,6 +115,7 @@ class Node:
 
     def finish_round(self, round: int) -> None:
         """Blocking: wait for the neighbors, mix, record."""
+        self.doing = "exchange"
         mixed = self.schedule.finish(self._view)
         self._mix_buffers(self._view)
         self._account_missing(round, mixed)
@@ -118,16 +124,31 @@ class Node:
         self._round_seconds.append(seconds)
         self._train_seconds += times.train
         self._wait_seconds += times.wait
+        self._overlaps += times.overlap
         counters = self.communication.counters
         self.record({
             "kind": "round", "round": round, "time": time.time(), "seconds": seconds,
             "train_seconds": times.train, "send_seconds": times.send,
-            "wait_seconds": times.wait, "mix_seconds": times.mix,
+            "wait_seconds": times.wait, "mix_seconds": times.mix, "overlap": times.overlap,
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
             "data_bytes_sent": counters.data_bytes_sent, "metadata_bytes_sent": counters.metadata_bytes_sent,
-            **self._slowest(), **({"missing": sorted(mixed.missing)} if mixed.missing else {}),
+            "edges": self._edge_deltas(), **self._slowest(),
+            **({"missing": sorted(mixed.missing)} if mixed.missing else {}),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
+
+    def _edge_deltas(self) -> dict[str, list[float]]:
+        """Peer -> [bytes sent, bytes received, chunks sent, resends, seconds waited] of this round."""
+        found = {}
+        for uid, edge in self.communication.counters.edges.items():
+            sent = edge.data_bytes_sent + edge.metadata_bytes_sent
+            received = edge.data_bytes_received + edge.metadata_bytes_received
+            total = (sent, received, edge.frames_sent, edge.resends, edge.wait_seconds)
+            last = self._edges.get(uid, (0, 0, 0, 0, 0.0))
+            if total != last:
+                self._edges[uid] = total
+                found[str(uid)] = [round(now - then, 6) for now, then in zip(total, last, strict=True)]
+        return found
 
     def _slowest(self) -> dict[str, float]:
         """The neighbor that this round waited for longest."""
@@ -184,6 +205,7 @@ class Node:
 
         The merged model is the mean of all models; every node evaluates it on its own part of the test set.
         """
+        self.doing = "evaluation"
         key = "closing" if closing else f"round-{self.round}"
         timeout = self.communication.config.timeout_seconds
         local = self.training.evaluate("test")
@@ -234,7 +256,7 @@ class Node:
             "uid": self.uid, "rounds": self.round, **self._evaluation,
             "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
             "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
-            "wait_seconds": self._wait_seconds,
+            "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(ordered)),
             "bytes_data": counters.data_bytes_sent, "bytes_metadata": counters.metadata_bytes_sent,
             "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
             "faults": sum(counters.faults.values()),

@@ -28,6 +28,13 @@ class RoundTimes:
     wait: float = 0.0
     """Waiting for payloads: the exposed communication time."""
     mix: float = 0.0
+    flight: float = 0.0
+    """From handing over the payload until the last one was there."""
+
+    @property
+    def overlap(self) -> float:
+        """The part of the exchange's flight that hid behind other work, in [0, 1]; 1 when there was none."""
+        return 1.0 - min(1.0, self.wait / self.flight) if self.flight > 0 else 1.0
 
 
 @dataclass
@@ -98,6 +105,7 @@ class Schedule(abc.ABC):
         return self.communication.claim(model, self.communication.config.timeout_seconds)
 
     def _settle(self, exchange: Exchange) -> Mixed:
+        self.times.flight = exchange.seconds
         for uid in exchange.undelivered:
             self.sharing.undelivered(uid, self._outgoing[uid])
         self._outgoing = {}

@@ -199,7 +199,7 @@ def test_payloads_that_break_the_schema_are_our_own_fault() -> None:
 
 def test_bytes_are_counted_exactly() -> None:
     elements = 3 * BLOCK_ELEMENTS + 1
-    with nodes("ipc", 3, flat_schema(elements)) as made:
+    with nodes("ipc", 3, flat_schema(elements), chunk_bytes=1 << 20) as made:
         gossip(made, elements, torch.float32, 2)
         for node in made:
             for edge in node.counters.edges.values():

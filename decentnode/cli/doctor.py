@@ -1,0 +1,50 @@
+"""`decentnode doctor`: what would go wrong, before it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import click
+
+from decentnode.errors import EnvironmentFault
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.option("--machine", "-m", help="Number of this machine in the mapping, or auto.")
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+@click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for the other machines' doctors.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per check.")
+def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: float, as_json: bool) -> None:
+    """Check that this machine can run its share of CONFIG: cores, memory, /dev/shm, ports, file limits, keys.
+
+    With several machines run it on each at the same time: they measure latency, bandwidth and clock differences.
+    Exit code 3 when a run would fail.
+    """
+    from decentnode.experiment import load
+    from decentnode.launch import doctor
+    from decentnode.launch.prepare import choose_machine
+
+    experiment = load(config, overrides)
+    mapping = experiment.make_mapping()
+    here = choose_machine(mapping, machine, config)
+
+    def checks() -> Iterator[doctor.Finding]:
+        yield from doctor.local(experiment, here)
+        free = doctor.ports(experiment, here)
+        yield free
+        if mapping.num_machines > 1 and free.ok:
+            yield from doctor.remote(experiment, here, wait)
+
+    failed = []
+    for finding in checks():
+        if finding.ok is False:
+            failed.append(finding.what)
+        if as_json:
+            click.echo(json.dumps(vars(finding)))
+        else:
+            mark = {True: "ok", None: "warning", False: "FAILED"}[finding.ok]
+            click.echo(f"{mark:8} {finding.what}: {finding.detail}")
+    if failed:
+        raise EnvironmentFault(f"{config} would fail on machine {here}: {', '.join(failed)}")

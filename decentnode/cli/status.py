@@ -1,0 +1,44 @@
+"""`decentnode status`: where the nodes of a run stand, and who waits for whom."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+
+from decentnode.errors import UsageError
+
+
+@click.command()
+@click.argument("run", default="latest")
+@click.option("--edges", is_flag=True, help="A row for every edge: bytes, chunks, resends, time waited.")
+@click.option("--once", is_flag=True, help="Print once instead of until the run ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, once.")
+def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
+    """Show what each node of RUN on this machine is doing; live on a terminal while the run goes.
+
+    RUN is a run directory, the folder of an experiment (its latest run) or latest.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from decentnode.launch.run_dir import resolve
+    from decentnode.report.status import going, read, table
+
+    path = resolve(run)
+    found = read(path)
+    if not found:
+        raise UsageError(f"{path} has no status of any node: the run has not begun, or wrote none")
+    if as_json:
+        click.echo(json.dumps({str(uid): status for uid, status in found.items()}, indent=1))
+        return
+    console = Console(highlight=False)
+    if once or not console.is_terminal or not going(found):
+        console.print(table(found, edges))
+        return
+    with Live(table(found, edges), console=console, refresh_per_second=2) as live:
+        while going(found):
+            time.sleep(1.0)
+            found = read(path) or found
+            live.update(table(found, edges))

@@ -1,0 +1,258 @@
+"""Is this machine fit for its share of an experiment, and can it reach the others? Every check ends in time.
+
+Across machines one doctor runs on each. They listen on the first port of the run itself and ask each other small
+questions: [kind, number, payload] as msgpack, sizes bounded, nothing else is answered.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import psutil
+import zmq
+
+from decentnode.build import make_model, schemas_of, threads_of
+from decentnode.communication.board import FOLDER, Layout
+from decentnode.communication.security import load_keyring
+from decentnode.communication.zeromq_config import ZeroMQConfig
+from decentnode.component import load_class
+from decentnode.data import shares
+from decentnode.errors import DecentnodeError
+from decentnode.experiment import Experiment
+from decentnode.launch.prepare import size
+from decentnode.sharing import SHARINGS
+from decentnode.tensors import FlatModel
+
+ASK_SECONDS = 2.0
+MAX_PAYLOAD = 1 << 20
+PINGS, BLOCKS = 20, 8
+SOCKETS_PER_PEER, DESCRIPTORS_PER_SOCKET, DESCRIPTORS_OF_A_NODE = 2, 3, 60
+MAX_SKEW_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: `ok` is False where a run would fail, None where it would only suffer."""
+
+    what: str
+    ok: bool | None
+    detail: str
+
+
+def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
+    """What this machine has, against what its nodes will need."""
+    mapping = experiment.make_mapping()
+    uids = mapping.local(machine)
+    yield _cores(experiment, uids)
+    dataset, _ = shares(experiment.data, experiment.make_graph().num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+    model = FlatModel(make_model(experiment, dataset.input_shape, dataset.num_classes))
+    need, free = 3 * model.parameters.nbytes * len(uids), psutil.virtual_memory().available
+    yield Finding("memory", need < free, f"{len(uids)} nodes need about {size(need)} for models and gradients, "
+                                         f"{size(free)} are free")  # fmt: skip
+    sharing = load_class(experiment.sharing.name, SHARINGS, "sharing")(experiment.sharing)
+    yield from _shared_memory(experiment, schemas_of(sharing, model), len(uids))
+    yield _descriptors(experiment, uids)
+    yield from _keys(experiment, uids)
+
+
+def _cores(experiment: Experiment, uids: Any) -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = sum(threads_of(experiment, uid) for uid in uids)
+    fits = threads <= cores or None
+    return Finding("cores", fits, f"{cores} cores for {len(uids)} nodes with {threads} threads in all")
+
+
+def _shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> Iterator[Finding]:
+    config = experiment.communication
+    if not isinstance(config, ZeroMQConfig) or nodes < 2 or config.name == "zeromq":
+        return
+    if not FOLDER.is_dir():
+        yield Finding("shared memory", config.name != "shared_memory" and None, f"there is no {FOLDER}: ipc instead")
+        return
+    need = Layout(schemas, experiment.make_graph().num_nodes).size * nodes
+    free = shutil.disk_usage(FOLDER).free
+    enough: bool | None = need + (16 << 20) <= free
+    if not enough and config.name != "shared_memory":
+        enough = None
+    yield Finding("shared memory", enough, f"{FOLDER}: {nodes} nodes need {size(need)}, {size(free)} are free")
+
+
+def _descriptors(experiment: Experiment, uids: Any) -> Finding:
+    graph = experiment.make_graph()
+    rounds = min(graph.period or 64, 64)
+    peers = max(len({v for r in range(rounds) for v in graph.neighbors(u, r)}) for u in uids)
+    need = DESCRIPTORS_OF_A_NODE + peers * SOCKETS_PER_PEER * DESCRIPTORS_PER_SOCKET
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Finding("open files", need <= soft, f"a node with {peers} neighbors needs about {need}, "
+                                               f"the limit is {soft} (ulimit -n; at most {hard})")  # fmt: skip
+
+
+def _keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:
+    config = experiment.communication
+    if not isinstance(config, ZeroMQConfig) or not config.secure or config.keys is None:
+        return
+    try:
+        for uid in uids:
+            load_keyring(experiment.base_dir / config.keys, uid, experiment.make_mapping().num_nodes)
+    except DecentnodeError as error:
+        yield Finding("keys", False, str(error))
+    else:
+        yield Finding("keys", True, f"{Path(config.keys)}: complete for the {len(uids)} nodes of this machine")
+
+
+def ports(experiment: Experiment, machine: int) -> Finding:
+    """Whether every port of this machine's nodes is free."""
+    mapping = experiment.make_mapping()
+    wanted = [(p.bind, p.port + k) for u in mapping.local(machine) if (p := mapping.place(u)).port is not None
+              for k in (0, 1)]  # fmt: skip
+    taken = []
+    with zmq.Context() as context:
+        for host, port in wanted:
+            with context.socket(zmq.ROUTER) as probe:
+                try:
+                    probe.bind(f"tcp://{host}:{port}")
+                except zmq.ZMQError as error:
+                    taken.append(f"{host}:{port} ({error.strerror})")
+    if not wanted:
+        return Finding("ports", True, "none needed: Unix sockets, or free ports")
+    few = ", ".join(taken[:5]) + (", ..." if len(taken) > 5 else "")
+    return Finding("ports", not taken, f"{len(taken)} of {len(wanted)} cannot be used: {few}" if taken
+                   else f"{len(wanted)} ports from {wanted[0][0]}:{wanted[0][1]} are free")  # fmt: skip
+
+
+class Desk:
+    """Answers the other machines' doctors while this one asks them; used as a context manager."""
+
+    def __init__(self, bind: str, port: int, machine: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.maxmsgsize = 2 * MAX_PAYLOAD
+        self._router.linger = 0
+        self._router.bind(f"tcp://{bind}:{port}")
+        self._machine = machine
+        self._over = threading.Event()
+        self.done: set[int] = set()
+        """Machines that said they have asked everything."""
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+
+    def __enter__(self) -> Desk:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(5)
+        self._router.close(linger=500)
+        self._context.term()
+
+    def _answer(self) -> None:
+        while not self._over.is_set():
+            if not self._router.poll(100):
+                continue
+            who, *frames = self._router.recv_multipart()
+            question = _unpack(frames[0]) if len(frames) == 1 else None
+            if question is None:
+                continue
+            kind, number, payload = question
+            if kind == "done" and isinstance(payload, int):
+                self.done.add(payload)
+            reply = {"time": time.time(), "ping": None, "block": None, "done": None, "who": self._machine}.get(kind)
+            self._router.send_multipart([who, msgpack.packb([kind, number, reply])])
+
+
+def _unpack(data: bytes) -> tuple[str, int, Any] | None:
+    try:
+        found = msgpack.unpackb(data, max_bin_len=MAX_PAYLOAD, max_str_len=16, max_array_len=3, max_map_len=0,
+                                max_ext_len=0)  # fmt: skip
+    except Exception:
+        return None
+    if not isinstance(found, list) or len(found) != 3 or type(found[0]) is not str or type(found[1]) is not int:
+        return None
+    return found[0], found[1], found[2]
+
+
+class Patient:
+    """One other machine, asked over one connection."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.maxmsgsize = 2 * MAX_PAYLOAD
+        self._socket.linger = 500
+        self._socket.connect(f"tcp://{host}:{port}")
+        self._number = 0
+
+    def ask(self, kind: str, payload: Any = None, timeout_seconds: float = ASK_SECONDS) -> tuple[Any, float] | None:
+        """(answer, seconds of the round trip), or None when nothing came in time."""
+        self._number += 1
+        started = time.perf_counter()
+        self._socket.send(msgpack.packb([kind, self._number, payload]))
+        while (left := started + timeout_seconds - time.perf_counter()) > 0 and self._socket.poll(int(1000 * left) + 1):
+            answer = _unpack(self._socket.recv())
+            if answer is not None and answer[0] == kind and answer[1] == self._number:
+                return answer[2], time.perf_counter() - started
+        return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterator[Finding]:
+    """The way to every other machine, whose doctor has to run meanwhile. Blocking up to `wait_seconds` for each."""
+    mapping = experiment.make_mapping()
+    first = [mapping.place(mapping.local(m)[0]) for m in range(mapping.num_machines)]
+    own = first[machine]
+    assert own.port is not None
+    others = [m for m in range(mapping.num_machines) if m != machine]
+    deadline = time.monotonic() + wait_seconds
+    with Desk(own.bind, own.port, machine) as desk, zmq.Context() as context:
+        patients: dict[int, Patient] = {}
+        for other in others:
+            port = first[other].port
+            assert port is not None
+            patients[other] = Patient(context, first[other].host, port)
+        try:
+            for other, patient in patients.items():
+                where = f"machine {other} ({first[other].host}:{first[other].port})"
+                yield from _examine(patient, other, where, deadline)
+            for other, patient in patients.items():
+                patient.ask("done", machine, 0.5 if other not in desk.done else ASK_SECONDS)
+            while not set(others) <= desk.done and time.monotonic() < deadline:
+                time.sleep(0.05)
+        finally:
+            for patient in patients.values():
+                patient.close()
+
+
+def _examine(patient: Patient, other: int, where: str, deadline: float) -> Iterator[Finding]:
+    hello = None
+    while hello is None and time.monotonic() < deadline:
+        hello = patient.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - time.monotonic())))
+    if hello is None:
+        yield Finding(where, False, "no answer: start decentnode doctor there too, check address, port and firewall")
+        return
+    if hello[0] != other:
+        yield Finding(where, False, f"answers as machine {hello[0]}: the mapping's addresses are mixed up")
+        return
+    trips = [found[1] for _ in range(PINGS) if (found := patient.ask("ping")) is not None]
+    before = time.time()
+    told = patient.ask("time")
+    block = bytes(MAX_PAYLOAD)
+    blocks = [found[1] for _ in range(BLOCKS) if (found := patient.ask("block", block, 10.0)) is not None]
+    if not trips or not blocks or told is None or not isinstance(told[0], float):
+        yield Finding(where, False, "answers, but not every time: packets get lost")
+        return
+    skew = told[0] - (before + told[1] / 2)
+    speed = MAX_PAYLOAD / max(1e-9, statistics.median(blocks) - statistics.median(trips))
+    yield Finding(where, True, f"round trip {1e3 * statistics.median(trips):.2f} ms "
+                               f"(worst {1e3 * max(trips):.2f}), about {size(speed)}/s")  # fmt: skip
+    yield Finding(f"clock of machine {other}", abs(skew) < MAX_SKEW_SECONDS or None, f"{1e3 * skew:+.1f} ms from ours")

@@ -1,0 +1,87 @@
+"""What happened to a node beside its rounds: events.jsonl, a JSON object per line, bounded whatever strangers send."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from decentnode.metrics.writer import MetricsWriter
+
+PER_KIND = 50
+"""Events of one kind that are written; those after them are counted."""
+MAX_DETAIL = 300
+
+EVENTS: dict[str, str] = {
+    "joined": "the node joined the run",
+    "stopped": "the node stopped before its last round, because it was asked to",
+    "finished": "the node finished its last round",
+    "failed": "the node failed",
+    "peer_lost": "a peer did not answer in time, or failed",
+    "diverged": "the model held NaN or infinity",
+    "connection_lost": "a connection to this node broke",
+    "connection_renewed": "nothing came through to the peer, and a new connection was made",
+    "handshake_failed": "somebody connected who does not speak the protocol, or not with the right keys",
+    "stranger": "somebody connected whose key is on no list",
+    "wrong_identity": "a node spoke in another node's name",
+    "not_encrypted": "a payload was not encrypted where it has to be",
+    "checksum_mismatch": "bytes were not what was sent; they are sent again",
+    "malformed_header": "bytes that are no message",
+    "malformed_multipart": "a message with too many parts",
+    "oversized_header": "a header beyond the limit",
+    "protocol_version": "a message of another version of the protocol",
+    "unknown_type": "a message of an unknown type",
+    "unknown_uid": "a message from, or about, a uid that is not in the run",
+    "unexpected_message": "a message that may not come in this state",
+    "wrong_sender": "a message from a node that may not send it",
+    "wrong_plane": "a message on the wrong socket",
+    "wrong_run": "a message of another run",
+    "wrong_generation": "a message of another generation of members",
+    "wrong_acknowledgement": "an acknowledgement of what was never sent",
+    "sequence_jump": "a message numbered far ahead of its turn",
+    "hello_flood": "more hellos than anybody needs",
+    "window_exceeded": "more bytes than the window allows",
+    "stale_round": "a payload of a round that is over",
+    "stale_part": "a piece of a mean that is over",
+    "duplicate_chunk": "a chunk that was there already",
+    "wrong_shape": "a payload that does not fit the schema",
+    "wrong_size": "a chunk with too few or too many bytes",
+    "no_board": "a doorbell of a node whose shared memory is not mapped here",
+    "wrong_board": "shared memory that is not what the schema says",
+    "non_finite": "a payload with NaN or infinity was rejected",
+}
+"""Every kind of event, and what it says."""
+
+
+class EventLog:
+    """`log(kind, peer, detail)` from any thread; never raises on a full disk."""
+
+    def __init__(self, path: Path, uid: int) -> None:
+        """Raises OSError when the file cannot be opened."""
+        self.uid = uid
+        self.counts: dict[str, int] = {}
+        self._writer = MetricsWriter(path)
+        self._lock = threading.Lock()
+        self._open = True
+
+    def __call__(self, kind: str, peer: int | None = None, detail: str = "") -> None:
+        """kind: a key of EVENTS. peer: the uid it concerns."""
+        with self._lock:
+            count = self.counts[kind] = self.counts.get(kind, 0) + 1
+            if count > PER_KIND or not self._open:
+                return
+            self._write({"kind": kind, "peer": peer, "detail": detail[:MAX_DETAIL]})
+
+    def _write(self, record: dict[str, object]) -> None:
+        self._writer.write({"time": time.time(), "uid": self.uid, **record})
+
+    def close(self) -> None:
+        """Write how many events of each kind were only counted; idempotent."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            for kind, count in self.counts.items():
+                if count > PER_KIND:
+                    self._write({"kind": kind, "peer": None, "detail": "not written", "count": count - PER_KIND})
+            self._writer.close()

@@ -1,0 +1,87 @@
+"""Where the nodes of a run stand, from the status.json that each writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from decentnode.report.words import duration, size
+
+SILENT_SECONDS = 5.0
+"""A node on this machine that has not written for so long and whose process is gone has died."""
+
+
+def read(run: Path) -> dict[int, dict[str, Any]]:
+    """uid -> its last status; nodes that have written none are not there."""
+    found = {}
+    for path in sorted(run.glob("nodes/*/status.json")):
+        try:
+            status = json.loads(path.read_text())
+            found[int(status["uid"])] = status
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # being replaced this moment, or cut short by a full disk
+    return found
+
+
+def going(statuses: dict[int, dict[str, Any]]) -> bool:
+    """Whether some node has not ended."""
+    return any(state_of(status) not in ("finished", "stopped", "failed", "gone") for status in statuses.values())
+
+
+def state_of(status: dict[str, Any]) -> str:
+    """What a node is doing; "gone" when its process ended without saying so."""
+    doing = str(status.get("doing", ""))
+    silent = time.time() - float(status.get("time", 0)) > SILENT_SECONDS
+    if doing in ("finished", "stopped", "failed") or not silent:
+        return doing
+    return doing if os.path.exists(f"/proc/{status.get('pid')}") or not os.path.exists("/proc/self") else "gone"
+
+
+def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> RenderableType:
+    """One row per node; with edges one more per neighbor."""
+    made = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("node", "round", "doing", "waits for", "since", "sent", "received", "chunks", "resends", "faults"):
+        made.add_column(column, justify="left" if column in ("doing", "waits for") else "right")
+    for uid, status in statuses.items():
+        over = status["edges"].values()
+        whom = status["waiting_for"]
+        state = state_of(status)
+        waits = Text(", ".join(map(str, whom[:6])) + (", ..." if len(whom) > 6 else ""))
+        made.add_row(
+            str(uid), f"{status['round']}/{status['rounds']}",
+            Text(state, style="red" if state in ("gone", "failed") else ""), waits,
+            duration(status["waiting_seconds"]) if whom else "",
+            size(sum(e["sent"] for e in over)), size(sum(e["received"] for e in over)),
+            str(sum(e["chunks"] for e in over)), str(sum(e["resends"] for e in over)),
+            str(sum(status["faults"].values())),
+        )  # fmt: skip
+        if edges:
+            for other, edge in status["edges"].items():
+                made.add_row(
+                    "", "", Text(f"  to node {other}", style="dim"), "", duration(edge["wait_seconds"]),
+                    size(edge["sent"]), size(edge["received"]), str(edge["chunks"]), str(edge["resends"]), "",
+                )  # fmt: skip
+    return Group(made, Text(blame(statuses), style="dim"))
+
+
+def blame(statuses: dict[int, dict[str, Any]]) -> str:
+    """Whom everybody waits for in the end: waited for, and not waiting itself."""
+    waited: dict[int, int] = {}
+    for status in statuses.values():
+        for uid in status["waiting_for"]:
+            waited[uid] = waited.get(uid, 0) + 1
+    roots = {uid: n for uid, n in waited.items() if uid not in statuses or not statuses[uid]["waiting_for"]}
+    if not roots:
+        return f"{len(statuses)} nodes have written their status"
+    names = ", ".join(
+        f"node {uid} ({state_of(statuses[uid]) if uid in statuses else 'on another machine'}; {n} wait for it)"
+        for uid, n in sorted(roots.items(), key=lambda item: -item[1])[:4]
+    )
+    return f"everything waits for {names}"

@@ -1,0 +1,91 @@
+"""`decentnode status` on runs that go, hang and are over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from decentnode.cli import main
+from decentnode.report.status import blame, going, state_of, table
+
+ROOT = Path(__file__).parents[2]
+
+
+def status(uid: int, **more: Any) -> dict[str, Any]:
+    edge = {"sent": 1000, "received": 2000, "chunks": 4, "resends": 1, "wait_seconds": 0.5}
+    now = {"pid": os.getpid(), "time": time.time(), "round": 3, "rounds": 9, "doing": "exchange"}
+    waits = {"waiting_for": [], "waiting_seconds": 0.0}
+    return {"uid": uid, **now, **waits, "edges": {"9": edge}, "faults": {"stranger": 2}, **more}
+
+
+def shown(statuses: dict[int, dict[str, Any]], edges: bool = False) -> str:
+    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table(statuses, edges))
+    return console.export_text()
+
+
+def test_who_waits_for_whom() -> None:
+    chain = {0: status(0, waiting_for=[1], waiting_seconds=12.0), 1: status(1, waiting_for=[2], waiting_seconds=12.0),
+             2: status(2, doing="local steps")}  # fmt: skip
+    assert "node 2 (local steps; 1 wait for it)" in blame(chain)
+    text = shown(chain, edges=True)
+    assert "12" in text and "to node 9" in text and "3/9" in text
+    chain[2] = status(2, doing="local steps", pid=2**22 + 5, time=time.time() - 60)
+    assert state_of(chain[2]) == "gone" and "node 2 (gone" in blame(chain)
+    assert going(chain) and not going({0: status(0, doing="finished")})
+
+
+def test_without_a_run(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+
+
+@pytest.mark.timeout(110)
+def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
+    """SIGSTOP of one node: the others are seen to wait for it, and the run ends in time with its name."""
+    command = [sys.executable, "-m", "decentnode", "run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",
+               "--run-dir", str(tmp_path), "--set", "graph={name: complete, nodes: 4}", "--set",
+               "mapping={name: linear, nodes_per_machine: 4}", "--set", "node.rounds=100000", "--set",
+               "node.evaluate_every=0", "--set", "communication={name: auto, timeout_seconds: 3}"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    frozen = None
+    try:
+        def read() -> dict[str, Any]:
+            result = CliRunner().invoke(main, ["status", str(tmp_path / "quickstart"), "--json"])
+            return json.loads(result.output) if result.exit_code == 0 else {}
+
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (len(now := read()) == 4 and min(s["round"] for s in now.values())):
+            time.sleep(0.2)
+        frozen = now["2"]["pid"]
+        os.kill(frozen, signal.SIGSTOP)
+        stopped = time.monotonic()
+        while time.monotonic() < deadline and not all(2 in s["waiting_for"] for u, s in now.items() if u != "2"):
+            time.sleep(0.2)
+            now = read()
+        assert all(2 in s["waiting_for"] for u, s in now.items() if u != "2"), now
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 5 and "node 2" in output, output
+        assert time.monotonic() - stopped < 40
+        (run,) = (tmp_path / "quickstart").glob("latest")
+        events = [json.loads(line) for line in (run / "nodes" / "000" / "events.jsonl").read_text().splitlines()]
+        assert events[0]["kind"] == "joined" and any(e["kind"] == "peer_lost" and e["peer"] == 2 for e in events)
+        text = CliRunner().invoke(main, ["status", str(tmp_path / "quickstart"), "--edges"])
+        assert text.exit_code == 0 and "failed" in text.output
+    finally:
+        if frozen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(frozen, signal.SIGCONT)
+        process.kill()
+        process.wait()

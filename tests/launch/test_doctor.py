@@ -1,0 +1,92 @@
+"""`decentnode doctor`: this machine alone, and two that examine each other."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from decentnode.launch.doctor import Desk, Patient
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def mapping(port: int) -> str:
+    return ("mapping={name: linear, machines: 2, nodes_per_machine: 4, addresses: [127.0.0.1, 127.0.0.2], "
+            f"base_port: {port}}}")  # fmt: skip
+
+
+def findings(output: str) -> dict[str, dict[str, object]]:
+    return {found["what"]: found for found in map(json.loads, output.splitlines()) if isinstance(found, dict)}
+
+
+def test_one_machine() -> None:
+    result = CliRunner().invoke(main, ["doctor", str(ROOT / "configs" / "quickstart.yaml"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert {"cores", "memory", "shared memory", "open files", "ports"} <= findings(result.output).keys()
+
+
+def test_what_would_fail_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        if port > 60000:
+            pytest.skip("no room for the ports after it")
+        result = CliRunner().invoke(main, ["doctor", str(ROOT / "configs" / "two_machines.yaml"), "-m", "0",
+                                           "-s", mapping(port), "--json"])  # fmt: skip
+    assert result.exit_code == 3 and f"127.0.0.1:{port}" in result.output
+    told = "\n".join(line for line in result.output.splitlines() if line.startswith("{"))
+    assert findings(told)["ports"]["ok"] is False
+
+
+def test_two_machines_examine_each_other() -> None:
+    port = free_port()
+    if port > 60000:
+        pytest.skip("no room for the ports after it")
+    config = str(ROOT / "configs" / "two_machines.yaml")
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "decentnode", "doctor", config, "-m", str(m), "-s", mapping(port),
+                          "--json"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for m in (0, 1)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for machine, output in enumerate(outputs):
+        found = findings(output)
+        other = 1 - machine
+        assert any(what.startswith(f"machine {other} (") and f["ok"] for what, f in found.items())
+        assert abs(float(str(found[f"clock of machine {other}"]["detail"]).split()[0])) < 1000
+
+
+def test_a_machine_that_does_not_answer_is_named() -> None:
+    config = str(ROOT / "configs" / "two_machines.yaml")
+    port = free_port() // 2 + 1000
+    result = CliRunner().invoke(main, ["doctor", config, "-m", "1", "--wait", "0.5", "-s", mapping(port)])
+    assert result.exit_code == 3 and "machine 0 (127.0.0.1" in result.output and "no answer" in result.output
+
+
+def test_the_desk_answers_nothing_but_its_questions() -> None:
+    port = free_port()
+    with Desk("127.0.0.1", port, 4), zmq.Context() as context:
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.connect(f"tcp://127.0.0.1:{port}")
+            for bad in (b"", b"\xc1", msgpack.packb({"a": 1}), msgpack.packb(["who"]), msgpack.packb([1, "x", None])):
+                stranger.send(bad)
+            assert not stranger.poll(200)
+        patient = Patient(context, "127.0.0.1", port)
+        assert patient.ask("who") is not None and patient.ask("who")[0] == 4  # type: ignore[index]
+        patient.close()
