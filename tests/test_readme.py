@@ -32,7 +32,7 @@ def commands() -> list[str]:
 
 
 def rule_source() -> str:
-    block = README.split(".. code-block:: python\n")[1].split("\n::\n")[0]
+    block = README.split("A sharing rule of your own")[1].split(".. code-block:: python\n")[1].split("\n::\n")[0]
     return "\n".join(line[4:] for line in block.splitlines())
 
 

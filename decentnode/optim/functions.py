@@ -1,0 +1,84 @@
+"""Makers of optimizers and schedules, with the faces that decentralized data parallel training expects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
+
+Named = Sequence[tuple[str, Tensor] | tuple[Tensor, str]]
+"""Parameters with their names, in either order."""
+
+DECAYED = "_decentnode_decay"
+"""Attribute of a parameter: whether weight decay applies, as the wrapper found from its module."""
+
+
+def parameter_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: weights with decay, and norms and biases without.
+
+    A parameter's tag says which it is; one without a tag counts as a weight if it has two dimensions or more.
+    """
+    tensors = [a if isinstance(a, Tensor) else b for a, b in params]
+    weights = [p for p in tensors if getattr(p, DECAYED, p.dim() >= 2)]  # type: ignore[union-attr]
+    others = [p for p in tensors if not getattr(p, DECAYED, p.dim() >= 2)]  # type: ignore[union-attr]
+    groups = ({"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
+
+
+def optim_fn_adam(
+    params: Named, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+    eps: float = 1e-8,
+) -> Optimizer:
+    """torch.optim.Adam on `parameter_groups`."""
+    return Adam(parameter_groups(params, weight_decay), lr=lr, betas=betas, eps=eps)
+
+
+def optim_fn_adamw(
+    params: Named, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.1,
+    eps: float = 1e-8,
+) -> Optimizer:
+    """torch.optim.AdamW on `parameter_groups`."""
+    return AdamW(parameter_groups(params, weight_decay), lr=lr, betas=betas, eps=eps)
+
+
+def optim_fn_accum_adam(
+    params: Named, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+    eps: float = 1e-8, accum_iter: int = 4,
+) -> Optimizer:
+    """AccumAdam on `parameter_groups`."""
+    return AccumAdam(parameter_groups(params, weight_decay), lr=lr, betas=betas, eps=eps, accum_iter=accum_iter)
+
+
+def optim_fn_accum_adamw(
+    params: Named, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.1,
+    eps: float = 1e-8, accum_iter: int = 4,
+) -> Optimizer:
+    """AccumAdamW on `parameter_groups`."""
+    return AccumAdamW(parameter_groups(params, weight_decay), lr=lr, betas=betas, eps=eps, accum_iter=accum_iter)
+
+
+def lr_scheduler_fn_cosine_with_warmup(
+    optimizer: Optimizer, t_max: int, t_warmup: int, cosine_eta_min: float = 1e-6, warmup_decay: float = 0.01,
+) -> LambdaLR:
+    """Linear from warmup_decay * lr to lr in t_warmup steps, then a cosine down to cosine_eta_min at step t_max.
+
+    Raises ValueError unless 0 <= t_warmup < t_max.
+    """
+    if not 0 <= t_warmup < t_max:
+        raise ValueError(f"t_warmup must be in [0, t_max), got {t_warmup} of {t_max}")
+
+    def factor(start: float, step: int) -> float:
+        if step < t_warmup:
+            return warmup_decay + (1 - warmup_decay) * step / t_warmup
+        done = min(1.0, (step - t_warmup) / (t_max - t_warmup))
+        low = cosine_eta_min / start if start > 0 else 0.0
+        return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
+
+    starts = [group["lr"] for group in optimizer.param_groups]
+    return LambdaLR(optimizer, [lambda step, start=start: factor(start, step) for start in starts])  # type: ignore[misc]

@@ -1,0 +1,284 @@
+"""DecentralizedDataParallel: gossip instead of all-reduce around any module."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from decentnode.optim.functions import DECAYED
+from decentnode.parallel.buckets import make_buckets
+from decentnode.parallel.exchange import Exchange, mean_over_ranks
+from decentnode.parallel.shared import SharedExchange, usable
+from decentnode.parallel.start import broadcast_all, check_alike
+from decentnode.parallel.topology import Topology, make_topology
+
+logger = logging.getLogger(__name__)
+
+OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
+
+_NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
+
+
+class DecentralizedDataParallel(Module):
+    """Wraps a module; every backward pass in train mode ends with mixing, an optimizer step and the next exchange.
+
+    x_i(t+1) = sum_j W_ij(t) x_j(t) + step of the optimizer at the gradient at x_i(t): D-PSGD in the order of Wang et
+    al., ICLR 2025 (arXiv 2410.11998). The exchange of x(t) is launched as soon as x(t) is known and hides behind the
+    whole next forward and backward pass. The step is taken once, at the end of the backward pass, by one optimizer
+    over all parameters: clipping and the gradient scaler's decision are global, parameters may be used in any order or
+    not at all, and every bucket's exchange still has a full forward and backward pass to hide behind.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optim_fn: OptimFn | None = None,
+        lr_scheduler_fn: Callable[[Optimizer], Any] | None = None,
+        topology: Topology = "complete",
+        scaler: Any = None,
+        grad_clip_norm: float = 0.0,
+        param_as_bucket_view: bool = True,
+        sync_buffer_in_global_avg: bool = False,
+        bucket_size_in_mb: int = 25,
+        local_world_size: int | None = None,
+        *,
+        optimizer: Callable[..., Optimizer] | None = None,
+        transport: Literal["auto", "shared_memory", "collective"] = "auto",
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        """Blocking until all ranks agree on parameters and topology; rank 0's values become everybody's.
+
+        optim_fn: makes an optimizer from [(name, parameter)]; optimizer: one from an iterable of parameters, such as
+        functools.partial(torch.optim.SGD, lr=0.1); exactly one of the two. lr_scheduler_fn: makes a scheduler from the
+        optimizer, stepped once per step. scaler: a GradScaler. grad_clip_norm: largest global gradient norm, 0 for
+        any. transport: shared_memory between ranks of one host for CPU tensors, collective for torch.distributed's
+        point-to-point and all_reduce operations; auto takes the first where it can. Raises ValueError for arguments
+        that contradict each other, AssemblyError naming a rank that differs.
+        """
+        super().__init__()
+        if not dist.is_initialized():
+            raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
+        if (optim_fn is None) == (optimizer is None):
+            raise ValueError("exactly one of optim_fn and optimizer must be given")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.module = model
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not self._named:
+            raise ValueError("model must have parameters that require gradients")
+        device = self._named[0][1].device
+        graph = make_topology(topology, self.world_size, local)
+        rows = [f"{self.world_size} ranks"] + [
+            f"round {r}: {source}->{uid} {weight:.12g}" for r in range(min(graph.period or 4, 32))
+            for uid in range(min(self.world_size, 64)) for source, weight in graph.weights(uid, r).items()
+        ]  # fmt: skip
+        words = {True: "trained", False: "frozen"}
+        parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
+        check_alike("list of parameters", parameters, device)
+        check_alike("topology", rows, device)
+        broadcast_all([*model.parameters(), *model.buffers()])
+        self._tag_parameters()
+        self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view)
+        shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, graph, device)
+        if transport == "shared_memory" and not shared:
+            raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
+        self._exchange = (SharedExchange(graph, self.rank, timeout_seconds, self._buckets) if shared
+                          else Exchange(graph, self.rank, timeout_seconds))  # fmt: skip
+        named: list[tuple[str, Tensor]] = list(self._named)
+        self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
+        self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
+        self._scaler, self._clip = scaler, grad_clip_norm
+        self._average_buffers = sync_buffer_in_global_avg
+        self._factor = 1.0
+        self._accumulating = False
+        self._queued = False
+        self._backup: list[Tensor] | None = None
+        self._told_revert = False
+        self.steps = 0
+        """Steps taken: the round of the topology that the next exchange has."""
+        for _, p in self._named:
+            p.register_post_accumulate_grad_hook(self._on_gradient)
+        self._launch()
+
+    def _tag_parameters(self) -> None:
+        """Mark what weight decay is for: not norms, not biases."""
+        for module in self.module.modules():
+            for name, p in module.named_parameters(recurse=False):
+                setattr(p, DECAYED, not isinstance(module, _NORMS) and not name.endswith("bias") and p.dim() >= 2)
+
+    # -- training ---------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._backup is not None and self.training:
+            self.revert_global_avg()
+            if not self._told_revert:
+                self._told_revert = True
+                logger.warning("training went on after global_avg: the local model was brought back first")
+        return self.module(*args, **kwargs)
+
+    def _on_gradient(self, _: Tensor) -> None:
+        if not self._accumulating and not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._queued = False
+        self._step()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self._mix()
+        if self._scaler is not None:
+            if self._clip > 0:
+                self._scaler.unscale_(self.optimizer)
+                self._clip_gradients()
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        else:
+            if self._clip > 0:
+                self._clip_gradients()
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.steps += 1
+        self._launch()
+
+    def _clip_gradients(self) -> None:
+        torch.nn.utils.clip_grad_norm_([p for _, p in self._named], self._clip)
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        for bucket in self._buckets:
+            bucket.gather()
+        self._exchange.launch(self._buckets, self.steps)
+
+    def _mix(self) -> None:
+        for bucket in self._buckets:
+            bucket.gather()
+            self._exchange.finish(bucket, self._factor)
+            bucket.scatter()
+
+    def set_accumulate_grad(self, enable: bool = True) -> None:
+        """While enabled, backward passes only add up gradients; the last of a step runs with it disabled."""
+        self._accumulating = enable
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add up gradients, as with torch's DistributedDataParallel."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def set_adaptive_factor(self, factor: float) -> None:
+        """x <- x + factor (W x - x) from now on (DSGD-AC, arXiv 2602.02899); 1 is plain gossip."""
+        if not 0.0 <= factor <= 1.0:
+            raise ValueError(f"factor must be in [0, 1], got {factor}")
+        self._factor = factor
+
+    def get_lr(self) -> float:
+        """Learning rate of the optimizer's first group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # -- the average model ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def global_avg(self, will_revert: bool = True) -> None:
+        """Blocking: every rank's model becomes the mean of all; all ranks have to call it.
+
+        will_revert: the local model is kept and comes back with `revert_global_avg`, or when training goes on.
+        """
+        if self._backup is not None:
+            return
+        tensors = self._averaged_tensors()
+        if will_revert:
+            self._backup = [tensor.detach().clone() for tensor in tensors]
+        else:
+            self._exchange.drain()
+        for tensor in tensors:
+            mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
+            tensor.detach().copy_(mean)
+        if not will_revert:
+            self._launch()
+
+    @torch.no_grad()
+    def revert_global_avg(self) -> None:
+        """Bring the local model back; nothing happens where there is none to bring back."""
+        if self._backup is None:
+            return
+        for tensor, kept in zip(self._averaged_tensors(), self._backup, strict=True):
+            tensor.detach().copy_(kept)
+        self._backup = None
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, every rank has the mean model; afterwards its own again. All ranks have to enter."""
+        self.global_avg(will_revert=True)
+        try:
+            yield
+        finally:
+            self.revert_global_avg()
+
+    def _averaged_tensors(self) -> list[Tensor]:
+        floats = [b for b in self.module.buffers() if b.is_floating_point()] if self._average_buffers else []
+        return [p for _, p in self._named] + floats
+
+    # -- metrics ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||; blocking, all ranks have to call it."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._buckets[0].flat.device)
+        for bucket in self._buckets:
+            bucket.gather()
+            mean = mean_over_ranks(bucket.flat.clone())
+            sums[0] += (bucket.flat.double() - mean.double()).square().sum()
+            sums[1] += mean.double().square().sum()
+        mean_over_ranks(sums)
+        return float((sums[0] / sums[1].clamp_min(1e-300)).sqrt())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Steps, bytes this rank sent, and seconds that exchanges held it up (exposed communication)."""
+        return {"steps": self.steps, "bytes_sent": self._exchange.bytes_sent,
+                "exposed_seconds": self._exchange.wait_seconds}  # fmt: skip
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What `state_dict` holds beside the model: optimizer, scheduler, scaler, step and phase of the topology."""
+        return {
+            "optimizer": self.optimizer.state_dict(), "steps": self.steps, "factor": self._factor,
+            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }  # fmt: skip
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
+        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self.steps, self._factor = int(state["steps"]), float(state["factor"])
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """All ranks load, each its own state or all the same one; then the exchange starts anew. Blocking."""
+        if assign:
+            raise ValueError("assign=True would take the parameters out of their buckets")
+        self._exchange.drain()
+        self._backup = None
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        self._launch()
+        return result

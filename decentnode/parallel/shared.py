@@ -1,0 +1,187 @@
+"""The exchange between ranks of one host: a neighbor's parameters are mixed straight from its memory.
+
+Every rank has one file in /dev/shm (mode 0600, its name taken away once everybody has it mapped): a header of
+counters, then two places for all buckets. A step's parameters go into one place while neighbors may still read the
+step before from the other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode.errors import PeerLost
+from decentnode.graph.base import Graph
+from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.exchange import Exchange
+from decentnode.parallel.start import check_alike
+
+FOLDER = Path("/dev/shm")
+PLACES, ALIGNMENT, PAGE = 2, 128, 4096
+MAX_NEIGHBORS = 8
+POLL_SECONDS = (10e-6, 500e-6)
+
+
+def usable(buckets: Sequence[Bucket], graph: Graph, device: torch.device) -> bool:
+    """Blocking, alike on all ranks: whether all of them are on one host with room, and share memory in order.
+
+    Only where the processor keeps stores in order (x86), so that a counter is never seen before the bytes it counts.
+    """
+    rounds = range(min(graph.period or 16, 64))
+    most = max((len(graph.sources(uid, r)) for r in rounds for uid in range(graph.num_nodes)), default=0)
+    need = PLACES * sum(b.flat.numel() * b.flat.element_size() for b in buckets) + (1 << 20)
+    try:
+        free = os.statvfs(FOLDER)
+        room = free.f_bavail * free.f_frsize > 2 * need * graph.num_nodes
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = f"{boot} {os.stat(FOLDER).st_dev} {os.readlink('/proc/self/ns/mnt')}"
+    except OSError:
+        room, host = False, secrets.token_hex(8)
+    fits = device.type == "cpu" and room and most <= MAX_NEIGHBORS and platform.machine() in ("x86_64", "AMD64")
+    own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(device)
+    hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(hosts, own)
+    everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=device)
+    dist.all_reduce(everybody, op=dist.ReduceOp.MIN)
+    return bool(everybody)
+
+
+class SharedExchange(Exchange):
+    """`Exchange` through shared memory; made by all ranks together."""
+
+    def __init__(self, graph: Graph, rank: int, timeout_seconds: float, buckets: Sequence[Bucket]) -> None:
+        """Blocking. Raises OSError when the file cannot be made."""
+        super().__init__(graph, rank, timeout_seconds)
+        n = graph.num_nodes
+        self._count = len(buckets)
+        header = 8 * (self._count + n)
+        at, self._offsets = -(-header // PAGE) * PAGE, []
+        for _ in range(PLACES):
+            starts = []
+            for bucket in buckets:
+                starts.append(at)
+                at += -(-bucket.flat.numel() * bucket.flat.element_size() // ALIGNMENT) * ALIGNMENT
+            self._offsets.append(starts)
+        self._size = max(at, PAGE)
+        check_alike("layout of buckets", [str(self._offsets)], torch.device("cpu"))
+        token = torch.tensor([secrets.randbits(62)])
+        dist.broadcast(token, 0)
+        path = [FOLDER / f"decentnode-ddp-{int(token):016x}-{r}" for r in range(n)]
+        handle = os.open(path[rank], os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            try:
+                os.posix_fallocate(handle, 0, self._size)
+                dist.barrier()
+                self._maps = [self._map(p, r) for r, p in enumerate(path)]
+            finally:
+                dist.barrier()
+                path[rank].unlink(missing_ok=True)
+        finally:
+            os.close(handle)
+        self._published = [np.frombuffer(m, np.int64, self._count) for m in self._maps]
+        """[rank][bucket]: 1 + the step that lies there."""
+        self._read = [np.frombuffer(m, np.int64, n, 8 * self._count) for m in self._maps]
+        """[rank][reader]: 1 + the step that the reader has done with."""
+        self._tensors = [[[self._tensor(m, b, starts[b.index]) for b in buckets] for starts in self._offsets]
+                         for m in self._maps]  # fmt: skip
+        for place in self._tensors[rank]:
+            for tensor in place:
+                tensor.zero_()
+        self._readers: list[tuple[int, tuple[int, ...]]] = [(0, ())] * PLACES
+        self._open: set[int] = set()
+        self._use = 0
+
+    def _map(self, path: Path, rank: int) -> mmap.mmap:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(handle)
+            if status.st_size != self._size or status.st_uid != os.geteuid():
+                raise OSError(f"the shared memory of rank {rank} is not what it should be: {status.st_size} bytes")
+            return mmap.mmap(handle, self._size)
+        finally:
+            os.close(handle)
+
+    @staticmethod
+    def _tensor(memory: mmap.mmap, bucket: Bucket, offset: int) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.frombuffer(memory, dtype=bucket.flat.dtype, count=bucket.flat.numel(), offset=offset)
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def launch(self, buckets: Sequence[Bucket], step: int) -> None:
+        self.step = step
+        targets = self.graph.neighbors(self.rank, step)
+        use = self._use = self._use + 1
+        place = use % PLACES
+        before, readers = self._readers[place]
+        for reader in readers:
+            self._wait_for(partial(self._has_read, reader, before), reader, "to let go of")
+        for bucket in buckets:
+            home = self._tensors[self.rank][place][bucket.index]
+            home.copy_(bucket.flat)
+            bucket.sent = home
+            self.bytes_sent += len(targets) * home.numel() * home.element_size()
+            self._published[self.rank][bucket.index] = use
+        self._readers[place] = (use, targets)
+        self._open = {bucket.index for bucket in buckets}
+
+    def finish(self, bucket: Bucket, factor: float = 1.0) -> None:
+        if bucket.index not in self._open:
+            return
+        own, others = self.weights(self.step, factor)
+        sources = self.graph.sources(self.rank, self.step)
+        for peer in sources:
+            self._await_bucket(peer, bucket)
+            bucket.received[peer] = self._tensors[peer][self._use % PLACES][bucket.index]
+        bucket.mix(own, {peer: others[peer] for peer in sources})
+        self._close(bucket, sources)
+
+    def _await_bucket(self, peer: int, bucket: Bucket) -> None:
+        self._wait_for(partial(self._has_published, peer, bucket.index), peer, "for")
+
+    def _close(self, bucket: Bucket, sources: Sequence[int]) -> None:
+        self._open.discard(bucket.index)
+        if not self._open:
+            for peer in sources:
+                self._read[peer][self.rank] = self._use
+
+    def drain(self) -> None:
+        for index in sorted(self._open):
+            for peer in self.graph.sources(self.rank, self.step):
+                self._wait_for(partial(self._has_published, peer, index), peer, "for")
+        if self._open:
+            self._open.clear()
+            for peer in self.graph.sources(self.rank, self.step):
+                self._read[peer][self.rank] = self._use
+        self.step = -1
+
+    def _has_published(self, peer: int, bucket: int) -> bool:
+        return bool(self._published[peer][bucket] >= self._use)
+
+    def _has_read(self, reader: int, use: int) -> bool:
+        return bool(self._read[self.rank][reader] >= use)
+
+    def _wait_for(self, done: Callable[[], bool], peer: int, what: str) -> None:
+        if done():
+            return
+        started, pause = time.perf_counter(), POLL_SECONDS[0]
+        while not done():
+            if time.perf_counter() - started > self.timeout_seconds:
+                raise PeerLost(f"rank {self.rank}: the exchange of step {self.step} with rank {peer} took longer than "
+                               f"{self.timeout_seconds:g} s (waiting {what} its parameters)", [peer])  # fmt: skip
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS[1])
+        self.wait_seconds += time.perf_counter() - started

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentnode.optim import (
+    AccumAdam,
+    AccumAdamW,
+    lr_scheduler_fn_cosine_with_warmup,
+    optim_fn_accum_adam,
+    optim_fn_accum_adamw,
+    optim_fn_adam,
+    optim_fn_adamw,
+)
+from decentnode.optim.functions import DECAYED
+
+SHAPES = [(33, 7), (129,), (), (4, 3, 5, 5)]
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(seed)
+    made = [torch.randn(shape, dtype=torch.float32).to(dtype) for shape in SHAPES]
+    made[3] = made[3].to(memory_format=torch.channels_last)
+    return [p.requires_grad_() for p in made]
+
+
+def gradients(params: list[Tensor], generator: torch.Generator) -> None:
+    for p in params:
+        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("ours", "theirs", "decay"), [
+    (AccumAdam, torch.optim.Adam, 0.0), (AccumAdam, torch.optim.Adam, 0.1), (AccumAdamW, torch.optim.AdamW, 0.1),
+])  # fmt: skip
+def test_a_window_of_one_is_adam_bit_for_bit(ours: type, theirs: type, decay: float, fused: bool) -> None:
+    a, b = parameters(), parameters()
+    mine = ours(a, lr=0.01, weight_decay=decay, accum_iter=1, fused=fused)
+    other = theirs(b, lr=0.01, weight_decay=decay, fused=fused, foreach=None if fused else True)
+    g, h = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for _ in range(30):
+        gradients(a, g)
+        gradients(b, h)
+        mine.step()
+        other.step()
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def reference(x: Tensor, grads: list[Tensor], s: int, lr: float, decay: float, decoupled: bool) -> Tensor:
+    """algorithms.md 1.2, line by line in float64."""
+    x, b1, b2, eps = x.double().clone(), 0.9, 0.999, 1e-8
+    m, v, a = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+    for t, g in enumerate(grads, 1):
+        k = -(-t // s)
+        g = g.double()
+        if decoupled:
+            x = x * (1 - lr * decay)
+        else:
+            g = g + decay * x
+        mh, vh = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        x = x - lr / (1 - b1**k) * mh / (vh.sqrt() / (1 - b2**k) ** 0.5 + eps)
+        a = a + g / s
+        if t % s == 0:
+            m, v, a = b1 * m + (1 - b1) * a, b2 * v + (1 - b2) * a * a, torch.zeros_like(x)
+    return x
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("s", [1, 2, 4, 7])
+@pytest.mark.parametrize(("cls", "decay"), [(AccumAdam, 0.0), (AccumAdam, 0.1), (AccumAdamW, 0.1)])
+def test_equals_the_definition(cls: type, decay: float, s: int, fused: bool) -> None:
+    params = parameters()
+    starts = [p.detach().clone() for p in params]
+    optimizer = cls(params, lr=0.02, weight_decay=decay, accum_iter=s, fused=fused)
+    generator, seen = torch.Generator().manual_seed(2), [[] for _ in params]  # type: ignore[var-annotated]
+    for _ in range(23):
+        gradients(params, generator)
+        for p, kept in zip(params, seen, strict=True):
+            kept.append(p.grad.clone())  # type: ignore[union-attr]
+        optimizer.step()
+    for p, start, kept in zip(params, starts, seen, strict=True):
+        expected = reference(start, kept, s, 0.02, decay, cls is AccumAdamW)
+        torch.testing.assert_close(p.detach().double(), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("s", [1, 4, 16])
+def test_a_constant_gradient_gives_one_trajectory(s: int) -> None:
+    p = torch.zeros(5, requires_grad=True)
+    optimizer = AccumAdam([p], lr=0.01, accum_iter=s)
+    for _ in range(40):
+        p.grad = torch.full((5,), 0.3)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((5,), -0.4), rtol=1e-3, atol=1e-4)
+
+
+def test_larger_windows_have_smaller_second_moments() -> None:
+    found = []
+    for s in (1, 4, 16):
+        p, generator = torch.zeros(4000, requires_grad=True), torch.Generator().manual_seed(3)
+        optimizer = AccumAdam([p], accum_iter=s)
+        for _ in range(1024):
+            p.grad = 0.1 + torch.randn(4000, generator=generator)
+            optimizer.step()
+        k = 1024 // s
+        found.append(float(optimizer.state[p]["exp_avg_sq"].mean()) / (1 - 0.999**k))
+    assert found == pytest.approx([1.01, 0.26, 0.0725], rel=0.05)
+
+
+def test_restart_from_state_dict_is_no_interruption() -> None:
+    straight, cut = parameters(), parameters()
+    a, b = AccumAdamW(straight, accum_iter=4), AccumAdamW(cut, accum_iter=4)
+    g, h = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for step in range(11):
+        gradients(straight, g)
+        a.step()
+        gradients(cut, h)
+        if step == 5:
+            state = copy.deepcopy(b.state_dict())
+            b = AccumAdamW(cut, accum_iter=4)
+            b.load_state_dict(state)
+        b.step()
+    assert all(torch.equal(x, y) for x, y in zip(straight, cut, strict=True))
+
+
+def test_parameters_without_gradients_are_left_alone_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from decentnode.optim import accum_adam
+
+    whole, parts = parameters(), parameters()
+    a = AccumAdam(whole, accum_iter=3)
+    b = AccumAdam(parts, accum_iter=3)
+    g, h = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for _ in range(5):
+        gradients(whole, g)
+        gradients(parts, h)
+        whole[1].grad = parts[1].grad = None
+        a.step()
+        with monkeypatch.context() as patch:
+            patch.setitem(accum_adam.BLOCK_ELEMENTS, "cpu", 50)
+            b.step()
+    assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
+    assert torch.equal(whole[1], parameters()[1]) and whole[1] not in a.state
+
+
+@pytest.mark.parametrize("wrong", [
+    {"lr": -1}, {"betas": (1.0, 0.9)}, {"accum_iter": 0}, {"accum_iter": 1.5}, {"eps": -1},
+])  # fmt: skip
+def test_wrong_values(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        AccumAdam(parameters(), **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("maker", [optim_fn_adam, optim_fn_adamw, optim_fn_accum_adam, optim_fn_accum_adamw])
+def test_weights_decay_and_norms_and_biases_do_not(maker: object) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    named = list(model.named_parameters())
+    for params in (named, [(p, name) for name, p in named]):
+        optimizer = maker(params, lr=0.1, weight_decay=0.5)  # type: ignore[operator]
+        decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        assert [decay[id(p)] for _, p in named] == [0.5, 0, 0, 0, 0.5, 0]
+    setattr(named[0][1], DECAYED, False)
+    assert len(optim_fn_adam(named, weight_decay=0.5).param_groups[0]["params"]) == 1
+
+
+def test_cosine_with_warmup() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    scheduler = lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=20, t_warmup=5, cosine_eta_min=0.1)
+    found = []
+    for _ in range(25):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert found[0] == pytest.approx(0.005) and found[5] == 0.5 and found[20:] == pytest.approx([0.1] * 5)
+    assert found[:6] == sorted(found[:6]) and found[5:] == sorted(found[5:], reverse=True)
+    assert found[12] == pytest.approx(0.1 + 0.4 * 0.5523, abs=1e-3)
+    with pytest.raises(ValueError, match="t_warmup"):
+        lr_scheduler_fn_cosine_with_warmup(optimizer, 5, 5)

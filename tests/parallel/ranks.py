@@ -1,0 +1,60 @@
+"""Runs a function as n ranks of a gloo process group, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "decentnode.parallel", "decentnode.graph.schedules"])
+
+
+def _rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connection, args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
+        result = work(rank, n, *args)
+        dist.barrier()
+        pipe.send((True, result))
+    except BaseException as error:
+        pipe.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    os._exit(0)
+
+
+def run_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 60) -> list[Any]:
+    """[work(rank, n, *args)] by rank; `work` is a module's function. Fails with the first rank's traceback."""
+    results = run_ranks_raw(n, work, *args, timeout_seconds=timeout_seconds)
+    for ok, value in results:
+        assert ok, value
+    return [value for _, value in results]
+
+
+def run_ranks_raw(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 60) -> list[tuple[bool, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(n):
+            mine, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_rank, args=(work, rank, n, f"{folder}/store", theirs, args))
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        try:
+            found = []
+            for rank, pipe in enumerate(pipes):
+                assert pipe.poll(timeout_seconds), f"rank {rank} hangs"
+                found.append(pipe.recv())
+            return found
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()

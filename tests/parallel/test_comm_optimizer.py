@@ -1,0 +1,73 @@
+"""CommOptimizer: conservation, period, leaders, and that it is an ordinary optimizer to everybody else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decentnode.parallel import CommOptimizer
+from decentnode.parallel.comm_optimizer import DIST_OPTIMIZERS
+from tests.parallel import work
+from tests.parallel.ranks import run_ranks
+
+
+@pytest.mark.parametrize("name", [*DIST_OPTIMIZERS])
+def test_every_method(name: str) -> None:
+    n = 3
+    results = run_ranks(n, work.elastic, name, {"dist_pulling_strength": 0.2})
+    for rank, found in enumerate(results):
+        assert found["unchanged"] and found["center"]
+        if name in ("EASGD", "EAMSGD"):
+            assert found["conserved"] < 1e-5
+        if name.startswith("LSGD"):
+            assert found["leader"] == 0
+        follows = name.startswith("EASGD") or name == "EAMSGD" or name == "LSGD+" or (name == "LSGD" and rank > 0)
+        assert found["met"] == ([3, 6, 9] if follows else []), "every third step exactly"
+    losses = [sum(found["losses"][k] for found in results) for k in (0, 1)]
+    assert losses[1] < losses[0]
+    for found in results:
+        assert found["lr"] == pytest.approx(0.05 * 0.5**6)
+    if name == "LSGD":
+        spread = [torch.tensor(found["at"]) for found in results]
+        torch.manual_seed(2)
+        start = torch.randn(7)
+        expected = spread[0] + 0.8**3 * (start - spread[0])
+        torch.testing.assert_close(spread[2], expected)
+
+
+def test_pulls_in_between_go_to_the_last_leader() -> None:
+    for rank, found in enumerate(run_ranks(2, work.elastic, "LSGD", {"local_pulling_strength": 0.3})):
+        assert found["met"] == ([3, 4, 5, 6, 7, 8, 9] if rank else [])
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"dist_optim_name": "SGD"}, "one of EASGD"), ({"comm_period": 0}, "comm_period"),
+    ({"world_size": 2}, "world_size"),
+    ({"dist_optim_name": "easgd", "dist_pulling_strength": 1.0}, "below 2"),
+    ({"dist_optim_name": "EAMSGD"}, "momentum"), ({"local_pulling_strength": 2.0}, "local_pulling_strength"),
+])  # fmt: skip
+def test_wrong_arguments(options: dict[str, object], says: str) -> None:
+    local = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match=says):
+        CommOptimizer(local, **{"world_size": 1, **options})  # type: ignore[arg-type]
+
+
+def test_alone_and_without_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+    p = torch.ones(3, requires_grad=True)
+    comm = CommOptimizer(torch.optim.SGD([p], lr=0.1), "LSGD", world_size=1, comm_period=2)
+    for _ in range(6):
+        def closure() -> torch.Tensor:
+            comm.zero_grad()
+            loss = p.square().sum()
+            loss.backward()
+            return loss
+
+        comm.step(closure)
+    assert float(p[0].detach()) == pytest.approx(0.8**6) and not caplog.messages
+    other = CommOptimizer(torch.optim.SGD([p], lr=0.1), "LSGD", world_size=1, comm_period=2)
+    for _ in range(4):
+        p.grad = p.detach().clone()
+        other.step()
+    assert len(caplog.messages) == 1 and "without step(loss" in caplog.text
+    with pytest.raises(ValueError, match="center covers"):
+        comm.add_param_group({"params": []})

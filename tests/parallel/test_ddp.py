@@ -1,0 +1,108 @@
+"""DecentralizedDataParallel over gloo: equal to D-PSGD for every topology, and what scripts do with it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decentnode.graph.base import Graph
+from decentnode.parallel.topology import make_topology
+from tests.parallel import work
+from tests.parallel.ranks import run_ranks, run_ranks_raw
+
+CASES = [
+    (1, "complete"), (2, "complete"), (2, "ring"), (2, "exp"), (3, "ring"), (3, "one-peer-exp"), (4, "complete"),
+    (4, "alternating-exp-ring"), (4, {"name": "ring"}), (4, "one-peer-exp"),
+    (4, {"name": "directed_one_peer_exponential"}), (4, {"name": "random_matching"}),
+    (5, {"name": "base_k_plus_1"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", ["collective", "auto"])
+@pytest.mark.parametrize(("n", "topology"), CASES)
+def test_equals_d_psgd(n: int, topology: object, transport: str) -> None:
+    views = not isinstance(topology, dict)
+    options = {"param_as_bucket_view": views, "bucket_size_in_mb": 25 if views else 0, "transport": transport}
+    for _, difference, metrics in run_ranks(n, work.train, topology, 7, options):
+        assert difference < 1e-6
+        assert metrics["steps"] == 7 and (metrics["bytes_sent"] > 0) == (n > 1)
+
+
+@pytest.mark.parametrize(("name", "n", "local", "says"), [
+    ("ring", 5, 5, "odd"), ("exp", 6, 6, "no power of two"), ("alternating-exp-ring", 4, 4, "on one machine"),
+    ("alternating-exp-ring", 4, 1, "every machine has one rank"),
+    ("alternating-exp-ring", 6, 2, "unequal|power of two"),
+])  # fmt: skip
+def test_fallbacks_are_said_once(
+    name: str, n: int, local: int, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decentnode.parallel.topology._told", set())
+    with caplog.at_level(logging.WARNING):
+        graph: Graph = make_topology(name, n, local)
+        make_topology(name, n, local)
+    assert len(set(caplog.messages)) == len(caplog.messages) and re.search(says, caplog.text)
+    product = np.eye(n)
+    for r in range(3 * (graph.period or 8)):
+        matrix = graph.matrix(r)
+        assert np.allclose(matrix.sum(0), 1) and np.allclose(matrix.sum(1), 1)
+        product = matrix @ product
+    assert np.abs(product - 1 / n).max() < 0.3
+
+
+def test_no_fallback_where_none_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+    for name, n, local in (("ring", 4, 4), ("exp", 8, 8), ("alternating-exp-ring", 8, 2), ("complete", 3, 3)):
+        make_topology(name, n, local)
+    assert not caplog.messages
+    with pytest.raises(ValueError, match="must have 4 nodes"):
+        make_topology(make_topology("ring", 6, 6), 4, 4)
+
+
+def test_averages_reverting_and_writing_between_steps() -> None:
+    results = run_ranks(4, work.features)
+    for found in results:
+        assert found["averaged"] == pytest.approx(results[0]["averaged"]) and found["reverted"]
+        assert found["still_averaged"] and found["went_on"] == 5 and found["distance"] > 0
+        assert found["stays"] < 1e-6
+        assert found["written"][0] > 6.5 and found["written"][1] < 7.5
+
+
+def test_accumulation() -> None:
+    assert max(run_ranks(2, work.accumulation)) < 1e-6
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_frozen_tied_unused_reordered_and_channels_last_parameters(clip: float) -> None:
+    for spread, moved, frozen in run_ranks(3, work.oddities, clip):
+        assert spread < 1e-5 and frozen
+        if clip:
+            assert moved == pytest.approx(0.1 * clip, rel=0.02), "the global norm, over all buckets"
+
+
+@pytest.mark.parametrize("transport", ["collective", "auto"])
+def test_resume_is_no_interruption(transport: str) -> None:
+    assert all(run_ranks(4, work.resume, transport))
+    assert not list(Path("/dev/shm").glob("decentnode-ddp-*"))
+
+
+def test_one_decision_of_the_gradient_scaler_per_step() -> None:
+    for rank, (moved, steps, finite) in enumerate(run_ranks(2, work.scaled)):
+        assert (moved == 0) == (rank == 0) and steps == 5 and finite
+
+
+@pytest.mark.parametrize(("what", "says"), [
+    ("shape", r"rank 1 has another list of parameters than rank 0: 'weight \(5, 4\)"), ("frozen", "rank 1 .*frozen"),
+    ("more", "rank 2 .*extra"), ("topology", "rank 1 has another topology"),
+])  # fmt: skip
+def test_ranks_that_differ_are_named(what: str, says: str) -> None:
+    for ok, text in run_ranks_raw(4, work.differing, what):
+        assert not ok and re.search(says, text), text
+
+
+@pytest.mark.parametrize("transport", ["collective", "auto"])
+def test_a_rank_that_vanishes_is_named(transport: str) -> None:
+    results = run_ranks_raw(2, work.vanish, transport)
+    assert not results[0][0] and re.search("PeerLost: rank 0: the exchange of step 2 with rank 1", results[0][1])

@@ -1,0 +1,288 @@
+"""What ranks do in the tests: functions of a module, so that processes can run them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from decentnode.graph.base import Graph
+from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
+from decentnode.parallel.topology import make_topology
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def simulate(graph: Graph, n: int, steps: int) -> list[Tensor]:
+    """D-PSGD with W(t) in one process: x_i <- sum_j W_ij x_j, then the local step at the gradient of the old x_i."""
+    models = [model() for _ in range(n)]
+    optimizers = [SGD(m.parameters()) for m in models]
+    for t in range(steps):
+        for rank, m in enumerate(models):
+            x, y = batch(rank, t)
+            m.zero_grad()
+            (m(x) - y).square().mean().backward()
+        before = [flat(m).double() for m in models]
+        for rank, m in enumerate(models):
+            mixed = sum(w * before[j] for j, w in graph.weights(rank, t).items())
+            torch.nn.utils.vector_to_parameters(mixed.float(), m.parameters())  # type: ignore[union-attr]
+            optimizers[rank].step()
+    return [flat(m) for m in models]
+
+
+def train(
+    rank: int, n: int, topology: Any, steps: int, options: dict[str, Any]
+) -> tuple[list[float], float, dict[str, float]]:
+    """Train; (final parameters, greatest difference from the simulation, metrics)."""
+    wrapped = DecentralizedDataParallel(model(rank), optimizer=SGD, topology=topology, **options)
+    for t in range(steps):
+        x, y = batch(rank, t)
+        wrapped.zero_grad()
+        (wrapped(x) - y).square().mean().backward()
+    graph = make_topology(topology, n, n)
+    expected = simulate(graph, n, steps)[rank]
+    return flat(wrapped.module).tolist(), float((flat(wrapped.module) - expected).abs().max()), wrapped.metrics
+
+
+def features(rank: int, n: int) -> dict[str, Any]:
+    """Averages, reverting, writing parameters, accumulation, odd orders: figures for the test to look at."""
+    found: dict[str, Any] = {}
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", bucket_size_in_mb=25)
+
+    def step(t: int) -> None:
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+
+    for t in range(4):
+        step(t)
+    found["distance"] = wrapped.consensus_distance()
+    local = flat(wrapped.module)
+    with wrapped.averaged():
+        found["averaged"] = flat(wrapped.module).tolist()
+    found["reverted"] = torch.equal(local, flat(wrapped.module))
+    wrapped.global_avg()
+    wrapped.eval()
+    wrapped(batch(rank, 0)[0])
+    found["still_averaged"] = not torch.equal(local, flat(wrapped.module))
+    wrapped.train()
+    step(4)
+    found["went_on"] = wrapped.steps
+    wrapped.global_avg(will_revert=False)
+    mean = flat(wrapped.module)
+    for group in wrapped.optimizer.param_groups:
+        group["lr"] = 0.0
+    step(5)
+    found["stays"] = float((flat(wrapped.module) - mean).abs().max())
+    with torch.no_grad():
+        for p in wrapped.module.parameters():
+            p.fill_(7.0)
+    step(6)
+    step(7)
+    found["written"] = (float(flat(wrapped.module).min()), float(flat(wrapped.module).max()))
+    return found
+
+
+def accumulation(rank: int, n: int) -> float:
+    """Two half batches with no_sync equal one whole; set_accumulate_grad does the same."""
+    whole = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    halves = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    flagged = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    for t in range(3):
+        (x, y), (u, v) = batch(rank, 2 * t), batch(rank, 2 * t + 1)
+        (((whole(x) - y).square().mean() + (whole(u) - v).square().mean()) / 2).backward()
+        with halves.no_sync():
+            ((halves(x) - y).square().mean() / 2).backward()
+        ((halves(u) - v).square().mean() / 2).backward()
+        flagged.set_accumulate_grad(True)
+        ((flagged(x) - y).square().mean() / 2).backward()
+        flagged.set_accumulate_grad(False)
+        ((flagged(u) - v).square().mean() / 2).backward()
+    a = flat(whole.module)
+    return max(float((a - flat(other.module)).abs().max()) for other in (halves, flagged))
+
+
+class Odd(nn.Module):
+    """Frozen, tied, unused and differently ordered parameters, and a norm with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.a.weight
+        self.conv = nn.Conv2d(1, 2, (2, 3)).to(memory_format=torch.channels_last)
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.flip = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.b, self.a) if self.flip else (self.a, self.b)
+        x = self.norm(self.tied(second(torch.tanh(first(x))) + self.frozen))
+        out = x[:, :3] + self.conv(x.view(-1, 1, 2, 3)).flatten(1).sum(1, keepdim=True)
+        return out + self.unused(x) if self.flip else out
+
+
+def oddities(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
+    """(spread of everything after averaging all ranks often, clipped update norm, frozen parameters alike)."""
+    torch.manual_seed(rank)
+    scale = 100.0 if clip else 1.0
+    wrapped = DecentralizedDataParallel(
+        Odd(), optimizer=partial(torch.optim.SGD, lr=0.1), topology="complete", grad_clip_norm=clip,
+        bucket_size_in_mb=0, sync_buffer_in_global_avg=True,
+    )  # fmt: skip
+    for t in range(6):
+        wrapped.module.flip = bool((t + rank) % 2)
+        x, y = batch(rank, t)
+        (scale * (wrapped(x) - y).square().mean()).backward()
+    before = flat(wrapped.module)
+    wrapped._exchange.drain()
+    wrapped._launch()
+    x, y = batch(0, 50)
+    wrapped.module.flip = True
+    mixed = before.clone()
+    dist.all_reduce(mixed)
+    (scale * (wrapped(x) - y).square().mean()).backward()
+    moved = float((flat(wrapped.module) - mixed / n).norm())
+    with wrapped.averaged():
+        frozen = [torch.zeros(6) for _ in range(n)]
+        dist.all_gather(frozen, wrapped.module.frozen.detach())
+        after = flat(wrapped.module)
+        both = [torch.zeros_like(after) for _ in range(n)]
+        dist.all_gather(both, after)
+    return float((both[0] - both[-1]).abs().max()), moved, torch.equal(frozen[0], frozen[-1])
+
+
+def resume(rank: int, n: int, transport: str) -> bool:
+    """A run cut in the middle and restored into new objects gives the same bits."""
+    def make() -> DecentralizedDataParallel:
+        return DecentralizedDataParallel(
+            model(rank), optimizer=SGD, topology="exp", transport=transport,  # type: ignore[arg-type]
+            lr_scheduler_fn=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+        )  # fmt: skip
+
+    def steps(wrapped: DecentralizedDataParallel, first: int, last: int) -> None:
+        for t in range(first, last):
+            x, y = batch(rank, t)
+            (wrapped(x) - y).square().mean().backward()
+
+    straight, cut = make(), make()
+    steps(straight, 0, 9)
+    steps(cut, 0, 4)
+    state = copy.deepcopy(cut.state_dict())
+    steps(cut, 4, 6)
+    again = make()
+    again.load_state_dict(state)
+    steps(again, 4, 9)
+    cut.load_state_dict(state)
+    steps(cut, 4, 9)
+    wanted = flat(straight.module)
+    same = torch.equal(wanted, flat(again.module)) and torch.equal(wanted, flat(cut.module))
+    return same and again.get_lr() == straight.get_lr() and again.steps == 9
+
+
+def scaled(rank: int, n: int) -> tuple[float, int, bool]:
+    """A gradient scaler whose first step overflows on rank 0 alone: nothing is applied there, mixing goes on."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete", scaler=scaler, grad_clip_norm=1.0)
+    start = flat(wrapped.module)
+    x, y = batch(rank, 0)
+    loss = (wrapped(x) - y).square().mean()
+    scaler.scale(loss * (float("inf") if rank == 0 else 1.0)).backward()
+    moved = float((flat(wrapped.module) - start).abs().max())
+    for t in range(1, 5):
+        x, y = batch(rank, t)
+        scaler.scale((wrapped(x) - y).square().mean()).backward()
+    return moved, wrapped.steps, bool(torch.isfinite(flat(wrapped.module)).all())
+
+
+def differing(rank: int, n: int, what: str) -> None:
+    module = nn.Linear(4, 5 if rank == 1 and what == "shape" else 3)
+    if rank == 1 and what == "frozen":
+        module.bias.requires_grad = False
+    if rank == 2 and what == "more":
+        module.extra = nn.Parameter(torch.zeros(2))
+    topology = "ring" if rank == 1 and what == "topology" else "complete"
+    DecentralizedDataParallel(module, optimizer=SGD, topology=topology)
+
+
+def vanish(rank: int, n: int, transport: str) -> None:
+    """The last rank stops taking part."""
+    wrapped = DecentralizedDataParallel(
+        model(), optimizer=SGD, topology="exp", timeout_seconds=2, transport=transport,  # type: ignore[arg-type]
+    )
+    for t in range(3):
+        if rank == n - 1 and t == 1:
+            import time
+
+            time.sleep(5)
+            return
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+
+
+def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A quadratic without gradients, and a short training, with a CommOptimizer."""
+    warnings.simplefilter("error")
+    torch.manual_seed(rank)
+    still = nn.Parameter(torch.randn(7))
+    start = still.detach().clone()
+    local = torch.optim.SGD([still], lr=0.1, momentum=0.9 if name == "EAMSGD" else 0.0)
+    comm = CommOptimizer(local, name, world_size=n, comm_period=3, **options)
+    total = start.clone()
+    if n > 1:
+        dist.all_reduce(total)
+    found: dict[str, Any] = {"unchanged": torch.equal(start, still), "center": torch.allclose(comm.center, total / n)}
+    met = []
+    for step in range(9):
+        still.grad = torch.zeros(7)
+        before = still.detach().clone()
+        comm.step(loss=float(rank))
+        if not torch.equal(before, still):
+            met.append(step + 1)
+    after = still.detach().clone()
+    if n > 1:
+        dist.all_reduce(after)
+    found["met"] = met
+    found["conserved"] = float((after + comm.center - total - total / n).abs().max())
+    found["leader"] = getattr(comm.dist_optimizer, "leader", None)
+    found["at"] = still.detach().tolist()
+    module = model()
+    local = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    trained = CommOptimizer(local, name, world_size=n, comm_period=4, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(trained, 5, 0.5)
+    losses = []
+    for t in range(30):
+        x, y = batch(rank, t % 3)
+        trained.zero_grad()
+        loss = (module(x) - y).square().mean()
+        loss.backward()
+        trained.step(loss=loss.item())
+        schedule.step()
+        losses.append(loss.item())
+        if t == 14:
+            state = copy.deepcopy(trained.state_dict())
+            trained = CommOptimizer(torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True), name,
+                                    world_size=n, comm_period=4, **options)  # fmt: skip
+            trained.load_state_dict(state)
+            schedule.optimizer = trained
+    found["losses"] = (sum(losses[:3]), sum(losses[-3:]))
+    found["lr"] = trained.param_groups[0]["lr"]
+    return found
