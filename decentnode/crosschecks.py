@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from decentnode.component import load_class
@@ -26,6 +28,11 @@ from decentnode.sharing import SHARINGS
 
 if TYPE_CHECKING:
     from decentnode.experiment import Experiment
+
+logger = logging.getLogger(__name__)
+
+MAX_CHECKED_NODES = 512
+"""Matrices of more nodes are not looked at: their eigenvalues take seconds."""
 
 Check = Callable[["Experiment"], Iterator[Problem]]
 
@@ -118,14 +125,51 @@ def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
 
 
 def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
+    """Names the property of the mixing matrix that a rule needs and the graph does not give, and one that does."""
     rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
+    name = experiment.sharing.name
     graph = _graph(experiment)
+    if getattr(rule, "needs_sequential", False) and experiment.node.schedule != "sequential":
+        message = f": {name} works with schedule: sequential only, got {experiment.node.schedule}"
+        yield Problem(("node", "schedule"), message, other=("sharing",))
     if graph is None:
         return
+    for message in _misses(rule, graph):
+        yield Problem(("sharing",), f": {name} {message}", other=("graph",))
+
+
+def _misses(rule: type, graph: Graph) -> Iterator[str]:
     if getattr(rule, "needs_static", False) and graph.period != 1:
-        yield Problem(("sharing",), "needs a static graph, got one that changes over the rounds", other=("graph",))
+        yield "needs a static graph, got one that changes over the rounds; {name: ring} would do"
+        return
     if getattr(rule, "needs_symmetric", False) and graph.directed:
-        yield Problem(("sharing",), "needs an undirected graph, got a directed one", other=("graph",))
+        yield "needs an undirected graph, got a directed one; {name: ring} would do"
+        return
+    if getattr(rule, "needs_tree", False):
+        edges = sum(len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)) // 2
+        if edges != graph.num_nodes - 1:
+            yield f"needs a tree, got {edges} edges for {graph.num_nodes} nodes; {{name: tree}} would do, or line"
+            return
+    if graph.num_nodes > MAX_CHECKED_NODES:
+        return
+    rounds = range(min(graph.period or 4, 16))
+    if getattr(rule, "needs_doubly_stochastic", False):
+        for r in rounds:
+            columns = graph.matrix(r).sum(axis=0)
+            if abs(columns - 1).max() > 1e-9:
+                worst = int(abs(columns - 1).argmax())
+                yield (f"needs weights whose columns sum to one (doubly stochastic), node {worst}'s sums to "
+                       f"{columns[worst]:.3f} in round {r}; weights: {{name: metropolis_hastings}} on an undirected "
+                       "graph would do")  # fmt: skip
+                return
+    least = getattr(rule, "smallest_eigenvalue", None)
+    if least is not None and not graph.directed and graph.period == 1:
+        lowest = float(np.linalg.eigvalsh(graph.matrix(0)).min())
+        if lowest < least - 1e-9:
+            yield (f"needs a mixing matrix without eigenvalues below {least:.3f}, the smallest is {lowest:.3f}; "
+                   "weights: {name: metropolis_hastings, lazy: true} would do")  # fmt: skip
+        elif lowest < least + 1e-9:
+            logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the very limit for this rule", lowest)
 
 
 def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:

@@ -89,7 +89,8 @@ class Node:
                     logger.info("evaluation after round %d given up: the run is stopping", self.round)
         if self._stopping():
             ahead = range(self.round, self.round + min(self.graph.period or 16, 16))
-            later = {uid for round in ahead for uid in self.graph.neighbors(self.uid, round)}
+            plans = (self.sharing.plan(view(self.graph, self.uid, round, self.seed)) for round in ahead)
+            later = {uid for plan in plans for uid in plan.neighbors}
             self.communication.depart(self.round, later)
         if self._evaluated != self.round:
             yield from self.evaluate(closing=True)
@@ -108,7 +109,7 @@ class Node:
         """Local steps and the exchange in flight; does not wait for a neighbor."""
         self.doing = "local steps"
         self._started = time.perf_counter()
-        self._view = view(self.graph, self.uid, round, self.seed)
+        self._view = self.sharing.plan(view(self.graph, self.uid, round, self.seed))
         self._update = self.schedule.begin(self._view, lambda: self._check_finite(round))
         self._buffers = self._send_buffers(self._view)
         return self._update

@@ -116,7 +116,11 @@ class Sequential(Schedule):
     """Local steps, then exchange, then mix: x <- W (x + delta)."""
 
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
+        with torch.no_grad():
+            self.sharing.begin(self.model.parameters, view)
         update = self._train(view)
+        with torch.no_grad():
+            self.sharing.adjust(self.model.parameters, view, update.loss)
         check()
         self._exchange = self._send(self.model.parameters, view)
         return update
@@ -132,6 +136,8 @@ class Sequential(Schedule):
                 self.sharing.mix_into(place[a:b], model[a:b], received, now)
         if place is not None:
             self.model.rebind(place)
+        with torch.no_grad():
+            self.sharing.finish(self.model.parameters, view)
         self.times.mix = time.perf_counter() - started - self.times.wait
         return self._settle(self._exchange)
 

@@ -23,12 +23,36 @@ class Sharing(Component, abc.ABC):
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     """mix is x <- w_ii x + sum_j w_ij payload_j["x"]: a transport may hand over the sum instead."""
+    # what is needed of W; the run is refused before it starts where the graph does not give it
     needs_symmetric: ClassVar[bool] = False
     needs_doubly_stochastic: ClassVar[bool] = False
     needs_column_stochastic: ClassVar[bool] = False
     needs_static: ClassVar[bool] = False
+    smallest_eigenvalue: ClassVar[float | None] = None
+    """W may have no eigenvalue below it; one at it is accepted with a warning."""
     needs_gradient: ClassVar[bool] = False
     phases: ClassVar[int] = 1
+    needs_sequential: ClassVar[bool] = False
+    """Whether it uses `begin`, `adjust` or `finish`, which an overlapped schedule cannot serve."""
+    needs_tree: ClassVar[bool] = False
+    makes_own_edges: ClassVar[bool] = False
+    """Whether `plan` chooses other neighbors than the graph's."""
+
+    def plan(self, view: RoundView) -> RoundView:
+        """The round as this rule wants it: its own neighbors, sources and weights, or none in a round of rest.
+
+        Every node must come to the same answer from the view alone.
+        """
+        return view
+
+    def begin(self, model: Tensor, view: RoundView) -> None:
+        """Before the local steps: model [P] as the last round left it."""
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
+        """After the local steps, in place, before `outgoing`. loss: mean training loss of the round."""
+
+    def finish(self, model: Tensor, view: RoundView) -> None:
+        """After mixing, in place, on the whole model."""
 
     @abc.abstractmethod
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:

@@ -39,4 +39,4 @@ def test_the_readme_s_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(block[1]))
     output = torchrun(2, str(script))
-    assert {line[:11] for line in output.splitlines()} >= {"rank 0 of 2", "rank 1 of 2"}
+    assert "rank 0 of 2" in output and "rank 1 of 2" in output

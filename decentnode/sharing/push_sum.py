@@ -1,0 +1,63 @@
+"""Push-sum gossip for directed, irregular and lossy graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.full import FullConfig
+
+
+class PushSum(Sharing):
+    """Stochastic gradient push (Assran et al. 2019, arXiv 1811.10792, algorithm 1).
+
+    The model is the de-biased z = x / w; shares of x and of the weight w leave, the sums of what comes are the new x
+    and w. The sum of all x, and of all w, is kept whatever the graph; what certainly did not arrive is taken back.
+    """
+
+    Config: ClassVar[type[component.Config]] = FullConfig
+    needs_column_stochastic: ClassVar[bool] = True
+
+    def __init__(self, config: component.Config) -> None:
+        self.config = config
+        self.weight = 1.0
+        self._back: list[Payload] = []
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        found: dict[float, Payload] = {}
+        out = {}
+        for uid in view.neighbors:
+            share = view.out_weights[uid]
+            if share not in found:
+                found[share] = Payload({"x": model * (share * self.weight)}, {"w": share * self.weight})
+            out[uid] = found[share]
+        return out
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        own = view.out_weights[view.uid]
+        model.mul_(own * self.weight)
+        self.weight *= own
+        for payload in [*received.values(), *self._back]:
+            model.add_(payload.tensors["x"])
+            self.weight += float(payload.scalars["w"])
+        self._back = []
+        model.div_(self.weight)
+
+    def undelivered(self, uid: int, payload: Payload) -> None:  # noqa: ARG002
+        self._back.append(payload)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec(dtype, elements)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = float(state["weight"])

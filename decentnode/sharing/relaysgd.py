@@ -1,0 +1,64 @@
+"""RelaySGD: sums relayed along a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.full import FullConfig
+
+
+class RelaySGD(Sharing):
+    """x_i <- ((n - c_i) x_i + sum_j m_ji) / n, with m_ij = x_i + sum_{k != j} m_ki (arXiv 2110.04175, algorithm 1).
+
+    m_ji is the sum of the models behind neighbor j, each as old as it is far, c_i how many there are. On a tree the
+    average is exact after as many rounds as the tree is wide, whatever data the nodes have.
+    """
+
+    Config: ClassVar[type[component.Config]] = FullConfig
+    needs_static: ClassVar[bool] = True
+    needs_symmetric: ClassVar[bool] = True
+    needs_tree: ClassVar[bool] = True
+
+    def __init__(self, config: component.Config) -> None:
+        self.config = config
+        self._sums: dict[int, Tensor] = {}
+        self._counts: dict[int, int] = {}
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        out = {}
+        for uid in view.neighbors:
+            total, count = model.clone(), 1
+            for other, behind in self._sums.items():
+                if other != uid:
+                    total.add_(behind)
+                    count += self._counts[other]
+            out[uid] = Payload({"x": total}, {"count": count})
+        return out
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        for uid, payload in received.items():
+            self._sums[uid] = payload.tensors["x"].clone()
+            self._counts[uid] = int(payload.scalars["count"])
+        n = len(view.members)
+        model.mul_((n - sum(self._counts.values())) / n)
+        for uid in sorted(self._sums):
+            model.add_(self._sums[uid], alpha=1 / n)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec(dtype, elements)}
+
+    def state_dict(self) -> dict[str, Any]:
+        sums = {str(uid): tensor.clone() for uid, tensor in self._sums.items()}
+        return {"sums": sums, "counts": {str(uid): count for uid, count in self._counts.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums = {int(uid): tensor.clone() for uid, tensor in state["sums"].items()}
+        self._counts = {int(uid): int(count) for uid, count in state["counts"].items()}
