@@ -12,7 +12,7 @@ from decentnode.build import build_in_process, step_all
 from decentnode.experiment import load
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
-BENCHMARKS = sorted((Path(__file__).parents[1] / "eval").rglob("*.yaml"))
+BENCHMARKS = sorted((Path(__file__).parents[1] / "eval" / "benchmarks").rglob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import traceback
 
 import torch
@@ -16,6 +17,7 @@ from decentnode.errors import DecentnodeError, MappingError, NodeFailed, UsageEr
 from decentnode.experiment import Experiment, load
 from decentnode.graph import spectrum
 from decentnode.graph.file import format_edges
+from decentnode.launch.environments import detect, machine_of
 from decentnode.launch.messages import Channel, Facts, Failed, Header, Request
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
@@ -47,7 +49,8 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
             )
         return 0
     if wanted == "auto":
-        return mapping.find_machine(own_names())
+        hint = detect(os.environ)
+        return mapping.find_machine(own_names()) if hint is None else machine_of(hint, mapping.num_machines)
     try:
         machine = int(wanted)
     except ValueError:

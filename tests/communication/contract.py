@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication, Schema
+from decentnode.communication.collective import Collective
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.security import load_keyring, write_keys
 from decentnode.communication.zeromq import ZeroMQ
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.payload import Payload, TensorSpec
 
-TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm")
+TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "collective")
 NETWORKED = TRANSPORTS[1:]
 
 
@@ -31,12 +32,14 @@ def make(
     if bulk:
         write_keys(keys, range(n))
         options = {"keys": keys, "bulk_security": bulk, **options}
-    name = "shared_memory" if way == "shared_memory" else "zeromq"
-    config = ZeroMQConfig.model_validate({"name": name, **options})
+    name = way if way in ("shared_memory", "collective") else "zeromq"
+    kind = Collective if way == "collective" else ZeroMQ
+    config = kind.Config.model_validate({"name": name, **options})
+    assert isinstance(config, ZeroMQConfig)
     plan = BindPlan(None if way == "tcp" else folder)
     return [
-        ZeroMQ(config, uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas,
-               digest=digests[u] if digests else "d", bind=plan,
+        kind(config, uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas,
+             digest=digests[u] if digests else "d", bind=plan,
                keyring=load_keyring(keys, u, n) if bulk else None)
         for u in range(n)
     ]  # fmt: skip

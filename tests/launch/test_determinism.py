@@ -38,7 +38,7 @@ def models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
 def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, schedule: str) -> None:
     runs = {
         way: models(tmp_path / way, f"communication={way}", f"node.schedule={schedule}")
-        for way in ("inproc", "shared_memory", "zeromq")
+        for way in ("inproc", "shared_memory", "zeromq", "collective")
     }
     runs["again"] = models(tmp_path / "again", "communication=auto", f"node.schedule={schedule}")
     other = models(tmp_path / "other", "communication=inproc", f"node.schedule={schedule}", "seed=2")

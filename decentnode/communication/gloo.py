@@ -1,0 +1,125 @@
+"""Point-to-point tensors over torch.distributed's gloo, without its default group: one communicator per clique."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+NEVER = timedelta(days=30)
+"""gloo's own deadline tears every connection of the node down; the deadlines of rounds are kept above it."""
+TAGS = 1 << 30
+_abandoned: list[object] = []
+"""Communicators closed with operations under way: their destructor would free buffers that gloo still writes to."""
+
+
+def listen(host: str, timeout_seconds: float) -> dist.TCPStore:
+    """A store on a free port, for the members of one clique to find each other."""
+    return dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_seconds), False)
+
+
+def own_address(host: str) -> str:
+    """The address of the interface that leads to `host`; sends nothing. Raises OSError without a route."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+class Line(threading.Thread):
+    """Jobs of one peer in one direction, one after the other: waiting for gloo has no other form."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.start()
+
+    def put(self, job: Callable[[], None] | None) -> None:
+        """Any thread; None ends the line."""
+        self._jobs.put(job)
+
+    def run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except RuntimeError as error:  # the connection broke: control tells why, or the deadline does
+                logger.debug("%s ended: %s", self.name, error)
+                return
+
+
+class Clique:
+    """One generation's communicator of `members`, ranks in their order. Every call may come from any thread."""
+
+    def __init__(
+        self, host: str, port: int, prefix: str, uid: int, members: tuple[int, ...], timeout_seconds: float, via: str
+    ) -> None:
+        """Blocking until all members called it. via: the address of the own interface. Raises RuntimeError."""
+        self.uid = uid
+        self._rank = {member: rank for rank, member in enumerate(members)}
+        limit = timedelta(seconds=timeout_seconds)
+        store = dist.TCPStore(host, port, None, False, limit, False)
+        gloo: Any = dist.ProcessGroupGloo  # its p2p calls and options are missing in the type stubs
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=via)]
+        options._timeout = limit
+        self._group: Any = gloo(dist.PrefixStore(prefix, store), self._rank[uid], len(members), options)
+        self._lock = threading.Lock()
+        self._lines: dict[tuple[int, bool], Line] = {}
+
+    def send(self, uid: int, tensor: Tensor, tag: int) -> Callable[[], object]:
+        """tensor: on the CPU, unchanged until the returned wait is over. Not blocking."""
+        with self._lock:
+            work = self._group.send([tensor], self._rank[uid], tag % TAGS)
+        return lambda: work.wait(NEVER)
+
+    def receive(self, uid: int, tensor: Tensor, tag: int) -> Callable[[], object]:
+        """As `send`, into `tensor`."""
+        with self._lock:
+            work = self._group.recv([tensor], self._rank[uid], tag % TAGS)
+        return lambda: work.wait(NEVER)
+
+    def line(self, uid: int, out: bool) -> Line:
+        if (uid, out) not in self._lines:
+            self._lines[uid, out] = Line(f"gloo {self.uid} {'to' if out else 'from'} {uid}")
+        return self._lines[uid, out]
+
+    def close(self, clean: bool) -> None:
+        """clean: nothing is under way."""
+        for line in self._lines.values():
+            line.put(None)
+        if clean:
+            for line in self._lines.values():
+                line.join(1.0)
+        if not clean or any(line.is_alive() for line in self._lines.values()):
+            _abandoned.append(self._group)
+
+
+class Pool:
+    """Buffers that are used again; any thread. Taken ones that never come back are simply forgotten."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        with self._lock:
+            free = self._free.get((elements, dtype))
+            if free:
+                return free.pop()
+        return torch.empty(elements, dtype=dtype)
+
+    def give(self, tensor: Tensor, keep: int = 16) -> None:
+        with self._lock:
+            free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
+            if len(free) < keep:
+                free.append(tensor)

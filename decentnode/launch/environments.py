@@ -1,0 +1,64 @@
+"""Which machine of a run this is, as torchrun, Slurm or Kubernetes say it: hints, never the authority over uids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from decentnode.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a scheduler's environment says."""
+
+    source: str
+    machine: int
+    machines: int | None
+    """How many there are; None where the scheduler does not tell."""
+
+
+@dataclass(frozen=True)
+class _Scheduler:
+    source: str
+    machine: str
+    machines: str | None
+    present: str
+    """A variable that shows that the process was started this way, not just that a shell has the others."""
+
+
+SCHEDULERS = (
+    _Scheduler("DECENTNODE_MACHINE", "DECENTNODE_MACHINE", None, "DECENTNODE_MACHINE"),
+    _Scheduler("torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    _Scheduler("Slurm", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID"),
+    _Scheduler("Kubernetes", "JOB_COMPLETION_INDEX", None, "JOB_COMPLETION_INDEX"),
+)
+"""In the order they are asked: torchrun inside a Slurm step knows more than the step. Kubernetes: indexed jobs."""
+
+
+def detect(variables: Mapping[str, str]) -> Hint | None:
+    """The first scheduler that started this process, or None. Raises UsageError for a value that is no number."""
+    for each in SCHEDULERS:
+        if each.present in variables and each.machine in variables:
+            machines = _number(variables, each.machines) if each.machines and each.machines in variables else None
+            return Hint(each.source, _number(variables, each.machine), machines)
+    return None
+
+
+def machine_of(hint: Hint, num_machines: int) -> int:
+    """The hinted machine of a mapping. Raises UsageError where the two do not fit together."""
+    if hint.machines is not None and hint.machines != num_machines:
+        raise UsageError(
+            f"{hint.source} started {hint.machines} machines, but the mapping has {num_machines}; "
+            f"start as many, or say which one this is with --machine N"
+        )
+    if not 0 <= hint.machine < num_machines:
+        raise UsageError(f"{hint.source} says machine {hint.machine}, but the mapping has only {num_machines}")
+    return hint.machine
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    try:
+        return int(variables[name])
+    except ValueError:
+        raise UsageError(f"{name} must be a number, got {variables[name]!r}") from None
