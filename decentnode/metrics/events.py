@@ -46,6 +46,8 @@ EVENTS: dict[str, str] = {
     "duplicate_chunk": "a chunk that was there already",
     "wrong_shape": "a payload that does not fit the schema",
     "wrong_size": "a chunk with too few or too many bytes",
+    "malformed": "a payload over torch.distributed that is not what was announced",
+    "send_window": "a payload was dropped because the peer takes none",
     "no_board": "a doorbell of a node whose shared memory is not mapped here",
     "wrong_board": "shared memory that is not what the schema says",
     "non_finite": "a payload with NaN or infinity was rejected",

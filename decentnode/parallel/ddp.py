@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import gc
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -27,6 +30,19 @@ logger = logging.getLogger(__name__)
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
+
+_alive: weakref.WeakSet[Module] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Hooks that are still there when the interpreter ends, together with gloo's threads, abort the process."""
+    for wrapper in list(_alive):
+        wrapper.close()  # type: ignore[operator]
+    if _alive:
+        gc.collect()
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class DecentralizedDataParallel(Module):
@@ -106,9 +122,22 @@ class DecentralizedDataParallel(Module):
         self._told_revert = False
         self.steps = 0
         """Steps taken: the round of the topology that the next exchange has."""
-        for _, p in self._named:
-            p.register_post_accumulate_grad_hook(self._on_gradient)
+        itself = weakref.ref(self)
+
+        def on_gradient(_: Tensor) -> None:
+            wrapper = itself()
+            if wrapper is not None:
+                wrapper._on_gradient()
+
+        self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
+        _alive.add(self)
         self._launch()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _tag_parameters(self) -> None:
         """Mark what weight decay is for: not norms, not biases."""
@@ -126,14 +155,15 @@ class DecentralizedDataParallel(Module):
                 logger.warning("training went on after global_avg: the local model was brought back first")
         return self.module(*args, **kwargs)
 
-    def _on_gradient(self, _: Tensor) -> None:
+    def _on_gradient(self) -> None:
         if not self._accumulating and not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         self._queued = False
-        self._step()
+        if self._hooks:
+            self._step()
 
     @torch.no_grad()
     def _step(self) -> None:

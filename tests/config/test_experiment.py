@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
+from decentnode.sharing import SHARINGS
 
 BASE = """\
 name: base
@@ -169,7 +170,7 @@ def test_all_problems_at_once(write):
         a.yaml:6:7: seed must be a number, got no
             seed: no
                   ^ YAML reads a bare no as false
-        a.yaml:7:17: sharing.name must be one of full, got 'fulll'
+        a.yaml:7:17: sharing.name must be one of {NAMES}, got 'fulll'
             sharing: {name: fulll}
                             ^ did you mean 'full'?
         a.yaml:9:11: node.rounds must be an integer, got '1e3'
@@ -185,7 +186,7 @@ def test_all_problems_at_once(write):
             extra: 1
             ^ known keys: name, seed, graph, weights, mapping, data, model, training, sharing, communication, node, run
         """
-    ).splitlines()
+    ).replace("{NAMES}", ", ".join(SHARINGS)).splitlines()
 
 
 def test_graph_and_mapping_must_agree(write):

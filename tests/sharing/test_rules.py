@@ -221,10 +221,11 @@ def test_every_rule_trains_the_quickstart_on_a_ring(name: str) -> None:
     rounds = 30
     lr = 0.02 if name == "momentum_tracking" else 0.1
     plain = f"{{name: sgd, lr: {lr}}}" if name in ("qg_momentum", "decentlam", "momentum_tracking") else None
-    experiment = load(ROOT / "configs" / "quickstart.yaml", [
-        f"sharing={{name: {name}}}", f"graph={graph}", "mapping.nodes_per_machine=8", f"node.rounds={rounds}",
-        f"node.evaluate_every={rounds}", *(["data.partition={name: iid}"] if name == "leader" else []), *([f"training.optimizer={plain}"] if plain else []),
-    ])  # fmt: skip
+    sets = [f"sharing={{name: {name}}}", f"graph={graph}", "mapping.nodes_per_machine=8", f"node.rounds={rounds}",
+            f"node.evaluate_every={rounds}"]  # fmt: skip
+    sets += ["data.partition={name: iid}"] if name == "leader" else []
+    sets += [f"training.optimizer={plain}"] if plain else []
+    experiment = load(ROOT / "configs" / "quickstart.yaml", sets)
     nodes = build_in_process(experiment)
     step_all(nodes)
     accuracy = float(np.mean([node.figures()["accuracy"] for node in nodes]))  # type: ignore[arg-type]
