@@ -140,7 +140,8 @@ def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
 
 def _misses(rule: type, graph: Graph) -> Iterator[str]:
     if getattr(rule, "needs_static", False) and graph.period != 1:
-        yield "needs a static graph, got one that changes over the rounds; {name: ring} would do"
+        instead = "{name: tree}" if getattr(rule, "needs_tree", False) else "{name: ring}"
+        yield f"needs a static graph, got one that changes over the rounds; {instead} would do"
         return
     if getattr(rule, "needs_symmetric", False) and graph.directed:
         yield "needs an undirected graph, got a directed one; {name: ring} would do"

@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from decentnode.optim.functions import DECAYED
-from decentnode.parallel.buckets import make_buckets
+from decentnode.parallel.buckets import Bucket, make_buckets
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
 from decentnode.parallel.shared import SharedExchange, usable
 from decentnode.parallel.start import broadcast_all, check_alike
@@ -31,15 +31,25 @@ OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
 
+EXIT_SECONDS = 2.0
+
 _alive: weakref.WeakSet[Module] = weakref.WeakSet()
+_left: list[tuple[Exchange, list[Bucket]]] = []
+"""Exchanges whose wrapper is gone while they were in flight: their buffers have to outlive them."""
 
 
 @atexit.register
 def _close_all() -> None:
     """Hooks that are still there when the interpreter ends, together with gloo's threads, abort the process."""
-    for wrapper in list(_alive):
+    wrappers = list(_alive)
+    for wrapper in wrappers:
         wrapper.close()  # type: ignore[operator]
-    if _alive:
+    if wrappers or _left:
+        for exchange, _ in _left:
+            exchange.timeout_seconds = EXIT_SECONDS
+            with contextlib.suppress(Exception):
+                exchange.drain()
+        _left.clear()
         gc.collect()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
@@ -137,7 +147,13 @@ class DecentralizedDataParallel(Module):
         """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent."""
         for hook in self._hooks:
             hook.remove()
+        if self._hooks:
+            _left.append((self._exchange, self._buckets))
         self._hooks = []
+
+    def __del__(self) -> None:
+        if getattr(self, "_hooks", None):
+            self.close()
 
     def _tag_parameters(self) -> None:
         """Mark what weight decay is for: not norms, not biases."""

@@ -151,7 +151,7 @@ class NoLoCo(Tensors, LocalSGD):
         return dict.fromkeys(view.neighbors, Payload({"x": model, "slow": slow}))
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        if not self.meets(view) or not received:
+        if not self.meets(view):
             return
         self.begin(model, view)
         assert self.slow is not None and self.momentum is not None

@@ -24,11 +24,22 @@ class PushSum(Sharing):
 
     Config: ClassVar[type[component.Config]] = FullConfig
     needs_column_stochastic: ClassVar[bool] = True
+    needs_sequential: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:
         self.config = config
         self.weight = 1.0
         self._back: list[Payload] = []
+        self._start: Tensor | None = None
+
+    def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        self._start = model.clone()
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
+        """The update belongs to x, not to z: z <- z_0 + (z - z_0) / w."""
+        if self._start is not None and self.weight != 1.0:
+            model.sub_(self._start).div_(self.weight).add_(self._start)
+        self._start = None
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         found: dict[float, Payload] = {}
@@ -57,7 +68,9 @@ class PushSum(Sharing):
         return {"x": TensorSpec(dtype, elements)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weight": self.weight}
+        back = [{"x": p.tensors["x"].clone(), "w": p.scalars["w"]} for p in self._back]
+        return {"weight": self.weight, "back": back}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.weight = float(state["weight"])
+        self._back = [Payload({"x": each["x"].clone()}, {"w": float(each["w"])}) for each in state["back"]]

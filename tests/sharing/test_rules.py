@@ -156,17 +156,25 @@ def test_infrequent_rules_reduce_to_each_other() -> None:
     assert close(rested, alone)
 
 
-def test_noloco_moves_the_mean_like_one_outer_optimizer() -> None:
+def test_push_sum_is_not_biased_by_an_irregular_graph() -> None:
+    """Updates scaled by the weights would move the optimum, however small the learning rate."""
+    star = make("star", nodes=8)
+    errors = [quadratics("push_sum", star, rounds, lr) for rounds, lr in ((2000, 0.02), (6000, 0.005))]
+    assert errors[1] < errors[0] / 4
+
+
+@pytest.mark.parametrize("n", [5, 6])
+def test_noloco_moves_the_mean_like_one_outer_optimizer(n: int) -> None:
     """Pairing does not matter to the mean: m <- b m + a mean(D), p <- p + m for the means of all."""
-    models = draw(6, 4, torch.float64)
+    models = draw(n, 4, torch.float64)
     rules = [rule("noloco", every=2, momentum=0.5, pull=0.7)() for _ in models]
     slow = torch.stack(models).mean(0)
     momentum = torch.zeros_like(slow)
     for r in range(8):
-        one_round(rules, models, make("ring", nodes=6), r)
+        one_round(rules, models, make("ring", nodes=n), r)
         if r % 2 == 0:
             grown = torch.stack(models)
-            grown = grown - 0.1 * (grown - torch.arange(6.0, dtype=torch.float64)[:, None])
+            grown = grown - 0.1 * (grown - torch.arange(float(n), dtype=torch.float64)[:, None])
             continue
         momentum = 0.5 * momentum + 0.7 * (grown.mean(0) - slow)
         slow = slow + momentum
