@@ -109,7 +109,6 @@ def main() -> None:
         print(f"{options.parallel}, {world} ranks: accuracy {accuracy:.4f}, step {1e3 * step:.2f} ms, "
               f"{step / alone:.2f} of a step alone ({1e3 * alone:.2f} ms)", flush=True)  # fmt: skip
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from decentnode.optim.functions import DECAYED
 from decentnode.parallel.buckets import Bucket, make_buckets
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
 from decentnode.parallel.shared import SharedExchange, usable
-from decentnode.parallel.start import broadcast_all, check_alike
+from decentnode.parallel.start import broadcast_all, check_alike, leave
 from decentnode.parallel.topology import Topology, make_topology
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,7 @@ def _close_all() -> None:
                 exchange.drain()
         _left.clear()
         gc.collect()
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
 
 
 class DecentralizedDataParallel(Module):

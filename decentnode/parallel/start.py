@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -30,13 +31,21 @@ def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) 
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
         dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=timedelta(seconds=timeout_seconds),
                                 device_id=device)  # fmt: skip
-        atexit.register(_leave)
+        atexit.register(leave)
     return dist.get_rank(), dist.get_world_size()
 
 
-def _leave() -> None:
-    """gloo's threads abort the process when it ends with the group still there."""
-    if dist.is_initialized():
+SETTLE_SECONDS = 0.3
+
+
+def leave() -> None:
+    """Leave the default process group; idempotent.
+
+    gloo aborts the process when it ends with the group still there, and when the group goes while one of its threads
+    has just finished the last operation and still holds it: that thread is given time to let go.
+    """
+    if dist.is_available() and dist.is_initialized():
+        time.sleep(SETTLE_SECONDS)
         dist.destroy_process_group()
 
 

@@ -14,7 +14,6 @@ from decentnode import component
 from decentnode.component import Config
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
-from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import Full
 from decentnode.sharing.infrequent import LocalSGD, LocalSGDConfig
 from decentnode.sharing.state import Tensors
@@ -186,6 +185,3 @@ class Leader(LocalSGD):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses = [float(loss) for loss in state["losses"]]
-
-
-__all__ = ["AdaptiveConsensus", "Elastic", "Leader", "Moshpit", "Sharing"]

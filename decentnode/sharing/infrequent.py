@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -170,6 +170,3 @@ class NoLoCo(Tensors, LocalSGD):
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {"x": TensorSpec(dtype, elements), "slow": TensorSpec(dtype, elements)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict()
