@@ -154,6 +154,10 @@ def _misses(rule: type, graph: Graph) -> Iterator[str]:
     if graph.num_nodes > MAX_CHECKED_NODES:
         return
     rounds = range(min(graph.period or 4, 16))
+    if getattr(rule, "needs_connected", False) and (alone := _unheard(graph)):
+        yield (f"needs a graph that is connected over its rounds, node {alone[0]} never hears of node {alone[1]}; "
+               "{name: ring} would do")  # fmt: skip
+        return
     if getattr(rule, "needs_doubly_stochastic", False):
         for r in rounds:
             columns = graph.matrix(r).sum(axis=0)
@@ -171,6 +175,18 @@ def _misses(rule: type, graph: Graph) -> Iterator[str]:
                    "weights: {name: metropolis_hastings, lazy: true} would do")  # fmt: skip
         elif lowest < least + 1e-9:
             logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the very limit for this rule", lowest)
+
+
+def _unheard(graph: Graph) -> tuple[int, int] | None:
+    """A pair of nodes between which nothing ever gets, over the period or 16 rounds repeated."""
+    links = np.zeros((graph.num_nodes, graph.num_nodes), dtype=bool)
+    for r in range(min(graph.period or 16, 64)):
+        links |= graph.matrix(r) > 0
+    reach = links | np.eye(graph.num_nodes, dtype=bool)
+    for _ in range(graph.num_nodes.bit_length()):
+        reach = (reach.astype(np.float32) @ reach.astype(np.float32)) > 0
+    missing = np.argwhere(~reach)
+    return (int(missing[0][0]), int(missing[0][1])) if len(missing) else None
 
 
 def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:

@@ -26,6 +26,16 @@ def unpack(packed: Tensor, count: int) -> Tensor:
     return ((packed[:, None] >> shifts) & 1).view(-1)[:count].bool()
 
 
+def ones_at(positions: Tensor, count: int) -> Tensor:
+    """The packed bits of `count` flags that are one at `positions` [K] int64."""
+    flags = torch.zeros(count, dtype=torch.bool, device=positions.device)
+    if positions.device.type == "cpu":
+        flags.numpy()[positions.numpy()] = True  # faster than torch's index_put
+    else:
+        flags[positions] = True
+    return pack(flags)
+
+
 def set_bits(packed: Tensor, count: int) -> Tensor:
     """[K] int64: ascending positions below `count` of the bits that are one."""
     flags = unpack(packed, count)
@@ -40,40 +50,54 @@ def packed_bytes(count: int, width: int) -> int:
 
 def pack_numbers(numbers: Tensor, width: int) -> Tensor:
     """numbers: [N] integers in [0, 2^width) -> [ceil(N width / 8)] uint8. width: 0 to 40."""
-    if width == 0 or numbers.numel() == 0:
-        return torch.empty(0, dtype=torch.uint8, device=numbers.device)
-    if width in (1, 2, 4, 8):
-        per = 8 // width
+    count, device = numbers.numel(), numbers.device
+    if width == 0 or count == 0:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if width == 1:
+        return pack(numbers.bool())
+    if width <= 8:
         small = numbers.to(torch.uint8)
-        if per == 1:
-            return small
-        if width == 1:
-            return pack(small.bool())
-        lanes = torch.nn.functional.pad(small, (0, -small.numel() % per)).view(-1, per)
-        packed = lanes[:, 0].clone()
-        for lane in range(1, per):
-            packed |= lanes[:, lane] << (lane * width)
-        return packed
-    shifts = torch.arange(width, device=numbers.device)
+        if width == 8:
+            return small.contiguous()
+        words = _drawn_together(torch.nn.functional.pad(small, (0, -count % 8)), width)
+        return words.view(torch.uint8).view(-1, 8)[:, :width].reshape(-1)[: packed_bytes(count, width)]
+    shifts = torch.arange(width, device=device)
     pieces = [pack((piece[:, None] >> shifts & 1).view(-1).bool()) for piece in numbers.split(PIECE)]
     return torch.cat(pieces)
 
 
+def _drawn_together(small: Tensor, width: int) -> Tensor:
+    """small: [8 N] uint8 -> [N] int64: eight numbers side by side, in three steps of two into one."""
+    for size, wider in ((1, torch.int16), (2, torch.int32), (4, torch.int64)):
+        small = small.view(wider)
+        mask = (1 << size * width) - 1
+        small = (small & mask) | (small >> (8 - width) * size & mask << size * width)
+    return small
+
+
+def _spread(words: Tensor, width: int) -> Tensor:
+    """The inverse of `_drawn_together`."""
+    for size, narrower in ((4, torch.int32), (2, torch.int16), (1, torch.uint8)):
+        mask = (1 << size * width) - 1
+        words = ((words & mask) | (words & mask << size * width) << (8 - width) * size).view(narrower)
+    return words
+
+
 def unpack_numbers(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse: [count], uint8 for widths up to 8 that divide 8, else int64."""
+    """The inverse: [count], uint8 for widths of 1 to 8, else int64."""
     device = packed.device
     if width == 0 or count == 0:
         return torch.zeros(count, dtype=torch.int64, device=device)
-    if width in (1, 2, 4, 8):
-        per = 8 // width
-        if per == 1:
-            return packed[:count]
-        if width == 1:
-            return unpack(packed, count).to(torch.uint8)
-        found = torch.empty(packed.numel(), per, dtype=torch.uint8, device=device)
-        for lane in range(per):
-            torch.bitwise_and(packed >> (lane * width), (1 << width) - 1, out=found[:, lane])
-        return found.view(-1)[:count]
+    if width == 8:
+        return packed[:count]
+    if width == 1:
+        return unpack(packed, count).to(torch.uint8)
+    if width < 8:
+        groups = -(-count // 8)
+        words = torch.zeros(groups, 8, dtype=torch.uint8, device=device)
+        part = packed[: packed_bytes(count, width)]
+        words[:, :width] = torch.nn.functional.pad(part, (0, groups * width - part.numel())).view(-1, width)
+        return _spread(words.view(-1).view(torch.int64), width)[:count]
     out = torch.empty(count, dtype=torch.int64, device=device)
     for start in range(0, count, PIECE):
         stop = min(count, start + PIECE)

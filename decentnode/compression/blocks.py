@@ -110,12 +110,11 @@ class Int8(Blockwise):
         self.unbiased = config.unbiased
 
     def scales(self, values: Tensor) -> Tensor:
-        low, high = torch.aminmax(values, dim=1)
-        return torch.maximum(high, low.neg_()).div_(self.levels)
+        return values.abs().amax(1).div_(self.levels)  # several times faster than aminmax over a dimension
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
         relative = _rounded_at_random(relative, draws) if self.unbiased else relative.round_()
-        return relative.clamp_(-self.levels, self.levels).add_(self.levels).to(torch.uint8)
+        return _counted(relative, self.levels)
 
     def restore(self, numbers: Tensor) -> Tensor:
         return numbers.to(torch.float32).sub_(self.levels)
@@ -128,8 +127,16 @@ class Int4(Int8):
     levels: ClassVar[int] = 7
 
 
+def _counted(relative: Tensor, levels: int) -> Tensor:
+    """Whole numbers clamped to [-levels, levels], counted from -levels: uint8. int8 is the fast way there."""
+    return relative.clamp_(-levels, levels).to(torch.int8).view(torch.uint8).add_(levels)
+
+
 def _rounded_at_random(relative: Tensor, draws: torch.Generator | None) -> Tensor:
-    return relative.add_(torch.rand(relative.shape, generator=draws, device=relative.device)).floor_()
+    """Up with the probability of the fraction, in steps of 2^-16: four draws from each 64 random bits."""
+    words = torch.empty(-(-relative.numel() // 4), dtype=torch.int64, device=relative.device)
+    uniform = words.random_(-(2**63), None, generator=draws).view(torch.int16)[: relative.numel()].to(torch.float32)
+    return relative.add_(uniform.mul_(2**-16).add_(0.5)).floor_()
 
 
 class QSGDConfig(BlockConfig):
@@ -156,7 +163,7 @@ class QSGD(Blockwise):
         return torch.linalg.vector_norm(values, dim=1).div_(self.levels)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
-        return _rounded_at_random(relative, draws).clamp_(-self.levels, self.levels).add_(self.levels).to(torch.uint8)
+        return _counted(_rounded_at_random(relative, draws), self.levels)
 
     def restore(self, numbers: Tensor) -> Tensor:
         return numbers.to(torch.float32).sub_(self.levels)

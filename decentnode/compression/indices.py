@@ -39,32 +39,28 @@ def encode(indices: Tensor, elements: int) -> Tensor:
         return _header(ALL, 0, count, device)
     if count == 0:
         return _header(RICE, 0, 0, device)
-    gaps = torch.empty_like(indices)
+    gaps = torch.empty(count, dtype=torch.int32 if elements < 1 << 31 else torch.int64, device=device)
     gaps[0] = indices[0]
     torch.sub(indices[1:], indices[:-1], out=gaps[1:])
     gaps[1:] -= 1
-    parameter, ones = _parameter(gaps, int(indices[-1]) + 1 - count)
-    if ones + count * (1 + parameter) >= elements:
-        flags = torch.zeros(elements, dtype=torch.bool, device=device)
-        flags[indices] = True
-        return torch.cat([_header(BITMAP, 0, count, device), bits.pack(flags)])
-    ends = (gaps >> parameter).add_(1).cumsum_(0).sub_(1)
-    unary = torch.zeros(ones + count, dtype=torch.bool, device=device)
-    unary[ends] = True
-    low = bits.pack_numbers(gaps & ((1 << parameter) - 1), parameter)
-    return torch.cat([_header(RICE, parameter, count, device), bits.pack(unary), low])
+    parameter = _parameter(count, int(indices[-1]) + 1 - count)
+    ends = (gaps >> parameter).add_(1).cumsum(0, dtype=torch.int64).sub_(1)
+    unary = int(ends[-1]) + 1
+    if -(-unary // 8) + bits.packed_bytes(count, parameter) >= -(-elements // 8):
+        return torch.cat([_header(BITMAP, 0, count, device), bits.ones_at(indices, elements)])
+    low = bits.pack_numbers(gaps.bitwise_and_((1 << parameter) - 1), parameter)
+    return torch.cat([_header(RICE, parameter, count, device), bits.ones_at(ends, unary), low])
 
 
-def _parameter(gaps: Tensor, total: int) -> tuple[int, int]:
-    """(k, sum of gap >> k) with the fewest bits; total: sum of all gaps."""
-    count = gaps.numel()
+def _parameter(count: int, total: int) -> int:
+    """k with the fewest bits for `count` geometric gaps that sum to `total`."""
+    left_out = total / (total + count)
+
+    def bits_per_gap(k: int) -> float:
+        return 1 + k + left_out ** (1 << k) / (1 - left_out ** (1 << k)) if left_out else 1 + k
+
     guess = round(math.log2(max(1.0, math.log(2) * (total / count + 1))))
-    found: list[tuple[int, int, int]] = []
-    for k in {max(0, guess - 1), guess, guess + 1}:
-        ones = int((gaps >> k).sum()) if k else total
-        found.append((ones + count * (1 + k), k, ones))
-    _, k, ones = min(found)
-    return k, ones
+    return min((k for k in (guess - 1, guess, guess + 1) if k >= 0), key=bits_per_gap)
 
 
 def decode(stream: Tensor, elements: int) -> Tensor:

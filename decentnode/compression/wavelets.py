@@ -30,6 +30,9 @@ WAVELETS: dict[str, int] = {
 }  # fmt: skip
 """Name -> vanishing moments; sym2 and sym3 are db2 and db3."""
 
+PIECE = 1 << 15
+"""Coefficients worked off at a time, so that a piece stays in a core's cache through all taps."""
+
 
 class DWT:
     """`level` steps of an orthogonal filter pair on a periodic signal; coarse coefficients first.
@@ -50,20 +53,22 @@ class DWT:
         dtype = torch.float64 if signal.dtype == torch.float64 else torch.float32
         out = torch.zeros(self.coefficients(signal.numel()), dtype=dtype, device=signal.device)
         out[: signal.numel()] = signal
+        reach = len(self.low) - 2
         size = out.numel()
         for _ in range(self.level):
             size //= 2
-            even, odd = out[0 : 2 * size : 2].clone(), out[1 : 2 * size : 2].clone()
-            self._analyze(even, odd, out[:size], self.low)
-            self._analyze(even, odd, out[size : 2 * size], self.high)
+            around = out[: 2 * size].repeat(1 + reach // (2 * size))[:reach]
+            x = torch.cat([out[: 2 * size], around])
+            for start in range(0, size, PIECE):
+                stop = min(size, start + PIECE)
+                pairs = x[2 * start : 2 * stop + reach].view(-1, 2)
+                halves = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+                for taps, at in ((self.low, 0), (self.high, size)):
+                    part = out[at + start : at + stop]
+                    torch.mul(halves[0][: stop - start], taps[0], out=part)
+                    for t, tap in enumerate(taps[1:], 1):  # sum_t taps[t] x[2 k + t]
+                        part.add_(halves[t % 2][t // 2 : t // 2 + stop - start], alpha=tap)
         return out
-
-    @staticmethod
-    def _analyze(even: Tensor, odd: Tensor, out: Tensor, taps: list[float]) -> None:
-        """out[k] = sum_t taps[t] x[2k + t], around the end."""
-        out.zero_()
-        for t, tap in enumerate(taps):
-            _add_rolled(out, odd if t % 2 else even, -(t // 2), tap)
 
     def inverse(self, coefficients: Tensor, elements: int) -> Tensor:
         """[elements] from `forward`'s result."""

@@ -188,7 +188,7 @@ class Overlapped(Schedule):
                 delta = x - before[a:b]
                 x.copy_(before[a:b])
                 self.sharing.mix(x, received, now)
-                x.add_(delta)
+                self.sharing.advance(x, delta, now)
         self.times.mix = time.perf_counter() - started - self.times.wait
         return self._settle(self._exchange)
 

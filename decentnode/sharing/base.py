@@ -38,6 +38,8 @@ class Sharing(Component, abc.ABC):
     needs_static: ClassVar[bool] = False
     smallest_eigenvalue: ClassVar[float | None] = None
     """W may have no eigenvalue below it; one at it is accepted with a warning."""
+    needs_connected: ClassVar[bool] = False
+    """Over the graph's rounds everybody must hear of everybody, if by others."""
     needs_gradient: ClassVar[bool] = False
     phases: ClassVar[int] = 1
     needs_sequential: ClassVar[bool] = False
@@ -66,6 +68,10 @@ class Sharing(Component, abc.ABC):
 
     def finish(self, model: Tensor, view: RoundView) -> None:
         """After mixing, in place, on the whole model."""
+
+    def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        """Overlapped schedules: add the local update, made meanwhile, to what was mixed; the whole or any slice."""
+        model.add_(update)
 
     @abc.abstractmethod
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:

@@ -39,6 +39,7 @@ class Choco(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = ChocoConfig
+    needs_connected: ClassVar[bool] = True
     needs_static: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True

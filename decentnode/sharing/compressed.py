@@ -53,6 +53,7 @@ class Compressed(Sharing):
         self.rule = rule
         self.codec = codec
         for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
+                     "needs_connected",
                      "smallest_eigenvalue", "needs_gradient", "phases", "needs_sequential", "needs_tree",
                      "makes_own_edges"):  # fmt: skip
             setattr(self, name, getattr(rule, name))
@@ -73,6 +74,9 @@ class Compressed(Sharing):
 
     def finish(self, model: Tensor, view: RoundView) -> None:
         self.rule.finish(model, view)
+
+    def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:
+        self.rule.advance(model, update, view)
 
     def _coded(self, name: str) -> bool:
         return self._specs[name].dtype.is_floating_point

@@ -33,6 +33,7 @@ class DeepSqueeze(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = DeepSqueezeConfig
+    needs_connected: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
 
@@ -49,9 +50,12 @@ class DeepSqueeze(Sharing):
         self._elements = model.numel()
         whole = model.clone() if self.error is None else self.error.add_(model)
         coded, at, values = self.operator.encode(whole, view)
-        self._sent = at, values.clone()
-        add_at(whole, at, self._sent[1], -1.0)
-        self.error = whole
+        self._sent = at, values
+        if at.numel() == whole.numel():
+            self.error = whole - values  # the payload may be `whole` itself
+        else:
+            add_at(whole, at, values, -1.0)
+            self.error = whole
         return dict.fromkeys(view.neighbors, Payload(coded, {}, self.operator.metadata))
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002

@@ -54,6 +54,7 @@ class PowerGossip(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = PowerGossipConfig
+    needs_connected: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
 

@@ -20,11 +20,12 @@ class PushSum(Sharing):
 
     The model is the de-biased z = x / w; shares of x and of the weight w leave, the sums of what comes are the new x
     and w. The sum of all x, and of all w, is kept whatever the graph; what certainly did not arrive is taken back.
+    Under an overlapped schedule it is overlap SGP with one step of staleness (algorithm 2 with tau = 1).
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
     needs_column_stochastic: ClassVar[bool] = True
-    needs_sequential: ClassVar[bool] = True
+    needs_connected: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:
         self.config = config
@@ -40,6 +41,9 @@ class PushSum(Sharing):
         if self._start is not None and self.weight != 1.0:
             model.sub_(self._start).div_(self.weight).add_(self._start)
         self._start = None
+
+    def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        model.add_(update, alpha=1.0 / self.weight)
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         found: dict[float, Payload] = {}

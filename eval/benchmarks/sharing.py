@@ -15,10 +15,10 @@ import torch
 from common import machine
 from torch import Tensor
 
+from decentnode.component import load_class, section
 from decentnode.compression import indices, select
-from decentnode.component import load_class
+from decentnode.graph import GRAPHS, WEIGHTS, build
 from decentnode.graph.base import view
-from decentnode.graph import make_graph
 from decentnode.payload import Payload
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.compressed import make_sharing
@@ -71,8 +71,9 @@ def selection(model: Tensor, ceiling: Ceiling) -> None:
         copy = ceiling.seconds()
         chosen, coded, decoded = (
             statistics.median(timed(work) for _ in range(REPEATS)) / copy
-            for work in (lambda: select.largest(model.abs(), count), lambda: indices.encode(at, model.numel()),
-                         lambda: indices.decode(stream, model.numel()))
+            for work in (lambda: select.largest(model.abs(), count),  # noqa: B023
+                         lambda: indices.encode(at, model.numel()),  # noqa: B023
+                         lambda: indices.decode(stream, model.numel()))  # noqa: B023
         )  # fmt: skip
         print(f"top {100 * fraction:5.1f} %: choosing {chosen:5.1f}, coding indices {coded:5.1f}, together "
               f"{chosen + coded:5.1f} (asked: 15), decoding {decoded:5.1f} copies; "
@@ -81,7 +82,8 @@ def selection(model: Tensor, ceiling: Ceiling) -> None:
 
 def rule(options: dict[str, object], shapes: list[tuple[int, ...]], model: Tensor, ceiling: Ceiling) -> None:
     found = load_class(str(options["name"]), SHARINGS, "sharing")
-    graph = make_graph({"name": "ring", "nodes": 4})
+    graph = build(section(GRAPHS, "graph").validate({"name": "ring", "nodes": 2}),
+                  section(WEIGHTS, "weights").validate({"name": "metropolis_hastings"}), 1)  # fmt: skip
     nodes = [make_sharing(found.Config.model_validate(options)) for _ in range(2)]
     models = [model.clone(), model + 0.01 * torch.randn(model.shape, generator=torch.Generator().manual_seed(2))]
     encode, decode, mix, size = [], [], [], 0
@@ -100,18 +102,19 @@ def rule(options: dict[str, object], shapes: list[tuple[int, ...]], model: Tenso
         payload = Payload({k: t.clone() for k, t in theirs.tensors.items()}, theirs.scalars, theirs.metadata)
         size = sum(t.numel() * t.element_size() for t in sent[0][1].tensors.values())
         got: list[Payload] = []
-        received = timed(lambda: got.append(nodes[0].unpack(payload, 1, seen[0])) if not nodes[0].elementwise  # noqa: B023
-                         else got.append(payload))  # fmt: skip  # noqa: B023
-        mixed = timed(lambda: nodes[0].mix(models[0], {1: got[0]}, seen[0].without((3,))))  # noqa: B023
-        nodes[1].mix(models[1], {}, seen[1].without(seen[1].sources))
+        take = nodes[0].unpack if not nodes[0].elementwise else lambda p, *_: p
+        received = timed(lambda: got.append(take(payload, 1, seen[0])))  # noqa: B023
+        mixed = timed(lambda: nodes[0].mix(models[0], {1: got[0]}, seen[0]))  # noqa: B023
+        theirs = sent[0][1]
+        nodes[1].mix(models[1], {0: theirs if nodes[1].elementwise else nodes[1].unpack(theirs, 0, seen[1])}, seen[1])
         if r:  # the first round begins copies and replicas
             encode.append(seconds)
             decode.append(received)
             mix.append(mixed)
     copy = ceiling.seconds()
     parts = [statistics.median(times) / copy for times in (encode, decode, mix)]
-    name = str(options["name"]) + "".join(
-        f" {value['name']}" if isinstance(value, dict) else f" {value}" for key, value in options.items() if key != "name")
+    keys = [value["name"] if isinstance(value, dict) else value for key, value in options.items() if key != "name"]
+    name = " ".join(map(str, [options["name"], *keys]))
     print(f"{name:22} {parts[0]:7.1f} {parts[1]:7.1f} {parts[2]:7.1f} {sum(parts):7.1f}   {size / model.numel():6.3f}",
           flush=True)  # fmt: skip
 

@@ -254,8 +254,7 @@ def test_half_values_are_mixed_in_single_precision() -> None:
     torch.testing.assert_close(models[0], expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "zeromq", "shared_memory"])
-def test_elementwise_codecs_keep_the_slices(transport: str) -> None:
+def test_elementwise_codecs_keep_the_slices() -> None:
     each = rule("full", compression={"name": "float16"})()
     assert each.elementwise and each.payload_schema(10, torch.float32)["x"].dtype == torch.float16
     assert not rule("full", compression={"name": "int8"})().elementwise
