@@ -77,7 +77,8 @@ def test_stated_errors_on_one_peer_graphs() -> None:
 @pytest.mark.parametrize("options", [
     {"name": "full"}, {"name": "push_sum"}, {"name": "gradient_tracking"}, {"name": "d2"},
     {"name": "ac", "rounds": 9999}, {"name": "local_sgd", "every": 1},
-    {"name": "slowmo", "every": 1, "outer_momentum": 0.0}, {"name": "moshpit", "dimensions": 1}, {"name": "topk", "fraction": 1.0}, {"name": "fft", "fraction": 1.0},
+    {"name": "slowmo", "every": 1, "outer_momentum": 0.0}, {"name": "moshpit", "dimensions": 1},
+    {"name": "topk", "fraction": 1.0}, {"name": "fft", "fraction": 1.0},
     {"name": "choco", "choose": "all", "step_size": 1.0}, {"name": "deepsqueeze", "choose": "all", "step_size": 1.0},
 ])  # fmt: skip
 def test_on_a_complete_graph_it_is_centralized(options: dict[str, object]) -> None:
