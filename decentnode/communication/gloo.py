@@ -10,7 +10,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -64,7 +63,7 @@ class Clique:
         self, host: str, port: int, prefix: str, uid: int, members: tuple[int, ...], timeout_seconds: float, via: str
     ) -> None:
         """Blocking until all members called it. via: the address of the own interface. Raises RuntimeError."""
-        self.uid = uid
+        self.uid, self.peers = uid, frozenset(members) - {uid}
         self._rank = {member: rank for rank, member in enumerate(members)}
         limit = timedelta(seconds=timeout_seconds)
         store = dist.TCPStore(host, port, None, False, limit, False)
@@ -102,24 +101,3 @@ class Clique:
                 line.join(1.0)
         if not clean or any(line.is_alive() for line in self._lines.values()):
             _abandoned.append(self._group)
-
-
-class Pool:
-    """Buffers that are used again; any thread. Taken ones that never come back are simply forgotten."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        with self._lock:
-            free = self._free.get((elements, dtype))
-            if free:
-                return free.pop()
-        return torch.empty(elements, dtype=dtype)
-
-    def give(self, tensor: Tensor, keep: int = 16) -> None:
-        with self._lock:
-            free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
-            if len(free) < keep:
-                free.append(tensor)

@@ -81,7 +81,9 @@ class _Incoming:
     def __init__(self, tensors: tuple[TensorPlan, ...]) -> None:
         self.buffers: list[dict[int, memoryview]] = [{} for _ in tensors]
         self.mapped: list[Tensor] | None = None
-        """The payload in the neighbor's shared memory, instead of buffers."""
+        """The payload in the neighbor's shared memory or in a communicator's buffers, instead of `buffers`."""
+        self.pieces: int | None = None
+        """How many chunks of `mapped` are there, in the order of the plans; None: all."""
         self.let_go: Callable[[], None] = lambda: None
         self.arrived = 0.0
         """When the last bytes came (monotonic)."""
@@ -92,12 +94,14 @@ class _Incoming:
         self._plans = tensors
 
     def has(self, tensor: int, chunk: int) -> bool:
-        return self.mapped is not None or chunk in self.buffers[tensor] or chunk in self.copied[tensor]
+        if self.mapped is not None:
+            return self.pieces is None or chunk < self.pieces
+        return chunk in self.buffers[tensor] or chunk in self.copied[tensor]
 
     @property
     def complete(self) -> bool:
         if self.mapped is not None:
-            return True
+            return self.pieces is None
         for plan, total, buffers, copied in zip(self._plans, self.totals, self.buffers, self.copied, strict=True):
             if total is None or len(buffers) + len(copied) < plan.count(total):
                 return False
@@ -105,6 +109,8 @@ class _Incoming:
 
     def assemble(self) -> int:
         """Copy what has come into tensors of its own; the bytes that this frees."""
+        if self.mapped is not None:
+            return 0
         if self.assembled is None:
             if any(total is None for total in self.totals):
                 return 0
@@ -187,7 +193,37 @@ class Inbox:
                 incoming.scalars = message.scalars
             if not self.schemas[message.phase].elementwise:
                 self._absorb(key, message.source, incoming)
-            self._wake(key, message, incoming)
+            self._wake(key, message.source, message.chunk, incoming)
+
+    def put_landing(
+        self, key: Key, source: int, tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None]
+    ) -> bool:
+        """Any thread: the chunks of a payload start to come into `tensors`; False when nobody wants them any more.
+
+        let_go is called once nobody reads `tensors` any more, at once with False.
+        """
+        with self.status.changed:
+            sources = self._incoming.get(key, {})
+            if key[0] < self._floor or key in self._finished or source in sources:
+                let_go()
+                return False
+            incoming = self._incoming.setdefault(key, {})[source] = _Incoming(self.plans[key[1]])
+            incoming.mapped, incoming.pieces, incoming.scalars, incoming.let_go = tensors, 0, scalars, let_go
+            return True
+
+    def landed(self, key: Key, source: int, last: bool) -> None:
+        """Any thread: the next chunk after those before is there; last: the whole payload is."""
+        with self.status.changed:
+            incoming = self._incoming.get(key, {}).get(source)
+            if incoming is None or incoming.pieces is None:
+                return
+            incoming.pieces = None if last else incoming.pieces + 1
+            incoming.arrived = time.monotonic()
+            for chunk in self._wanted_of(key, source):
+                self._wake(key, source, chunk, incoming)
+
+    def _wanted_of(self, key: Key, source: int) -> list[int]:
+        return [chunk for wanted, uid, chunk in self._wanted if (wanted, uid) == (key, source)]
 
     def put_slot(self, message: Slot, reader: Reader) -> None:
         """Take a payload that lies in a neighbor's board. Raises PeerFault as `put` does."""
@@ -238,12 +274,14 @@ class Inbox:
             if freed:
                 self._consumed(source, freed)
 
-    def _wake(self, key: Key, message: Chunk, incoming: _Incoming) -> None:
+    def _wake(self, key: Key, source: int, chunk: int, incoming: _Incoming) -> None:
+        """A chunk came: the training thread goes on once everything it waits for is there."""
         if not self._wanted:
             return
-        self._wanted.discard((key, message.source, message.chunk))
-        if (key, message.source, -1) in self._wanted and incoming.complete:
-            self._wanted.discard((key, message.source, -1))
+        if chunk >= 0 and incoming.has(0, chunk):
+            self._wanted.discard((key, source, chunk))
+        if (key, source, -1) in self._wanted and incoming.complete:
+            self._wanted.discard((key, source, -1))
         if not self._wanted:
             self.status.notify()
 
@@ -327,8 +365,13 @@ class Inbox:
 class InboxExchange(Exchange):
     """One round's exchange over an inbox."""
 
-    def __init__(self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int]):
+    def __init__(
+        self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int],
+        dropped: frozenset[int] = frozenset(),
+    ) -> None:
+        """dropped: neighbors to which nothing was sent, because they take nothing."""
         self._inbox = inbox
+        self._dropped = dropped
         self._key = (round, phase)
         self._expected = expected
         self._neighbors = neighbors
@@ -390,8 +433,8 @@ class InboxExchange(Exchange):
 
     @property
     def undelivered(self) -> frozenset[int]:
-        gone = self._inbox.status.departed
-        return frozenset(uid for uid in self._neighbors if gone.get(uid, self._key[0] + 1) <= self._key[0])
+        gone, round = self._inbox.status.departed, self._key[0]
+        return self._dropped | {uid for uid in self._neighbors if gone.get(uid, round + 1) <= round}
 
     @property
     def departed(self) -> frozenset[int]:

@@ -13,27 +13,34 @@ from torch import Tensor
 
 from decentnode.communication.base import Communication, Schema
 from decentnode.communication.collective import Collective
+from decentnode.communication.hybrid import Hybrid
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.security import load_keyring, write_keys
 from decentnode.communication.zeromq import ZeroMQ
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.payload import Payload, TensorSpec
 
-TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "collective")
+TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "collective", "hybrid")
 NETWORKED = TRANSPORTS[1:]
 
 
 def make(
     transport: str, n: int, schemas: tuple[Schema, ...], folder: Path, digests: Sequence[str] = (), **options: object
 ) -> list[ZeroMQ]:
-    """n nodes that are not bound yet; with "tcp+BULK" they have keys, and bulk is protected that way."""
+    """n nodes that are not bound yet; with "tcp+BULK" they have keys, and bulk is protected that way.
+
+    "hybrid": nodes 0 and 1 are a gloo clique, 1 and 2 use ZeroMQ, all other pairs shared memory.
+    """
     way, _, bulk = transport.partition("+")
     keys = folder / "keys"
     if bulk:
         write_keys(keys, range(n))
         options = {"keys": keys, "bulk_security": bulk, **options}
-    name = way if way in ("shared_memory", "collective") else "zeromq"
-    kind = Collective if way == "collective" else ZeroMQ
+    name = way if way in ("shared_memory", "collective", "hybrid") else "zeromq"
+    kind = {"collective": Collective, "hybrid": Hybrid}.get(way, ZeroMQ)
+    if way == "hybrid":
+        edges = [{"nodes": [0, 1], "by": "collective"}, {"nodes": [1, 2], "by": "zeromq"}]
+        options = {"cliques": [[0, 1]], "edges": edges[: n - 1], **options}
     config = kind.Config.model_validate({"name": name, **options})
     assert isinstance(config, ZeroMQConfig)
     plan = BindPlan(None if way == "tcp" else folder)
@@ -76,8 +83,11 @@ def nodes(
                 together(made, lambda node: node.start(20))
             yield made
         finally:
-            for node in made:
-                node.close()
+            closing = [threading.Thread(target=node.close) for node in made]
+            for thread in closing:
+                thread.start()
+            for thread in closing:
+                thread.join(30)
 
 
 def together(made: Sequence[Communication], work: Callable[[Communication], object]) -> dict[int, object]:

@@ -12,7 +12,9 @@ import torch
 from pydantic import ValidationError
 
 from decentnode.communication.base import Arrival, Communication, Exchange, Schema
-from decentnode.communication.collective import HEADER_BYTES, SEND_WINDOW, Collective, pack, unpack
+from decentnode.communication.clique import SEND_WINDOW
+from decentnode.communication.collective import Collective
+from decentnode.communication.landing import HEADER_BYTES, pack, unpack
 from decentnode.communication.plan import plans
 from decentnode.payload import Payload, TensorSpec
 from tests.communication.contract import flat_schema, nodes, together
