@@ -17,6 +17,7 @@ H7  The ways of a node do not wait for each other: payloads leave by ZeroMQ and 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -25,10 +26,19 @@ import torch
 
 from decentnode import component
 from decentnode.communication.base import CommunicationConfig, Exchange
+from decentnode.communication.batched import BatchedPath
 from decentnode.communication.clique import CliquePath
+from decentnode.communication.communicator import (
+    Communicator,
+    GlooCommunicator,
+    NcclCommunicator,
+    describe_gpu,
+    exchange_descriptions,
+    refusal,
+)
 from decentnode.communication.edges import EdgeRule
-from decentnode.communication.gloo import Clique, listen, own_address
-from decentnode.communication.hybrid_config import HybridConfig
+from decentnode.communication.gloo import Clique, connect, listen, own_address
+from decentnode.communication.hybrid_config import HybridConfig, TorchConfig
 from decentnode.communication.inbox import InboxExchange
 from decentnode.communication.io_thread import CONTROL
 from decentnode.communication.tagged import TaggedPath
@@ -50,6 +60,7 @@ class Hybrid(ZeroMQ):
     def __init__(self, config: CommunicationConfig, **parts: Any) -> None:
         """parts: ZeroMQ's. Raises ValueError for cliques or edges that contradict the mapping."""
         super().__init__(config, **parts)
+        self._device = self._inbox.device
         self._path: CliquePath | None = None
 
     def _edge_rule(self) -> EdgeRule:
@@ -62,9 +73,19 @@ class Hybrid(ZeroMQ):
     # -- the start --------------------------------------------------------------------------------------------
 
     def _open_ways(self, timeout_seconds: float) -> None:
+        assert isinstance(self.config, TorchConfig)
+        if self.edges.cliques and self.config.backend != "gloo":
+            self._look_for_gpus(timeout_seconds)
         super()._open_ways(timeout_seconds)
         if self.edges.used("collective"):
             self._meet(timeout_seconds)
+
+    def _look_for_gpus(self, timeout_seconds: float) -> None:
+        """Blocking: every node tells all others whether its model lies on a GPU, so that the rule may look at it."""
+        told = torch.zeros(len(self._machine_of), dtype=torch.float64)
+        told[self.uid] = float(self._device.type == "cuda")
+        mean, _ = self.mean("cliques/gpus", told).wait(timeout_seconds)
+        self.edges = dataclasses.replace(self.edges, gpu=frozenset(mean.nonzero().flatten().tolist()))
 
     def _meet(self, timeout_seconds: float) -> None:
         """Blocking: the lowest uid of every clique opens a store on a free port; all numbers travel in one mean."""
@@ -86,16 +107,34 @@ class Hybrid(ZeroMQ):
                     f"node {self.uid} could not join the communicator of nodes {', '.join(map(str, members))} at "
                     f"{host}:{port}: {error}", [self.uid],
                 ) from error
-            logger.info("clique of nodes %s: %d by gloo", members, len(self._path.peers))
+            logger.info("clique of nodes %s by %s", members, self._backend_of(members))
         self.barrier("cliques/joined", timeout_seconds)
 
     def _join(
         self, host: str, port: int, prefix: str, members: tuple[int, ...], via: str, timeout_seconds: float
     ) -> CliquePath:
-        clique = Clique(host, port, prefix, self.uid, members, timeout_seconds, via)
-        return TaggedPath(
-            clique, self._inbox, self._status, self.counters, self.config.timeout_seconds, self._lease
-        )
+        """Raises RuntimeError, AssemblyError."""
+        assert isinstance(self.config, TorchConfig)
+        store = connect(host, port, prefix, timeout_seconds)
+        parts = (self._inbox, self._status, self.counters, self.config.timeout_seconds, self._lease)
+        backend = self._backend_of(members)
+        if backend == "gloo" and not self.config.batched:
+            return TaggedPath(Clique(store, self.uid, members, via, timeout_seconds), *parts)
+        if backend == "gloo":
+            found: Communicator = GlooCommunicator(store, self.uid, members, via, timeout_seconds)
+        else:
+            own = describe_gpu(self._device) if self._device.type == "cuda" else ""
+            said = exchange_descriptions(store, self.uid, members, own)
+            if problem := refusal(said):
+                raise AssemblyError(f"clique of nodes {', '.join(map(str, members))}: {problem}", list(members))
+            found = NcclCommunicator(store, self.uid, members, self._device, timeout_seconds)
+        return BatchedPath(found, *parts, start_seconds=timeout_seconds)
+
+    def _backend_of(self, members: tuple[int, ...]) -> str:
+        assert isinstance(self.config, TorchConfig)
+        if self.config.backend == "auto":
+            return "nccl" if set(members) <= self.edges.gpu else "gloo"
+        return self.config.backend
 
     def _store_host(self, members: tuple[int, ...]) -> tuple[str, str]:
         """(host of the clique's store, address of the own interface)."""

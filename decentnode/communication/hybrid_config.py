@@ -14,8 +14,12 @@ from decentnode.communication.zeromq_config import ZeroMQConfig
 
 
 class TorchConfig(ZeroMQConfig):
-    backend: Literal["auto", "gloo"] = "auto"
-    """The library below a clique: gloo, between CPUs; auto is gloo."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """The library below a clique: nccl, between GPUs, one node on each; gloo, between CPUs (models on GPUs pass through
+    host memory); auto: nccl for a clique whose nodes all have a GPU, gloo for every other."""
+    batched: bool = False
+    """Let gloo do as NCCL does: one batch per chunk in a fixed order, matched by order alone. For tests; a node that
+    falls behind then holds up its clique."""
 
 
 class CollectiveConfig(TorchConfig):

@@ -157,7 +157,10 @@ class Inbox:
         counters: Counters,
         consumed: Callable[[int, int], None],
         reject_non_finite: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        """device: where exchanges give their payloads; the CPU when None."""
+        self.device = device or torch.device("cpu")
         self.schemas = schemas
         self.reject_non_finite = reject_non_finite
         self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
@@ -400,7 +403,8 @@ class InboxExchange(Exchange):
             self._note(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
             received = self._accepted({
-                source: Payload({plan.name: incoming.part(chunk, start, stop)}) for source, incoming in arrived.items()
+                source: Payload({plan.name: self._placed(incoming.part(chunk, start, stop))})
+                for source, incoming in arrived.items()
             })
             alive = [source for source in alive if source in received]
             yield Arrival(start, stop, received, self._missing)
@@ -410,8 +414,16 @@ class InboxExchange(Exchange):
         arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
         self._missing = frozenset(self._expected) - arrived.keys()
         self._note(arrived)
-        received = self._accepted({source: incoming.payload() for source, incoming in arrived.items()})
+        whole = {source: incoming.payload() for source, incoming in arrived.items()}
+        received = self._accepted({
+            source: Payload({name: self._placed(t) for name, t in payload.tensors.items()}, payload.scalars)
+            for source, payload in whole.items()
+        })
         yield Arrival(0, schema.elements, received, self._missing)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """On the device of the models; the copy of one that lies elsewhere is complete."""
+        return tensor if tensor.device == self._inbox.device else tensor.to(self._inbox.device)
 
     def _note(self, arrived: dict[int, _Incoming]) -> None:
         self._last = max([self._last, *(incoming.arrived for incoming in arrived.values())])

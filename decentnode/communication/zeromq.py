@@ -90,10 +90,12 @@ class ZeroMQ(Communication):
         run_id: bytes | None = None,
         bind: BindPlan | None = None,
         keyring: Keyring | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """machine_of: the machine of every uid of the run. run_id: None adopts the one that uid 0 drew.
 
-        keyring: the node's keys; required where the config is `secure`.
+        keyring: the node's keys; required where the config is `secure`. device: of the models, and of payloads in
+        `Arrival`; the CPU when None.
         """
         assert isinstance(config, ZeroMQConfig)
         self.config: ZeroMQConfig = config
@@ -119,7 +121,7 @@ class ZeroMQ(Communication):
                             self._on_tick, self._on_crash)  # fmt: skip
         self._io = self._links.io
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
-                            reject_non_finite=config.non_finite == "reject")  # fmt: skip
+                            reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
         self._homes: list[Tensor] = []
         self._leases: dict[int, weakref.ref[Lease]] = {}
         self._joined = False
