@@ -49,7 +49,7 @@ class _Sending:
     """One payload on its way to some peers."""
 
     uids: list[int]
-    header: Tensor
+    header: Tensor | None
     parts: list[Tensor]
     let_go: Callable[[], None]
 
@@ -59,10 +59,9 @@ class _Coming:
     """One payload that is to come."""
 
     uid: int
-    header: Tensor
+    header: Tensor | None
     buffers: Buffers
     totals: list[int] = field(default_factory=list)
-    scalars: dict[str, int | float] = field(default_factory=dict)
     parts: list[Tensor] = field(default_factory=list)
 
 
@@ -77,13 +76,10 @@ class _Round:
     ready: Any = None
     """On a GPU, the event behind which copies of the payloads are complete and receive buffers are free."""
 
-    @property
-    def exact(self) -> bool:
-        return all(plan.spec.exact for plan in self.plans)
-
 
 class BatchedPath(CliquePath):
-    """A header batch, then a batch per bucket; one thread launches, another waits.
+    """A batch per bucket, behind one of headers where the schema leaves sizes or scalars open; one thread launches,
+    another waits.
 
     A bucket is a chunk of the plan (`chunk_bytes`). A peer that stays silent holds back every other source of its
     batch, and all later batches: after the deadline they are missing together, and once SEND_WINDOW payloads wait for
@@ -134,10 +130,7 @@ class BatchedPath(CliquePath):
         self, key: Key, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
     ) -> frozenset[int]:
         plans, gone = self._inbox.plans[key[1]], self._status.departed
-        coming = [
-            _Coming(uid, self._pool.take(HEADER_BYTES, torch.uint8), Buffers(self._pool, plans, 2))
-            for uid in sources if gone.get(uid, key[0] + 1) > key[0]
-        ]  # fmt: skip
+        coming = [self._coming_from(uid, key) for uid in sources if gone.get(uid, key[0] + 1) > key[0]]
         dropped: set[int] = set()
         sending = []
         for payload, uids in outgoing:
@@ -148,6 +141,15 @@ class BatchedPath(CliquePath):
         self._expecting(len(coming))
         self._rounds.put(_Round(key, plans, sending, coming, self._marked()))
         return frozenset(dropped)
+
+    def _coming_from(self, uid: int, key: Key) -> _Coming:
+        plans = self._inbox.plans[key[1]]
+        buffers, totals = Buffers(self._pool, plans, 2), [plan.spec.max_elements for plan in plans]
+        parts = pieces(plans, buffers.whole) if self._is_exact(key[1]) else []
+        if self._has_header(key[1]):
+            return _Coming(uid, self._pool.take(HEADER_BYTES, torch.uint8), buffers, parts=parts)
+        self._inbox.put_landing(key, uid, buffers.whole, {}, buffers.done)
+        return _Coming(uid, None, buffers, totals, parts)
 
     def _opens(self, uid: int, key: Key) -> bool:
         """False for a peer that departed. Raises PeerLost where a tagged send could be left out: R1."""
@@ -160,7 +162,7 @@ class BatchedPath(CliquePath):
     def _sending(self, payload: Payload, plans: tuple[TensorPlan, ...], uids: list[int], key: Key) -> _Sending:
         tensors = [payload.tensors[plan.name] for plan in plans]
         totals = [tensor.numel() for tensor in tensors]
-        header = pack(*key, totals, payload.scalars).to(self._device)
+        header = pack(*key, totals, payload.scalars).to(self._device) if self._has_header(key[1]) else None
         holding: list[object] = [self._lease_of(tensors[0]) if len(tensors) == 1 else None]
         buffers = None
         if holding[0] is None or tensors[0].device != self._device:
@@ -170,7 +172,7 @@ class BatchedPath(CliquePath):
             tensors = buffers.cut(totals)
         parts = pieces(plans, tensors)
         for uid in uids:
-            self._count_sent(uid, payload, plans, totals, 1 + len(parts))
+            self._count_sent(uid, payload, key[1], totals, len(parts))
 
         def let_go() -> None:
             holding.clear()
@@ -205,16 +207,15 @@ class BatchedPath(CliquePath):
     def _launch(self, each: _Round) -> None:
         if each.ready is not None:
             torch.cuda.current_stream(self._device).wait_event(each.ready)
-        headers = self._batch(
-            [(uid, sending.header) for sending in each.sending for uid in sending.uids],
-            [(coming.uid, coming.header) for coming in each.coming],
-        )
-        if each.exact:
-            for coming in each.coming:
-                coming.parts = pieces(each.plans, coming.buffers.whole)
-            self._launched.put(lambda: self._opened(each, headers))
-        else:
-            self._opened(each, headers)
+        if self._has_header(each.key[1]):
+            headers = self._batch(
+                [(uid, s.header) for s in each.sending if s.header is not None for uid in s.uids],
+                [(c.uid, c.header) for c in each.coming if c.header is not None],
+            )
+            if self._is_exact(each.key[1]):
+                self._launched.put(lambda: self._opened(each, headers))
+            else:
+                self._opened(each, headers)
         buckets = [len(sending.parts) for sending in each.sending] + [len(coming.parts) for coming in each.coming]
         for bucket in range(max(buckets, default=0)):
             works = self._batch(
@@ -241,16 +242,17 @@ class BatchedPath(CliquePath):
         """Blocking until the headers are there: from now on the inbox knows the payloads."""
         self._communicator.wait(works)
         for coming in each.coming:
+            assert coming.header is not None
             try:
-                coming.totals, coming.scalars = unpack(coming.header.cpu(), *each.key, each.plans)
+                coming.totals, scalars = unpack(coming.header.cpu(), *each.key, each.plans)
             except ValueError as error:
                 self._counters.fault("malformed", coming.uid, str(error))
                 raise RuntimeError(f"node {coming.uid}: {error}") from error
             self._pool.give(coming.header)
             tensors = coming.buffers.cut(coming.totals)
-            if not each.exact:
+            if not self._is_exact(each.key[1]):
                 coming.parts = pieces(each.plans, tensors)
-            self._inbox.put_landing(each.key, coming.uid, tensors, dict(coming.scalars), coming.buffers.done)
+            self._inbox.put_landing(each.key, coming.uid, tensors, dict(scalars), coming.buffers.done)
             if not coming.parts:
                 self._complete(each, coming)
 
@@ -263,7 +265,7 @@ class BatchedPath(CliquePath):
                 self._complete(each, coming)
 
     def _complete(self, each: _Round, coming: _Coming) -> None:
-        self._count_received(coming.uid, each.plans, coming.totals, 1 + len(coming.parts))
+        self._count_received(coming.uid, each.key[1], coming.totals, len(coming.parts))
         self._inbox.landed(each.key, coming.uid, last=True)
         coming.buffers.done()
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from decentnode.communication.base import Counters
 from decentnode.communication.inbox import Inbox, Key, Status
 from decentnode.communication.landing import HEADER_BYTES
-from decentnode.communication.plan import TensorPlan
 from decentnode.payload import Payload
 
 SEND_WINDOW = 4
@@ -101,12 +100,18 @@ class CliquePath(abc.ABC):
             self._coming += count
             self._status.notify()
 
-    def _count_sent(
-        self, uid: int, payload: Payload, plans: tuple[TensorPlan, ...], totals: list[int], frames: int
-    ) -> None:
-        edge = self._counters.edge(uid)
-        edge.frames_sent += frames
-        edge.metadata_bytes_sent += HEADER_BYTES
+    def _has_header(self, phase: int) -> bool:
+        """Whether payloads say anything that the schema does not: sizes or scalars. Slices have neither."""
+        return not (self._inbox.schemas[phase].elementwise and self._is_exact(phase))
+
+    def _is_exact(self, phase: int) -> bool:
+        """Whether every size is known before a payload comes."""
+        return all(plan.spec.exact for plan in self._inbox.plans[phase])
+
+    def _count_sent(self, uid: int, payload: Payload, phase: int, totals: list[int], pieces: int) -> None:
+        edge, plans, headers = self._counters.edge(uid), self._inbox.plans[phase], int(self._has_header(phase))
+        edge.frames_sent += pieces + headers
+        edge.metadata_bytes_sent += HEADER_BYTES * headers
         for plan, total in zip(plans, totals, strict=True):
             size = total * plan.spec.dtype.itemsize
             if plan.name in payload.metadata:
@@ -114,8 +119,8 @@ class CliquePath(abc.ABC):
             else:
                 edge.data_bytes_sent += size
 
-    def _count_received(self, uid: int, plans: tuple[TensorPlan, ...], totals: list[int], frames: int) -> None:
-        edge = self._counters.edge(uid)
-        edge.frames_received += frames
-        edge.metadata_bytes_received += HEADER_BYTES
+    def _count_received(self, uid: int, phase: int, totals: list[int], pieces: int) -> None:
+        edge, plans, headers = self._counters.edge(uid), self._inbox.plans[phase], int(self._has_header(phase))
+        edge.frames_received += pieces + headers
+        edge.metadata_bytes_received += HEADER_BYTES * headers
         edge.data_bytes_received += sum(t * p.spec.dtype.itemsize for p, t in zip(plans, totals, strict=True))

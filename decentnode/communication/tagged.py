@@ -15,10 +15,11 @@ from decentnode.payload import Payload
 
 
 class TaggedPath(CliquePath):
-    """Every payload is a send matched by its receive: a header of fixed size, then the tensors in the schema's order.
+    """Every payload is a send matched by its receive: the tensors in the schema's order, cut into chunks.
 
-    Both ends derive tags and sizes from (round, phase) and the schema (R1). Sizes that the schema leaves open travel in
-    the header. A receive is posted by `begin`, waited for on a thread per peer.
+    Both ends derive tags and sizes from (round, phase) and the schema (R1). Sizes that the schema leaves open, and
+    scalars, travel in a header of fixed size before them. A receive is posted by `begin`, waited for on a thread per
+    peer.
     """
 
     def __init__(self, clique: Clique, *parts: Any) -> None:
@@ -52,7 +53,6 @@ class TaggedPath(CliquePath):
         plans = self._inbox.plans[key[1]]
         tensors = [payload.tensors[plan.name] for plan in plans]
         totals = [tensor.numel() for tensor in tensors]
-        header = pack(*key, totals, payload.scalars)
         lease = self._lease_of(tensors[0]) if len(tensors) == 1 else None
         buffers = None
         if lease is None:
@@ -60,47 +60,59 @@ class TaggedPath(CliquePath):
             for copy, tensor in zip(buffers.cut(totals), tensors, strict=True):
                 copy.copy_(tensor)
             tensors = buffers.cut(totals)
-        parts = [header, *pieces(plans, tensors)]
+        parts = pieces(plans, tensors)
+        header = pack(*key, totals, payload.scalars) if self._has_header(key[1]) else None
+        tag = self._tag(key)
         for uid in uids:
-            waits = [self._clique.send(uid, part, self._tag(key) + slot) for slot, part in enumerate(parts)]
-            self._count_sent(uid, payload, plans, totals, len(parts))
+            waits = [] if header is None else [self._clique.send(uid, header, tag)]
+            waits += [self._clique.send(uid, part, tag + 1 + slot) for slot, part in enumerate(parts)]
+            self._count_sent(uid, payload, key[1], totals, len(parts))
             self._clique.line(uid, out=True).put(_Over(self._sent, uid, waits, buffers, lease))
 
     def _receive(self, uid: int, key: Key) -> None:
         """Post what is known to come; the peer's line waits for it and posts the rest."""
-        clique, plans, tag = self._clique, self._inbox.plans[key[1]], self._tag(key)
+        plans, buffers = self._inbox.plans[key[1]], Buffers(self._pool, self._inbox.plans[key[1]], users=2)
+        totals = [plan.spec.max_elements for plan in plans]
+        self._expecting(1)
+        if not self._has_header(key[1]):
+            waits = self._post(uid, key, buffers, totals)
+            self._inbox.put_landing(key, uid, buffers.cut(totals), {}, buffers.done)
+            self._clique.line(uid, out=False).put(lambda: self._take(uid, key, buffers, totals, waits))
+            return
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        head = clique.receive(uid, header, tag)
-        buffers = Buffers(self._pool, plans, users=2)
+        head = self._clique.receive(uid, header, self._tag(key))
+        posted = self._post(uid, key, buffers, totals) if self._is_exact(key[1]) else None
 
-        def post(totals: list[int]) -> list[Callable[[], object]]:
-            parts = pieces(plans, buffers.cut(totals))
-            return [clique.receive(uid, part, tag + 1 + slot) for slot, part in enumerate(parts)]
-
-        exact = all(plan.spec.exact for plan in plans)
-        posted = post([plan.spec.max_elements for plan in plans]) if exact else []
-
-        def take() -> None:
+        def open_() -> None:
             head()
             try:
                 totals, scalars = unpack(header, *key, plans)
             except ValueError as error:
                 self._counters.fault("malformed", uid, str(error))
                 return
-            waits = posted if exact else post(totals)
+            waits = self._post(uid, key, buffers, totals) if posted is None else posted
             self._inbox.put_landing(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
-            for wait in waits[:-1]:
-                wait()
-                self._inbox.landed(key, uid, last=False)
-            if waits:
-                waits[-1]()
-            self._count_received(uid, plans, totals, 1 + len(waits))
-            self._inbox.landed(key, uid, last=True)
-            buffers.done()
-            self._expecting(-1)
+            self._take(uid, key, buffers, totals, waits)
 
-        self._expecting(1)
-        clique.line(uid, out=False).put(take)
+        self._clique.line(uid, out=False).put(open_)
+
+    def _post(self, uid: int, key: Key, buffers: Buffers, totals: list[int]) -> list[Callable[[], object]]:
+        parts = pieces(self._inbox.plans[key[1]], buffers.cut(totals))
+        return [self._clique.receive(uid, part, self._tag(key) + 1 + slot) for slot, part in enumerate(parts)]
+
+    def _take(
+        self, uid: int, key: Key, buffers: Buffers, totals: list[int], waits: list[Callable[[], object]]
+    ) -> None:
+        """The peer's line, blocking: tell the inbox of one piece after the other."""
+        for wait in waits[:-1]:
+            wait()
+            self._inbox.landed(key, uid, last=False)
+        if waits:
+            waits[-1]()
+        self._count_received(uid, key[1], totals, len(waits))
+        self._inbox.landed(key, uid, last=True)
+        buffers.done()
+        self._expecting(-1)
 
 
 class _Over:
