@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -39,7 +40,11 @@ class EdgeRule:
 
     def clique_of(self, uid: int) -> tuple[int, ...]:
         """The clique of a node with itself in it; empty without one."""
-        return next((clique for clique in self.cliques if uid in clique), ())
+        return self._cliques_by_uid.get(uid, ())
+
+    @functools.cached_property
+    def _cliques_by_uid(self) -> dict[int, tuple[int, ...]]:
+        return {uid: clique for clique in self.cliques for uid in clique}
 
     def used(self, way: Way) -> bool:
         """Whether any two nodes of the run would use `way`."""

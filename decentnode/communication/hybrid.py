@@ -62,6 +62,8 @@ class Hybrid(ZeroMQ):
         super().__init__(config, **parts)
         self._device = self._inbox.device
         self._path: CliquePath | None = None
+        self._inside: frozenset[int] = frozenset()
+        """Nodes that are reached through the communicator."""
 
     def _edge_rule(self) -> EdgeRule:
         assert isinstance(self.config, HybridConfig)
@@ -107,6 +109,8 @@ class Hybrid(ZeroMQ):
                     f"node {self.uid} could not join the communicator of nodes {', '.join(map(str, members))} at "
                     f"{host}:{port}: {error}", [self.uid],
                 ) from error
+            peers = self._path.peers
+            self._inside = frozenset(uid for uid in peers if self.edges.way(self.uid, uid) == "collective")
             logger.info("clique of nodes %s by %s", members, self._backend_of(members))
         self.barrier("cliques/joined", timeout_seconds)
 
@@ -162,18 +166,12 @@ class Hybrid(ZeroMQ):
         self._inbox.advance(round)
         for payload, _ in grouped(outgoing):
             self._checked(payload, phase)
-        inside = self._inside(outgoing)
+        inside = self._inside & outgoing.keys()
         self._send_all(round, {uid: p for uid, p in outgoing.items() if uid not in inside}, phase)
-        sources = self._inside(expected)
+        sources = self._inside.intersection(expected)
         groups = grouped({uid: outgoing[uid] for uid in sorted(inside)})
         dropped = path.begin((round, phase), groups, sorted(sources))
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), dropped)
-
-    def _inside(self, uids: Mapping[int, object] | tuple[int, ...]) -> set[int]:
-        """Those of `uids` that are reached through the communicator."""
-        assert self._path is not None
-        peers = self._path.peers
-        return {uid for uid in uids if uid in peers and self.edges.way(self.uid, uid) == "collective"}
 
     def close(self) -> None:
         if not self._closed and self._path is not None:

@@ -34,7 +34,12 @@ SIZES = {"100 MB": (25_000_000, 20), "4 MB": (1_000_000, 200), "4 KB": (1000, 10
 PIECE = 1 << 20
 """Elements of one piece where raw gloo sends the model in pieces, as ours does: 4 MiB."""
 WAYS = ("raw gloo, one tensor", "raw gloo, 4 MiB pieces", "ours", "ours, batched")
-RUNS = ("collective", "{name: collective, batched: true}", "zeromq", "shared_memory")
+RUNS = {
+    "collective": "collective",
+    "collective, batched": "{name: collective, batched: true}",
+    "zeromq": "zeromq",
+    "shared_memory": "shared_memory",
+}
 
 
 def open_node(uid: int, elements: int, folder: Path, batched: bool, pipe: Connection) -> Collective:
@@ -130,7 +135,7 @@ def main() -> None:
     def say(what: str, seconds: float, beside: float, asked: str) -> None:
         rows.append({"what": what, "seconds": seconds, "ratio": beside / seconds})
         if not options.json:
-            print(f"{what:48} {1e3 * seconds:9.3f} ms   ratio {beside / seconds:5.2f}   asked {asked}", flush=True)
+            print(f"{what:50} {1e3 * seconds:9.3f} ms   ratio {beside / seconds:5.2f}   asked {asked}", flush=True)
 
     if not options.json:
         ceilings = memory_ceilings()
@@ -145,7 +150,7 @@ def main() -> None:
             for way in WAYS:
                 say(f"{label} both ways, {way}", slower[way], best, ">= 0.85" if way == "ours" else "-")
     if options.rounds:
-        found = {way: rounds(way, options.rounds) for way in RUNS}
+        found = {way: rounds(section, options.rounds) for way, section in RUNS.items()}
         for way in RUNS:
             say(f"round of 8 nodes, MLP 1.0 M, {way}", found[way], found["zeromq"], "-")
     if options.json:

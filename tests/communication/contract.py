@@ -27,7 +27,8 @@ NETWORKED = TRANSPORTS[1:]
 
 
 def make(
-    transport: str, n: int, schemas: tuple[Schema, ...], folder: Path, digests: Sequence[str] = (), **options: object
+    transport: str, n: int, schemas: tuple[Schema, ...], folder: Path, digests: Sequence[str] = (),
+    device: torch.device | None = None, **options: object,
 ) -> list[ZeroMQ]:
     """n nodes that are not bound yet; with "tcp+BULK" they have keys, and bulk is protected that way.
 
@@ -51,7 +52,7 @@ def make(
     return [
         kind(config, uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas,
              digest=digests[u] if digests else "d", bind=plan,
-               keyring=load_keyring(keys, u, n) if bulk else None)
+               keyring=load_keyring(keys, u, n) if bulk else None, device=device)
         for u in range(n)
     ]  # fmt: skip
 
@@ -68,6 +69,7 @@ def nodes(
     *,
     digests: Sequence[str] = (),
     start: bool = True,
+    device: torch.device | None = None,
     **options: object,
 ) -> Iterator[list[Communication]]:
     """n started nodes; closed at the end."""
@@ -77,7 +79,7 @@ def nodes(
             hub = Hub(n)
             made = [Inproc(Inproc.Config(name="inproc"), uid=u, hub=hub, schemas=schemas) for u in range(n)]
         else:
-            transports = make(transport, n, schemas, Path(folder), digests, **options)
+            transports = make(transport, n, schemas, Path(folder), digests, device, **options)
             addresses = {t.uid: t.bind() for t in transports}
             for t in transports:
                 t.set_peers(addresses)

@@ -207,3 +207,25 @@ def test_a_departed_peer_is_left_out_on_both_sides() -> None:
                 assert arrival.missing == exchange.departed == exchange.undelivered == {2}
 
         together(made, run)
+
+
+def test_control_never_rides_on_a_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1, H3: while a clique hangs in an exchange that has no other side, barriers and means go on without it."""
+    witness, payload = Witness(monkeypatch), Payload({"x": torch.ones(1 << 18)})
+    with nodes(BATCHED, 3, flat_schema(1 << 18)) as made:
+        made[0].exchange(0, {1: payload}, (2,))
+        time.sleep(0.05)
+        launched = {uid: len(mine) for uid, mine in witness.launches.items()}
+
+        def control(node: Communication) -> None:
+            node.barrier("in between", 20)
+            mean, contributors = node.mean("level", torch.tensor([float(node.uid)])).wait(20)
+            assert (float(mean), contributors) == (1.0, 3)
+
+        together(made, control)
+        made[2].announce_stop()
+        while not all(node.stopping for node in made):
+            time.sleep(0.01)
+        assert launched == {uid: len(mine) for uid, mine in witness.launches.items()}
+        io_threads = {node._io.ident for node in made if isinstance(node, Hybrid)}
+        assert not io_threads & {launch.thread for mine in witness.launches.values() for launch in mine}
