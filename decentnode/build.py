@@ -18,8 +18,8 @@ from decentnode.experiment import Experiment
 from decentnode.models import MODELS
 from decentnode.node.node import Node, Record
 from decentnode.payload import TensorSpec
-from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.compressed import make_sharing
 from decentnode.tensors import FlatModel
 from decentnode.training import TRAININGS
 
@@ -84,7 +84,8 @@ def build(
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
         experiment.training, model, dataset.train(parts[uid]), dataset.test(), seed=experiment.seed, uid=uid
     )
-    sharing: Sharing = load_class(experiment.sharing.name, SHARINGS, "sharing")(experiment.sharing)
+    sharing = make_sharing(experiment.sharing)
+    sharing.bind(model.shapes)
     communication = make_communication(schemas_of(sharing, model))
     return Node(uid, experiment.node, graph, training, sharing, communication, seed=experiment.seed, record=record)
 

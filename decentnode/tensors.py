@@ -69,6 +69,11 @@ class FlatModel:
         self.parameters = self._adopt(storage, copy=True)
         self.buffers = self._flatten_buffers()
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the parameters in the order of `parameters`."""
+        return [tuple(p.shape) for p in self._trainable]
+
     def _adopt(self, storage: Tensor, copy: bool) -> Tensor:
         if storage.shape != (self.num_parameters,) or storage.dtype != self.dtype or not storage.is_contiguous():
             raise ValueError(

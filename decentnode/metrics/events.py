@@ -50,6 +50,7 @@ EVENTS: dict[str, str] = {
     "send_window": "a payload was dropped because the peer takes none",
     "no_board": "a doorbell of a node whose shared memory is not mapped here",
     "wrong_board": "shared memory that is not what the schema says",
+    "malformed_payload": "a payload that cannot be decoded; it counted as missing",
     "non_finite": "a payload with NaN or infinity was rejected",
 }
 """Every kind of event, and what it says."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import abc
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication, Exchange
+from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel, blocks
 from decentnode.training.base import Training, Update
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -54,6 +58,8 @@ class Schedule(abc.ABC):
         self.sharing = sharing
         self.communication = communication
         self.times = RoundTimes()
+        self._outgoing: dict[int, Payload] = {}
+        self._refused: frozenset[int] = frozenset()
 
     @property
     def model(self) -> FlatModel:
@@ -94,13 +100,28 @@ class Schedule(abc.ABC):
                     part = slice(a - arrival.start, b - arrival.start)
                     yield a, b, {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}, now
             else:
-                yield arrival.start, arrival.stop, dict(arrival.received), now
+                received = self._unpacked(arrival.received, view)
+                yield arrival.start, arrival.stop, received, now.without(self._refused)
             waiting = time.perf_counter()
         self.times.wait = wait + time.perf_counter() - waiting
 
+    def _unpacked(self, received: Mapping[int, Payload], view: RoundView) -> dict[int, Payload]:
+        """What the rule made of the payloads; sources whose bytes it could not read go to `_refused`."""
+        found = {}
+        for uid, payload in received.items():
+            try:
+                found[uid] = self.sharing.unpack(payload, uid, view)
+            except PeerFault as fault:
+                logger.warning("round %d: refused the payload of node %d: %s", view.round, uid, fault)
+                self.communication.counters.fault(fault.reason, uid, str(fault))
+                self._refused |= {uid}
+        return found
+
     def _place(self, model: Tensor) -> Tensor | None:
-        """Where the model may go so that the transport need not copy it."""
+        """Where the model may go so that the transport need not copy it, when it is the model itself that left."""
         if not self.sharing.elementwise or model.device.type != "cpu":
+            return None
+        if not any(payload.tensors["x"].data_ptr() == model.data_ptr() for payload in self._outgoing.values()):
             return None
         return self.communication.claim(model, self.communication.config.timeout_seconds)
 
@@ -109,7 +130,8 @@ class Schedule(abc.ABC):
         for uid in exchange.undelivered:
             self.sharing.undelivered(uid, self._outgoing[uid])
         self._outgoing = {}
-        return Mixed(exchange.missing, exchange.departed, exchange.undelivered)
+        refused, self._refused = self._refused, frozenset()
+        return Mixed(exchange.missing | refused, exchange.departed | refused, exchange.undelivered)
 
 
 class Sequential(Schedule):

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, dtype
 
-from decentnode.component import Component
+from decentnode.component import Component, Config, section
+from decentnode.compression import CODECS
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
+
+
+class SharingConfig(Config):
+    """Keys that every rule has."""
+
+    compression: Annotated[Config, section(CODECS, "compression")] | None = None
+    """How the values that leave become fewer bytes; as they are without it."""
 
 
 class Sharing(Component, abc.ABC):
@@ -37,6 +45,11 @@ class Sharing(Component, abc.ABC):
     needs_tree: ClassVar[bool] = False
     makes_own_edges: ClassVar[bool] = False
     """Whether `plan` chooses other neighbors than the graph's."""
+    compresses: ClassVar[bool] = False
+    """Whether it applies its `compression` itself; otherwise whoever makes the rule wraps it (compressed.py)."""
+
+    def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Once, before everything else: the shapes of the parameters that stand one after the other in the model."""
 
     def plan(self, view: RoundView) -> RoundView:
         """The round as this rule wants it: its own neighbors, sources and weights, or none in a round of rest.
@@ -61,6 +74,11 @@ class Sharing(Component, abc.ABC):
         model: [P] float, not modified. Payload tensors may be views of `model`: the transport takes its own
         snapshot before returning from `exchange`.
         """
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
+        """What `mix` gets of what came from `uid`. Raises PeerFault for bytes that no such rule made: the source then
+        counts as missing."""
+        return payload
 
     @abc.abstractmethod
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from decentnode import component
-from decentnode.component import Config
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
-from decentnode.sharing.base import Sharing
+from decentnode.sharing.base import Sharing, SharingConfig
 
 
-class FullConfig(Config):
+class FullConfig(SharingConfig):
     pass
 
 

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from decentnode.component import load_class
+from decentnode.compression import CODECS
+from decentnode.compression.base import Codec
+from decentnode.compression.lossless import Lossless
 from decentnode.graph.base import RoundView, view
 from decentnode.graph.topology import Topology
 from decentnode.payload import Payload
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.compressed import Compressed, make_sharing
 from tests.graph.contract import make
 
 Make = Callable[[], Sharing]
@@ -21,32 +25,58 @@ Make = Callable[[], Sharing]
 
 def rule(name: str, **options: object) -> Make:
     found = load_class(name, SHARINGS, "sharing")
-    return lambda: found(found.Config.model_validate({"name": name, **options}))
+    return lambda: make_sharing(found.Config.model_validate({"name": name, **options}))
 
 
 OPTIONS: dict[str, dict[str, object]] = {name: {"every": 1} for name in
                                          ("local_sgd", "slowmo", "diloco", "noloco", "elastic", "leader")}  # fmt: skip
 RULES: dict[str, Make] = {name: rule(name, **OPTIONS.get(name, {})) for name in SHARINGS}
-KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd")
+RULES |= {f"full+{name}": rule("full", compression={"name": name}) for name in CODECS}
+RULES |= {
+    f"{name}+{codec}": rule(name, **OPTIONS.get(name, {}), compression={"name": codec})
+    for name, codec in (("topk", "int8"), ("fft", "float16"), ("jwins", "zstd"), ("subsample", "int4"),
+                        ("choco", "int8"), ("deepsqueeze", "int8"), ("gradient_tracking", "bfloat16"),
+                        ("push_sum", "bfloat16"), ("ac", "bfloat16"), ("local_sgd", "float16"))
+}  # fmt: skip
+RULES["full+zstd of int4"] = rule("full", compression={"name": "zstd", "of": {"name": "int4", "unbiased": True}})
+RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
+KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
+                 "subsample")  # fmt: skip
 """Rules whose models alone have another mean after a round; what each keeps instead has a test of its own."""
+NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "qsgd", "sign", "stc", "deepsqueeze", "powergossip")
+"""Rules that go in the direction of others without ending among them."""
+
+
+def codec_of(each: Sharing) -> Codec | None:
+    found = each.codec if isinstance(each, Compressed) else getattr(getattr(each, "operator", None), "codec", None)
+    assert found is None or isinstance(found, Codec)
+    return found
+
+
+def noise_of(each: Sharing) -> float:
+    """How far a value may be off after being coded, relative to the largest around it."""
+    if not isinstance(each, Compressed) or (isinstance(each.codec, Lossless) and each.codec.inner is None):
+        return 0.0
+    name = each.codec.inner.config.name if isinstance(each.codec, Lossless) else each.codec.config.name
+    return {"float16": 2e-3, "bfloat16": 2e-2, "truncate": 1e-4, "int8": 2e-2}.get(name, 3.0)
 
 
 def gossip(
     make_rule: Make, graph: Topology, models: list[Tensor], rounds: int, missing: frozenset[int] = frozenset()
 ) -> None:
     """Rounds of a rule without local steps, in place, by hand."""
-    rules = [make_rule() for _ in models]
+    rules = bound(make_rule, models)
     for r in range(rounds):
-        views = [each.plan(view(graph, uid, r, 1)) for uid, each in enumerate(rules)]
-        for each, model, seen in zip(rules, models, views, strict=True):
-            each.begin(model, seen)
-            each.adjust(model, seen, 0.0)
-        sent = [each.outgoing(model, seen) for each, model, seen in zip(rules, models, views, strict=True)]
-        frozen = [{to: _copy(payload) for to, payload in out.items()} for out in sent]
-        for uid, (each, model) in enumerate(zip(rules, models, strict=True)):
-            received = {j: frozen[j][uid] for j in views[uid].sources if j not in missing}
-            each.mix(model, received, views[uid].without(missing & set(views[uid].sources)))
-            each.finish(model, views[uid])
+        one_round(rules, models, graph, r, 0.0, missing)
+
+
+def bound(make_rule: Make, models: list[Tensor]) -> list[Sharing]:
+    """A rule per model, told what nodes tell it before the first round."""
+    rules = [make_rule() for _ in models]
+    for each, model in zip(rules, models, strict=True):
+        each.bind([(model.numel() - model.numel() // 3,), (model.numel() // 3,)])
+        each.payload_schema(model.numel(), model.dtype)
+    return rules
 
 
 def _copy(payload: Payload) -> Payload:
@@ -59,14 +89,22 @@ def draw(n: int, elements: int, dtype: torch.dtype = torch.float32) -> list[Tens
 
 
 def check_identical_stay_identical(make_rule: Make) -> None:
+    each = make_rule()
+    codec = codec_of(each)
+    if codec is not None and codec.unbiased:
+        return  # every node rounds its own way
     models = [draw(1, 33)[0] for _ in range(6)]
-    gossip(make_rule, make("line" if make_rule().needs_tree else "ring", nodes=6), models, 5)
+    gossip(make_rule, make("line" if each.needs_tree else "ring", nodes=6), models, 5)
+    if name_of(make_rule) in ("choco", "deepsqueeze") and getattr(each.operator, "choose", "") == "random":
+        return  # every node chooses its own
     for model in models[1:]:
-        torch.testing.assert_close(model, models[0], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(model, models[0], atol=1e-6 if codec is None else 0.2, rtol=1e-6)
 
 
 def name_of(make_rule: Make) -> str:
-    return str(getattr(make_rule().config, "name", "") or "") if hasattr(make_rule(), "config") else ""
+    each = make_rule()
+    each = each.rule if isinstance(each, Compressed) else each
+    return str(getattr(each.config, "name", "") or "") if hasattr(each, "config") else ""
 
 
 def check_mean_is_kept(make_rule: Make) -> None:
@@ -75,7 +113,8 @@ def check_mean_is_kept(make_rule: Make) -> None:
     models = draw(8, 41)
     before = torch.stack(models).double().mean(0)
     gossip(make_rule, make("regular", nodes=8, degree=3), models, 6)
-    torch.testing.assert_close(torch.stack(models).double().mean(0), before, atol=1e-6, rtol=0)
+    noise = noise_of(make_rule())
+    torch.testing.assert_close(torch.stack(models).double().mean(0), before, atol=1e-6 + noise, rtol=0)
 
 
 def check_alone_nothing_happens(make_rule: Make) -> None:
@@ -86,12 +125,13 @@ def check_alone_nothing_happens(make_rule: Make) -> None:
 
 
 def check_slices_equal_the_whole(make_rule: Make) -> None:
-    each = make_rule()
+    models = draw(4, 100)
+    each = bound(make_rule, models)[0]
     if not each.elementwise:
         return
-    models = draw(4, 100)
     seen = view(make("complete", nodes=4), 0, 0, 1)
-    received = {j: Payload({"x": models[j]}) for j in (1, 2, 3)}
+    wire = each.payload_schema(100, torch.float32)["x"].dtype
+    received = {j: Payload({"x": models[j].to(wire)}) for j in (1, 2, 3)}
     whole, sliced = models[0].clone(), models[0].clone()
     each.mix(whole, received, seen)
     for a, b in ((0, 32), (32, 64), (64, 100)):
@@ -102,7 +142,7 @@ def check_slices_equal_the_whole(make_rule: Make) -> None:
 def check_schema_fits(make_rule: Make) -> None:
     for elements in (1, 2, 64, 101):
         for dtype in (torch.float32, torch.float64):
-            each = make_rule()
+            each = bound(make_rule, draw(1, elements, dtype))[0]
             schema = each.payload_schema(elements, dtype)
             seen = each.plan(view(make("ring", nodes=4), 0, 0, 1))
             outgoing = each.outgoing(draw(1, elements, dtype)[0], seen)
@@ -118,11 +158,14 @@ def check_schema_fits(make_rule: Make) -> None:
 def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
     models = draw(5, 20)
     low, high = torch.stack(models).amin(0), torch.stack(models).amax(0)
+    if noise_of(make_rule()) > 1 or name_of(make_rule) in NOT_CONVEX:
+        return
     if make_rule().needs_tree or make_rule().makes_own_edges or make_rule().needs_column_stochastic:
         return  # relays sums, pairs of its own, or shares that do not come back by themselves
     gossip(make_rule, make("complete", nodes=5), models, 1, frozenset({2}))
     for model in models:
-        assert (model >= low - 1e-5).all() and (model <= high + 1e-5).all()
+        slack = 1e-5 + 4 * noise_of(make_rule())
+        assert (model >= low - slack).all() and (model <= high + slack).all()
 
 
 def check_repeats_bit_for_bit(make_rule: Make) -> None:
@@ -142,31 +185,39 @@ def check_state_round_trip(make_rule: Make) -> None:
     each = make_rule()
     graph = make("line" if each.needs_tree else "ring", nodes=6)
     straight, cut = draw(6, 30), draw(6, 30)
-    a, b = [make_rule() for _ in straight], [make_rule() for _ in cut]
+    a, b = bound(make_rule, straight), bound(make_rule, cut)
     for r in range(6):
         one_round(a, straight, graph, r)
         if r == 3:
             states = [each.state_dict() for each in b]
-            b = [make_rule() for _ in cut]
+            b = bound(make_rule, cut)
             for each, state in zip(b, states, strict=True):
                 each.load_state_dict(state)
         one_round(b, cut, graph, r)
     assert all(torch.equal(x, y) for x, y in zip(straight, cut, strict=True))
 
 
-def one_round(rules: list[Sharing], models: list[Tensor], graph: Topology, r: int, pull: float = 0.1) -> None:
-    """One round with local steps toward a target of each node's own, in place, by hand."""
+def one_round(
+    rules: list[Sharing], models: list[Tensor], graph: Topology, r: int, pull: float = 0.1,
+    missing: frozenset[int] = frozenset(), step: Callable[[int, Tensor], object] | None = None,
+) -> None:
+    """One round in place, by hand. missing: sent nothing. step: local work; else toward a target of each node."""
     views = [each.plan(view(graph, uid, r, 1)) for uid, each in enumerate(rules)]
     for uid, (each, model, seen) in enumerate(zip(rules, models, views, strict=True)):
         each.begin(model, seen)
-        model.sub_(model - float(uid), alpha=pull)
+        if step is not None:
+            step(uid, model)
+        elif pull:
+            model.sub_(model - float(uid), alpha=pull)
         each.adjust(model, seen, float(uid))
     sent = [
         {to: _copy(p) for to, p in each.outgoing(model, seen).items()}
         for each, model, seen in zip(rules, models, views, strict=True)
     ]
     for uid, (each, model) in enumerate(zip(rules, models, strict=True)):
-        each.mix(model, {j: sent[j][uid] for j in views[uid].sources}, views[uid])
+        here = [j for j in views[uid].sources if j not in missing]
+        received = {j: sent[j][uid] if each.elementwise else each.unpack(sent[j][uid], j, views[uid]) for j in here}
+        each.mix(model, received, views[uid].without(missing & set(views[uid].sources)))
         each.finish(model, views[uid])
 
 

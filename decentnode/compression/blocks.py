@@ -1,0 +1,190 @@
+"""Values in a few bits each, with one scale per block of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from decentnode import component, tensors
+from decentnode.compression import bits
+from decentnode.compression.base import Codec
+from decentnode.payload import TensorSpec
+
+
+class BlockConfig(component.Config):
+    block: int = Field(1024, ge=8, le=1 << 18)
+    """Values that share a scale; a power of two."""
+
+    @field_validator("block")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value
+
+
+class Blockwise(Codec):
+    """Base: each value becomes a whole number of `width` bits relative to its block's scale [ceil(K / block)] float32.
+
+    Worked off in pieces that stay in a core's cache. A block with NaN or infinity in it decodes to NaN.
+    """
+
+    Config: ClassVar[type[component.Config]] = BlockConfig
+    metadata: ClassVar[frozenset[str]] = frozenset({"scale"})
+    width: int
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, BlockConfig)
+        self.block = config.block
+
+    def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
+        return {
+            "q": TensorSpec(torch.uint8, bits.packed_bytes(count, self.width)),
+            "scale": TensorSpec(torch.float32, -(-count // self.block)),
+        }
+
+    def scales(self, values: Tensor) -> Tensor:
+        """values: [B, block] float32 -> [B]."""
+        raise NotImplementedError
+
+    def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
+        """relative: [K] values over their scale, may be overwritten -> [K] integers in [0, 2^width)."""
+        raise NotImplementedError
+
+    def restore(self, numbers: Tensor) -> Tensor:
+        """[K] integers -> [K] float32 relative to the scale."""
+        raise NotImplementedError
+
+    def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
+        scales, packed = [], []
+        for start, stop in tensors.blocks(0, values.numel()):
+            piece = values[start:stop].to(torch.float32)
+            padded = torch.nn.functional.pad(piece, (0, -piece.numel() % self.block)).view(-1, self.block)
+            scale = self.scales(padded)
+            inverse = scale.reciprocal()
+            inverse = inverse.where(inverse.isfinite() & (scale > 0), 0.0)
+            relative = (padded * inverse[:, None]).view(-1)[: piece.numel()]
+            if not bool(scale.isfinite().all()):
+                relative.nan_to_num_(0.0, 0.0, 0.0)
+                scale = scale.where(scale.isfinite(), torch.nan)
+            scales.append(scale)
+            packed.append(bits.pack_numbers(self.quantize(relative, draws), self.width))
+        empty = values.new_empty(0)
+        return {
+            "q": torch.cat(packed) if packed else empty.to(torch.uint8),
+            "scale": torch.cat(scales) if scales else empty.to(torch.float32),
+        }
+
+    def decode(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
+        self.check(coded, count, dtype)
+        out = torch.empty(count, dtype=dtype, device=coded["q"].device)
+        for start, stop in tensors.blocks(0, count):
+            part = coded["q"][start * self.width // 8 : bits.packed_bytes(stop, self.width)]
+            relative = self.restore(bits.unpack_numbers(part, self.width, stop - start))
+            scale = coded["scale"][start // self.block : -(-stop // self.block)]
+            padded = torch.nn.functional.pad(relative, (0, -relative.numel() % self.block)).view(-1, self.block)
+            out[start:stop] = padded.mul_(scale[:, None]).view(-1)[: stop - start]
+        return out
+
+
+class RoundedConfig(BlockConfig):
+    unbiased: bool = False
+    """Round up or down at random, so that the mean is the value; otherwise to the nearest."""
+
+
+class Int8(Blockwise):
+    """Per-block absolute maximum over 127: values as whole numbers from -127 to 127."""
+
+    Config: ClassVar[type[component.Config]] = RoundedConfig
+    width = 8
+    levels: ClassVar[int] = 127
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, RoundedConfig)
+        self.unbiased = config.unbiased
+
+    def scales(self, values: Tensor) -> Tensor:
+        low, high = torch.aminmax(values, dim=1)
+        return torch.maximum(high, low.neg_()).div_(self.levels)
+
+    def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
+        relative = _rounded_at_random(relative, draws) if self.unbiased else relative.round_()
+        return relative.clamp_(-self.levels, self.levels).add_(self.levels).to(torch.uint8)
+
+    def restore(self, numbers: Tensor) -> Tensor:
+        return numbers.to(torch.float32).sub_(self.levels)
+
+
+class Int4(Int8):
+    """Per-block absolute maximum over 7: values as whole numbers from -7 to 7, two in a byte."""
+
+    width = 4
+    levels: ClassVar[int] = 7
+
+
+def _rounded_at_random(relative: Tensor, draws: torch.Generator | None) -> Tensor:
+    return relative.add_(torch.rand(relative.shape, generator=draws, device=relative.device)).floor_()
+
+
+class QSGDConfig(BlockConfig):
+    levels: int = Field(7, ge=1, le=127)
+    """Steps between zero and the norm of a block; 2 levels + 1 numbers per value."""
+    block: int = Field(128, ge=8, le=1 << 18)
+    """Values that share a norm; a power of two. Smaller blocks have less noise and more scales."""
+
+
+class QSGD(Blockwise):
+    """norm(v) sign(v_i) l_i / s, with |v_i| s / norm(v) rounded up or down at random to l_i (arXiv 1610.02132, 3.1)."""
+
+    Config: ClassVar[type[component.Config]] = QSGDConfig
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, QSGDConfig)
+        self.levels = config.levels
+        self.width = (2 * config.levels).bit_length()
+        self.unbiased = True
+        self.variance = min(config.block / config.levels**2, config.block**0.5 / config.levels)  # lemma 3.1
+
+    def scales(self, values: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(values, dim=1).div_(self.levels)
+
+    def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
+        return _rounded_at_random(relative, draws).clamp_(-self.levels, self.levels).add_(self.levels).to(torch.uint8)
+
+    def restore(self, numbers: Tensor) -> Tensor:
+        return numbers.to(torch.float32).sub_(self.levels)
+
+
+class Sign(Blockwise):
+    """mean |v| times the sign of each value: one bit per value (arXiv 1802.04434; scaled as in 1901.09847)."""
+
+    width = 1
+
+    def scales(self, values: Tensor) -> Tensor:
+        return values.abs().mean(1)
+
+    def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:  # noqa: ARG002
+        return relative >= 0
+
+    def restore(self, numbers: Tensor) -> Tensor:
+        return numbers.to(torch.float32).mul_(2.0).sub_(1.0)
+
+    def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
+        coded = super().encode(values, draws)
+        tail = values.numel() % self.block
+        if tail:  # the mean over the values that are there, not over the padding
+            coded["scale"][-1] *= self.block / tail
+        return coded
+
+
+def as_codec(name: str, **keys: Any) -> Codec:
+    """One of this module's codecs by its class name, for rules that bring their own."""
+    found = {"int8": Int8, "int4": Int4, "qsgd": QSGD, "sign": Sign}[name]
+    return found(found.Config.model_validate({"name": name, **keys}))

@@ -1,0 +1,105 @@
+"""Ascending indices in few bytes: Rice-coded gaps or a bitmap, whichever is smaller, or "all of them".
+
+The gap before an index is the number of indices left out. Rice's code of a gap with parameter k is gap >> k ones, a
+zero, and the k low bits (Rice and Plaunt 1971, IEEE Trans. Commun. 19). Ones and zeros stand in one stream and low
+bits in another, so that both are coded without a loop over gaps. Within 5 % of the entropy of random positions from
+density .001 to .5.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from decentnode.compression import bits
+from decentnode.errors import PeerFault
+
+HEADER_BYTES = 8
+"""Kind, Rice parameter, and the number of indices in six bytes, little-endian."""
+ALL, BITMAP, RICE = 0, 1, 2
+MAX_PARAMETER = 40
+
+
+def largest_bytes(elements: int) -> int:
+    """No coded set of indices below `elements` is longer."""
+    return HEADER_BYTES + -(-elements // 8)
+
+
+def _header(kind: int, parameter: int, count: int, device: torch.device) -> Tensor:
+    raw = bytes((kind, parameter)) + count.to_bytes(6, "little")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+
+
+def encode(indices: Tensor, elements: int) -> Tensor:
+    """indices: [K] int64, strictly ascending, in [0, elements) -> uint8 stream of at most `largest_bytes`."""
+    count, device = indices.numel(), indices.device
+    if count == elements:
+        return _header(ALL, 0, count, device)
+    if count == 0:
+        return _header(RICE, 0, 0, device)
+    gaps = torch.empty_like(indices)
+    gaps[0] = indices[0]
+    torch.sub(indices[1:], indices[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    parameter, ones = _parameter(gaps, int(indices[-1]) + 1 - count)
+    if ones + count * (1 + parameter) >= elements:
+        flags = torch.zeros(elements, dtype=torch.bool, device=device)
+        flags[indices] = True
+        return torch.cat([_header(BITMAP, 0, count, device), bits.pack(flags)])
+    ends = (gaps >> parameter).add_(1).cumsum_(0).sub_(1)
+    unary = torch.zeros(ones + count, dtype=torch.bool, device=device)
+    unary[ends] = True
+    low = bits.pack_numbers(gaps & ((1 << parameter) - 1), parameter)
+    return torch.cat([_header(RICE, parameter, count, device), bits.pack(unary), low])
+
+
+def _parameter(gaps: Tensor, total: int) -> tuple[int, int]:
+    """(k, sum of gap >> k) with the fewest bits; total: sum of all gaps."""
+    count = gaps.numel()
+    guess = round(math.log2(max(1.0, math.log(2) * (total / count + 1))))
+    found: list[tuple[int, int, int]] = []
+    for k in {max(0, guess - 1), guess, guess + 1}:
+        ones = int((gaps >> k).sum()) if k else total
+        found.append((ones + count * (1 + k), k, ones))
+    _, k, ones = min(found)
+    return k, ones
+
+
+def decode(stream: Tensor, elements: int) -> Tensor:
+    """[K] int64. Raises PeerFault("malformed_payload") for everything that `encode` never makes."""
+    if stream.dtype != torch.uint8 or stream.numel() < HEADER_BYTES:
+        raise PeerFault("malformed_payload", f"indices of {stream.numel()} bytes")
+    head = bytes(stream[:HEADER_BYTES].tolist())
+    kind, parameter, count = head[0], head[1], int.from_bytes(head[2:], "little")
+    body = stream[HEADER_BYTES:]
+    if count > elements:
+        raise PeerFault("malformed_payload", f"{count} indices below {elements}")
+    if kind == ALL and count == elements and not body.numel():
+        return torch.arange(elements, device=stream.device)
+    if kind == BITMAP and body.numel() == -(-elements // 8):
+        found = bits.set_bits(body, elements)
+    elif kind == RICE and parameter <= MAX_PARAMETER:
+        found = _rice(body, parameter, count, elements)
+    else:
+        raise PeerFault("malformed_payload", f"indices of kind {kind} in {body.numel()} bytes")
+    if found.numel() != count or (count and not 0 <= int(found[-1]) < elements):
+        raise PeerFault("malformed_payload", f"{found.numel()} indices instead of {count}")
+    return found
+
+
+def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
+    low_bytes = bits.packed_bytes(count, parameter)
+    unary_bytes = body.numel() - low_bytes
+    if unary_bytes < -(-count // 8) or unary_bytes > -(-(elements + count) // 8):
+        raise PeerFault("malformed_payload", f"{body.numel()} bytes for {count} indices")
+    ends = bits.set_bits(body[:unary_bytes], 8 * unary_bytes)
+    if ends.numel() != count:
+        raise PeerFault("malformed_payload", f"{ends.numel()} gaps instead of {count}")
+    # end of gap i = sum of quotients up to i, plus i; index i = sum of gaps up to i, plus i
+    quotients = ends - torch.arange(count, device=body.device)
+    if parameter == 0:
+        return ends
+    low = bits.unpack_numbers(body[unary_bytes:], parameter, count).to(torch.int64)
+    return (quotients << parameter) + low.cumsum(0) + torch.arange(count, device=body.device)

@@ -1,0 +1,158 @@
+"""Bytes squeezed without loss, alone or behind another codec: bytes of like weight side by side, then a compressor."""
+
+from __future__ import annotations
+
+import abc
+import zlib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.component import section
+from decentnode.compression import LOSSY
+from decentnode.compression.base import Codec, make_codec
+from decentnode.errors import EnvironmentFault, PeerFault
+from decentnode.payload import TensorSpec
+from decentnode.tensors import as_bytes
+
+RAW, SQUEEZED = 0, 1
+
+
+class LosslessConfig(component.Config):
+    level: int = Field(1, ge=1, le=9)
+    """Effort of the compressor."""
+    of: Annotated[component.Config, section(LOSSY, "compression")] | None = None
+    """A lossy codec whose result is squeezed; the values themselves without one."""
+
+
+class Lossless(Codec):
+    """Base: coded tensors are byte streams that begin with one byte, 0 for bytes as they were and 1 for squeezed ones.
+
+    Works on the CPU: tensors of a GPU are fetched first. Weights of trained models shrink by a sixth at most; it pays
+    behind a codec that leaves regular bytes.
+    """
+
+    Config: ClassVar[type[component.Config]] = LosslessConfig
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, LosslessConfig)
+        self.level = config.level
+        self.inner = None if config.of is None else make_codec(config.of)
+        self.metadata = self.inner.metadata if self.inner else frozenset()  # type: ignore[misc]
+        self.unbiased = bool(self.inner and self.inner.unbiased)
+        self.variance = self.inner.variance if self.inner else 0.0
+
+    @abc.abstractmethod
+    def squeeze(self, raw: bytes | memoryview) -> bytes:
+        """The compressor."""
+
+    @abc.abstractmethod
+    def release(self, squeezed: memoryview, size: int) -> bytes:
+        """Its inverse; whatever the bytes say, no more than `size` comes out. Any exception for bad bytes."""
+
+    def _inner_schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return self.inner.schema(count, dtype) if self.inner else {"q": TensorSpec(dtype, count)}
+
+    def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {
+            name: TensorSpec(torch.uint8, 1 + spec.max_elements * spec.dtype.itemsize, exact=False)
+            for name, spec in self._inner_schema(count, dtype).items()
+        }
+
+    def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
+        inner = self.inner.encode(values, draws) if self.inner else {"q": values}
+        return {name: self._squeezed(tensor) for name, tensor in inner.items()}
+
+    def _squeezed(self, tensor: Tensor) -> Tensor:
+        device, width = tensor.device, tensor.element_size()
+        flat = tensor.detach().cpu().contiguous().view(torch.uint8)
+        shuffled = flat.view(-1, width).t().contiguous().view(-1) if width > 1 and flat.numel() else flat
+        squeezed = self.squeeze(as_bytes(shuffled))
+        if len(squeezed) >= flat.numel():
+            return torch.cat([torch.tensor([RAW], dtype=torch.uint8), flat]).to(device)
+        return torch.frombuffer(bytearray(bytes((SQUEEZED,)) + squeezed), dtype=torch.uint8).to(device)
+
+    def decode(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
+        self.check(coded, count, dtype)
+        inner = {
+            name: self._released(coded[name], spec) for name, spec in self._inner_schema(count, dtype).items()
+        }
+        return self.inner.decode(inner, count, dtype) if self.inner else inner["q"]
+
+    def _released(self, stream: Tensor, spec: TensorSpec) -> Tensor:
+        device, width = stream.device, spec.dtype.itemsize
+        size = spec.max_elements * width
+        raw = stream.cpu()
+        kind = int(raw[0]) if raw.numel() else -1
+        if kind == RAW and (raw.numel() - 1 == size or not spec.exact):
+            return raw[1:].clone().view(spec.dtype).to(device)
+        if kind != SQUEEZED:
+            raise PeerFault("malformed_payload", f"a stream of {raw.numel()} bytes for {size}")
+        try:
+            found = self.release(as_bytes(raw[1:].contiguous()), size)
+        except Exception as error:
+            raise PeerFault("malformed_payload", f"squeezed bytes: {error}") from error
+        if len(found) != size if spec.exact else (len(found) > size or len(found) % width):
+            raise PeerFault("malformed_payload", f"squeezed bytes gave {len(found)} instead of {size}")
+        flat = torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
+        if width > 1 and flat.numel():
+            flat = flat.view(width, -1).t().contiguous().view(-1)
+        return flat.view(spec.dtype).to(device)
+
+
+class Zlib(Lossless):
+    """deflate of Python's own library."""
+
+    def squeeze(self, raw: bytes | memoryview) -> bytes:
+        return zlib.compress(raw, self.level)
+
+    def release(self, squeezed: memoryview, size: int) -> bytes:
+        return zlib.decompressobj().decompress(squeezed, size + 1)
+
+
+def _library(name: str) -> Any:
+    try:
+        return __import__(name, fromlist=["*"])
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"compression needs the library {name.split('.')[0]}, which is not installed here; "
+            "pip install 'decentnode[codecs]'"
+        ) from error
+
+
+class Zstd(Lossless):
+    """Zstandard (extra `codecs`)."""
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        self._library = _library("zstandard")
+
+    def squeeze(self, raw: bytes | memoryview) -> bytes:
+        squeezed: bytes = self._library.ZstdCompressor(level=self.level).compress(raw)
+        return squeezed
+
+    def release(self, squeezed: memoryview, size: int) -> bytes:
+        with self._library.ZstdDecompressor().stream_reader(squeezed) as reader:
+            found: bytes = reader.read(size + 1)
+        return found
+
+
+class Lz4(Lossless):
+    """LZ4 frames (extra `codecs`): less dense, faster."""
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        self._library = _library("lz4.frame")
+
+    def squeeze(self, raw: bytes | memoryview) -> bytes:
+        squeezed: bytes = self._library.compress(raw, compression_level=0 if self.level == 1 else self.level)
+        return squeezed
+
+    def release(self, squeezed: memoryview, size: int) -> bytes:
+        found: bytes = self._library.LZ4FrameDecompressor().decompress(squeezed, max_length=size + 1)
+        return found

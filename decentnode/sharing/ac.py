@@ -1,0 +1,40 @@
+"""Adaptive consensus: mixing that grows weaker or stronger over the rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import Field
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.sharing.base import SharingConfig
+from decentnode.sharing.full import Full
+
+
+class ACConfig(SharingConfig):
+    factor: float = Field(1.0, ge=0, le=1)
+    """Strength of mixing in the first round."""
+    final: float = Field(0.1, ge=0, le=1)
+    """Strength that it comes to."""
+    rounds: int = Field(100, ge=1)
+    """Rounds on the way, in even steps."""
+
+
+class AdaptiveConsensus(Full):
+    """x <- x + a_t (W x - x) with a_t going from `factor` to `final` (DSGD-AC, arXiv 2602.02899)."""
+
+    Config: ClassVar[type[component.Config]] = ACConfig
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, ACConfig)
+        self._config = config
+
+    def plan(self, view: RoundView) -> RoundView:
+        config = self._config
+        a = config.factor + (config.final - config.factor) * min(1.0, view.round / config.rounds)
+        weights = {uid: a * w for uid, w in view.weights.items()}
+        weights[view.uid] += 1.0 - a
+        return replace(view, weights=weights)

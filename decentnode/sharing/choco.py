@@ -1,0 +1,175 @@
+"""CHOCO-SGD: gossip on public copies of the models, which compressed differences keep up to date."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.compression.base import Codec, make_codec
+from decentnode.errors import PeerFault
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.operator import Operator, add_at
+from decentnode.tensors import as_bytes
+
+
+class ChocoConfig(SharingConfig):
+    fraction: float = Field(0.1, gt=0, le=1)
+    """Part of the entries of a difference that is sent."""
+    choose: Literal["largest", "random", "all"] = "largest"
+    """Which entries: the largest, random ones, or all (for a compression of values alone)."""
+    step_size: float = Field(0.4, gt=0, le=1)
+    """How far a node goes toward its neighbors' public copies in a round (gamma); less for coarser compression."""
+
+
+class Choco(Sharing):
+    """q_i = C(x_i - h_i) is sent; h_j += q_j for all; x_i += gamma sum_j W_ij (h_j - h_i) (arXiv 1902.00340, alg. 2).
+
+    h_i is what everybody knows of x_i. With a static doubly stochastic W the mean is kept whatever C is, and nodes
+    agree exactly in the end. Memory: a copy per neighbor and two more. Copies begin with the initial model, which is
+    the same everywhere (a checksum in the first messages says so); who missed a message of a neighbor leaves that
+    neighbor out and asks it for its whole copy.
+    """
+
+    Config: ClassVar[type[component.Config]] = ChocoConfig
+    needs_static: ClassVar[bool] = True
+    needs_symmetric: ClassVar[bool] = True
+    needs_doubly_stochastic: ClassVar[bool] = True
+    compresses: ClassVar[bool] = True
+
+    def __init__(self, config: component.Config) -> None:
+        assert isinstance(config, ChocoConfig)
+        codec = make_codec(config.compression) if config.compression else None
+        self.operator = self.make_operator(config, codec)
+        self.step_size = config.step_size
+        self.public: Tensor | None = None
+        """h_i [P]."""
+        self.copies: dict[int, Tensor] = {}
+        """h_j [P] of each neighbor that this node is up to date with."""
+        self.pull: Tensor | None = None
+        """sum_j W_ij (h_j - h_i) [P] over `pulled`."""
+        self.pulled: dict[int, float] = {}
+        """Neighbors in `pull`, with their weights."""
+        self.asked: set[int] = set()
+        """Neighbors that need the whole of h_i."""
+        self.started = False
+        """Whether first messages have left, with the initial model's checksum."""
+        self._sent: tuple[Tensor, Tensor] | None = None
+        self._start = -1
+
+    def make_operator(self, config: ChocoConfig, codec: Codec | None) -> Operator:
+        return Operator(config.fraction, config.choose, codec)
+
+    def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        if self.public is None:
+            self.public = model.clone()
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        self.begin(model, view)
+        assert self.public is not None
+        first = not self.started
+        scalars: dict[str, int] = {"start": _checksum(self.public)} if first else {}
+        if first:
+            self.copies = {uid: self.public.clone() for uid in view.sources}
+            self._start = scalars["start"]
+        coded, at, values = self.operator.encode(model - self.public, view)
+        add_at(self.public, at, values)
+        self._sent, self.started = (at, values), True
+        nothing = model.new_empty(0)
+        usual = Payload({**coded, "whole": nothing}, scalars, self.operator.metadata)
+        out = {}
+        for uid in view.neighbors:
+            asking = {"ask": 1} if uid in view.sources and uid not in self.copies else {}
+            whole = uid in self.asked
+            if not asking and not whole:
+                out[uid] = usual
+                continue
+            tensors = {name: tensor[:0] if whole else tensor for name, tensor in coded.items()}
+            out[uid] = Payload({**tensors, "whole": self.public if whole else nothing}, {**scalars, **asking},
+                               self.operator.metadata)  # fmt: skip
+        self.asked = set()
+        return out
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
+        assert self.public is not None
+        whole = payload.tensors["whole"]
+        if whole.numel():
+            if whole.numel() != self.public.numel():
+                raise PeerFault("malformed_payload", f"{whole.numel()} values of a whole copy from {uid}")
+            return Payload({"whole": whole}, payload.scalars)
+        coded = {name: tensor for name, tensor in payload.tensors.items() if name != "whole"}
+        at, values = self.operator.decode(coded, self.public.numel(), self.public.dtype)
+        return Payload({"at": at, "values": values}, payload.scalars)
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        assert self.public is not None and self._sent is not None
+        (own_at, own_values), self._sent = self._sent, None
+        changes: dict[int, tuple[Tensor, Tensor] | None] = {}
+        for uid, payload in received.items():
+            changes[uid] = self._take(uid, payload)
+        for uid in self.copies.keys() - received.keys():  # a change of theirs is lost: only the whole copy helps
+            del self.copies[uid]
+        pulling = {uid: view.weights[uid] for uid in sorted(received) if uid in self.copies}
+        fresh = self.pull is None or pulling != self.pulled or None in changes.values()
+        if fresh:
+            self.pull = torch.zeros_like(self.public)
+            for uid, weight in pulling.items():
+                self.pull.add_(self.copies[uid] - self.public, alpha=weight)
+        else:
+            assert self.pull is not None
+            for uid, weight in pulling.items():
+                change = changes[uid]
+                assert change is not None
+                add_at(self.pull, *change, weight)
+            add_at(self.pull, own_at, own_values, -sum(pulling.values()))
+        self.pulled = pulling
+        assert self.pull is not None
+        model.add_(self.pull, alpha=self.step_size)
+
+    def _take(self, uid: int, payload: Payload) -> tuple[Tensor, Tensor] | None:
+        """Bring the copy of `uid` up to date; its change, or None when it is not a change to what was known."""
+        if payload.scalars.get("ask"):
+            self.asked.add(uid)
+        if "whole" in payload.tensors:
+            self.copies[uid] = payload.tensors["whole"].clone()
+            return None
+        if "start" in payload.scalars and payload.scalars["start"] != self._start:
+            self.copies.pop(uid, None)  # began with another model, and finds the same of this one
+            self.asked.add(uid)
+        if uid not in self.copies:
+            return None
+        change = payload.tensors["at"], payload.tensors["values"]
+        add_at(self.copies[uid], *change)
+        return change
+
+    def undelivered(self, uid: int, payload: Payload) -> None:  # noqa: ARG002
+        self.asked.add(uid)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        coded = {name: TensorSpec(s.dtype, s.max_elements, exact=False)
+                 for name, s in self.operator.schema(elements, dtype).items()}  # fmt: skip
+        return {**coded, "whole": TensorSpec(dtype, elements, exact=False)}
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {name: tensor.clone() for name in ("public", "pull") if (tensor := getattr(self, name)) is not None}
+        return {**found, "copies": {str(uid): copy.clone() for uid, copy in self.copies.items()},
+                "pulled": {str(uid): weight for uid, weight in self.pulled.items()},
+                "asked": sorted(self.asked), "started": self.started}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("public", "pull"):
+            setattr(self, name, state[name].clone() if name in state else None)
+        self.copies = {int(uid): copy.clone() for uid, copy in state["copies"].items()}
+        self.pulled = {int(uid): float(weight) for uid, weight in state["pulled"].items()}
+        self.asked, self.started = set(state["asked"]), bool(state["started"])
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()))

@@ -1,0 +1,172 @@
+"""Any rule with its values compressed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from decentnode import rng
+from decentnode.component import load_class
+from decentnode.compression.base import Codec, make_codec
+from decentnode.errors import PeerFault
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.base import Sharing, SharingConfig
+
+COUNT = ".count"
+"""Ending of the scalar that says how many values a tensor of free length had."""
+
+
+def make_sharing(config: Any) -> Sharing:
+    """The rule of a section, within its compression where it does not compress by itself.
+
+    Raises EnvironmentFault when a codec's library is not installed.
+    """
+    made: Sharing = load_class(config.name, SHARINGS, "sharing")(config)
+    if made.compresses or getattr(config, "compression", None) is None:
+        return made
+    return Compressed(made, make_codec(config.compression))
+
+
+def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
+    """The codec's draws of this node and round; None where it makes none."""
+    if not codec.unbiased:
+        return None
+    return torch.Generator(device).manual_seed(rng.torch_seed(view.seed, view.uid, "compression", view.round))
+
+
+class Compressed(Sharing):
+    """The floating-point tensors of a rule's payload that are no metadata travel coded; the rule sees them decoded.
+
+    What a lossy codec takes away is lost: the mean over the nodes is kept up to the codec's error only, and nodes
+    agree no closer than it. `choco` is the rule for coarse codecs.
+    """
+
+    Config: ClassVar[type[SharingConfig]] = SharingConfig
+
+    def __init__(self, rule: Sharing, codec: Codec) -> None:
+        self.rule = rule
+        self.codec = codec
+        for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
+                     "smallest_eigenvalue", "needs_gradient", "phases", "needs_sequential", "needs_tree",
+                     "makes_own_edges"):  # fmt: skip
+            setattr(self, name, getattr(rule, name))
+        self.elementwise = rule.elementwise and codec.elementwise  # type: ignore[misc]
+        self._specs: dict[str, TensorSpec] = {}
+
+    def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.rule.bind(shapes)
+
+    def plan(self, view: RoundView) -> RoundView:
+        return self.rule.plan(view)
+
+    def begin(self, model: Tensor, view: RoundView) -> None:
+        self.rule.begin(model, view)
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
+        self.rule.adjust(model, view, loss)
+
+    def finish(self, model: Tensor, view: RoundView) -> None:
+        self.rule.finish(model, view)
+
+    def _coded(self, name: str) -> bool:
+        return self._specs[name].dtype.is_floating_point
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        self._specs = self.rule.payload_schema(elements, dtype)
+        found: dict[str, TensorSpec] = {}
+        for name, spec in self._specs.items():
+            if not self._coded(name):
+                found[name] = spec
+                continue
+            for part, coded in self.codec.schema(spec.max_elements, spec.dtype).items():
+                found[self._name(name, part)] = coded if spec.exact else replace(coded, exact=False)
+        return found
+
+    def _name(self, name: str, part: str) -> str:
+        return name if self.elementwise else f"{name}.{part}"
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        if not self._specs:
+            self.payload_schema(model.numel(), model.dtype)
+        draws = draws_of(self.codec, view, model.device)
+        packed: dict[int, Payload] = {}
+        out = {}
+        kept = self.rule.outgoing(model, view)
+        for uid, payload in kept.items():
+            if id(payload) not in packed:
+                packed[id(payload)] = self._packed(payload, draws)
+            out[uid] = packed[id(payload)]
+        return out
+
+    def _packed(self, payload: Payload, draws: torch.Generator | None) -> Payload:
+        tensors: dict[str, Tensor] = {}
+        scalars, metadata = dict(payload.scalars), set(payload.metadata)
+        for name, tensor in payload.tensors.items():
+            if not self._coded(name):
+                tensors[name] = tensor
+                continue
+            for part, coded in self.codec.encode(tensor, draws).items():
+                tensors[self._name(name, part)] = coded
+                if part in self.codec.metadata:
+                    metadata.add(self._name(name, part))
+            if not self._specs[name].exact:
+                scalars[name + COUNT] = tensor.numel()
+        return Payload(tensors, scalars, frozenset(metadata))
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
+        tensors: dict[str, Tensor] = {}
+        scalars = dict(payload.scalars)
+        for name, spec in self._specs.items():
+            if not self._coded(name):
+                tensors[name] = payload.tensors[name]
+                continue
+            count = spec.max_elements if spec.exact else scalars.pop(name + COUNT, -1)
+            if not isinstance(count, int) or not 0 <= count <= spec.max_elements:
+                raise PeerFault("malformed_payload", f"{count} values of {name}")
+            parts = self.codec.schema(count, spec.dtype)
+            tensors[name] = self.codec.decode(
+                {part: payload.tensors[self._name(name, part)] for part in parts}, count, spec.dtype
+            )
+        return self.rule.unpack(Payload(tensors, scalars, payload.metadata), uid, view)
+
+    def _slice(self, payload: Payload) -> Payload:
+        """One slice of a payload whose codec works element by element."""
+        dtype = self._specs["x"].dtype
+        return Payload({"x": payload.tensors["x"].to(dtype)}, payload.scalars)
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        if self.elementwise:
+            received = {uid: self._slice(payload) for uid, payload in received.items()}
+        self.rule.mix(model, received, view)
+
+    def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        if self.elementwise:
+            received = {uid: self._slice(payload) for uid, payload in received.items()}
+        self.rule.mix_into(out, model, received, view)
+
+    def undelivered(self, uid: int, payload: Payload) -> None:
+        """The rule gets what would have arrived."""
+        whole = replace(payload, tensors=dict(payload.tensors))
+        decoded = self._slice(whole) if self.elementwise else self.unpack_own(whole)
+        self.rule.undelivered(uid, decoded)
+
+    def unpack_own(self, payload: Payload) -> Payload:
+        tensors: dict[str, Tensor] = {}
+        for name, spec in self._specs.items():
+            count = spec.max_elements if spec.exact else int(payload.scalars[name + COUNT])
+            tensors[name] = payload.tensors[name] if not self._coded(name) else self.codec.decode(
+                {part: payload.tensors[self._name(name, part)] for part in self.codec.schema(count, spec.dtype)},
+                count, spec.dtype)  # fmt: skip
+        return Payload(tensors, payload.scalars, payload.metadata)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rule.load_state_dict(state)

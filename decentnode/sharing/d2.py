@@ -1,0 +1,48 @@
+"""D2 and exact diffusion: the bias of gossip on unequal data corrected with the last round's update.
+
+In this and the other correcting rules u_t is the update that the local steps of round t applied: x after them is
+x_t - u_t. With plain SGD u_t = lr g_t; a changing learning rate and several local steps are thereby accounted for.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.sharing.full import Full, FullConfig
+from decentnode.sharing.state import Tensors
+
+
+class D2(Tensors, Full):
+    """x_{t+1} = W (2 x_t - x_{t-1} - (u_t - u_{t-1})): D2 (arXiv 1803.07068, algorithm 1), exact diffusion.
+
+    With momentum in the local optimizer it is EDM. Exact on unequal data; needs a static symmetric W without
+    eigenvalues at or below -1/3.
+    """
+
+    Config: ClassVar[type[component.Config]] = FullConfig
+    needs_sequential: ClassVar[bool] = True
+    needs_static: ClassVar[bool] = True
+    needs_symmetric: ClassVar[bool] = True
+    needs_doubly_stochastic: ClassVar[bool] = True
+    smallest_eigenvalue: ClassVar[float | None] = -1 / 3
+    TENSORS: ClassVar[tuple[str, ...]] = ("x", "old_x", "old_update")
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        self.x: Tensor | None = None
+        self.old_x: Tensor | None = None
+        self.old_update: Tensor | None = None
+
+    def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        self.x = model.clone()
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
+        assert self.x is not None
+        update = self.x - model
+        if self.old_x is not None and self.old_update is not None:
+            model.add_(self.x).sub_(self.old_x).add_(self.old_update)
+        self.old_x, self.old_update, self.x = self.x, update, None

@@ -1,0 +1,30 @@
+"""DecentLaM: momentum of the mixed step."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.sharing.momentum_tracking import MildMomentumConfig
+from decentnode.sharing.qg_momentum import QuasiGlobalMomentum
+
+
+class DecentLaM(QuasiGlobalMomentum):
+    """m <- b m + x - W (x - u),  x <- x - m (arXiv 2104.11981, algorithm 2); for static symmetric W only."""
+
+    Config: ClassVar[type[component.Config]] = MildMomentumConfig
+    needs_static: ClassVar[bool] = True
+    needs_symmetric: ClassVar[bool] = True
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
+        return
+
+    def finish(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        if self.x is not None and self.momentum is not None:
+            self.momentum.mul_(self.beta).add_(self.x).sub_(model)
+            torch.sub(self.x, self.momentum, out=model)
+            self.x = None

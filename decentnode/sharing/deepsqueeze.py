@@ -1,0 +1,76 @@
+"""DeepSqueeze: compressed models with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.compression.base import make_codec
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.operator import Operator, add_at
+
+
+class DeepSqueezeConfig(SharingConfig):
+    fraction: float = Field(0.5, gt=0, le=1)
+    """Part of the entries that is sent."""
+    choose: Literal["largest", "random", "all"] = "largest"
+    """Which entries: the largest, random ones, or all (for a compression of values alone)."""
+    step_size: float = Field(0.4, gt=0, le=1)
+    """How far a node goes toward the average in a round (gamma); far less for coarse compression."""
+
+
+class DeepSqueeze(Sharing):
+    """v = x + e, c = C(v), e = v - c; x += gamma (sum_j W_ij c_j - c_i) (arXiv 1907.07346, algorithm 1).
+
+    Compresses models with error feedback and keeps no copies, so that W may change from round to round.
+    """
+
+    Config: ClassVar[type[component.Config]] = DeepSqueezeConfig
+    needs_doubly_stochastic: ClassVar[bool] = True
+    compresses: ClassVar[bool] = True
+
+    def __init__(self, config: component.Config) -> None:
+        assert isinstance(config, DeepSqueezeConfig)
+        codec = make_codec(config.compression) if config.compression else None
+        self.operator = Operator(config.fraction, config.choose, codec)
+        self.step_size = config.step_size
+        self.error: Tensor | None = None
+        self._sent: tuple[Tensor, Tensor] | None = None
+        self._elements = 0
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        self._elements = model.numel()
+        whole = model.clone() if self.error is None else self.error.add_(model)
+        coded, at, values = self.operator.encode(whole, view)
+        self._sent = at, values.clone()
+        add_at(whole, at, self._sent[1], -1.0)
+        self.error = whole
+        return dict.fromkeys(view.neighbors, Payload(coded, {}, self.operator.metadata))
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
+        assert self._sent is not None
+        at, values = self.operator.decode(payload.tensors, self._elements, self._sent[1].dtype)
+        return Payload({"at": at, "values": values})
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        assert self._sent is not None
+        for uid, payload in received.items():
+            add_at(model, payload.tensors["at"], payload.tensors["values"], self.step_size * view.weights[uid])
+        add_at(model, *self._sent, -self.step_size * sum(view.weights[uid] for uid in received))
+        self._sent = None
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return self.operator.schema(elements, dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.error is None else {"error": self.error.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.error = state["error"].clone() if "error" in state else None

@@ -1,0 +1,26 @@
+"""DiLoCo: an outer Nesterov optimizer over rare exchanges."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from decentnode import component
+from decentnode.sharing.slowmo import OuterConfig, SlowMo
+
+
+class DiLoCoConfig(OuterConfig):
+    every: int = Field(10, ge=1)
+    """Rounds from one exchange to the next."""
+    outer_lr: float = Field(0.7, gt=0)
+    """Step of the outer optimizer."""
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer optimizer."""
+
+
+class DiLoCo(SlowMo):
+    """SlowMo with an outer Nesterov step (arXiv 2311.08105, algorithm 1); the inner optimizer keeps its state."""
+
+    Config: ClassVar[type[component.Config]] = DiLoCoConfig
+    nesterov: ClassVar[bool] = True

@@ -1,0 +1,38 @@
+"""JWINS: wavelet coefficients with a random cut-off."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.sharing.wavelet import Wavelet, WaveletConfig
+
+
+class JWINSConfig(WaveletConfig):
+    fractions: tuple[float, ...] = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 1.0)
+    """Each round a node draws one of these: the part of the coefficients that it sends."""
+    full_from: float = Field(0.5, gt=0, le=1)
+    """From this fraction on all coefficients are sent, without indices."""
+
+    @field_validator("fractions")
+    @classmethod
+    def _fractions(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or not all(0 < each <= 1 for each in value):
+            raise ValueError("must be one or more numbers above 0, at most 1")
+        return value
+
+
+class JWINS(Wavelet):
+    """Wavelet coefficients ranked by their accumulated change, with a random cut-off (Dhasade et al., ICDCS 2023, 4).
+
+    The default configuration is the one decentralizepy ships.
+    """
+
+    Config: ClassVar[type[component.Config]] = JWINSConfig
+
+    def fraction(self, view: RoundView) -> float:
+        assert isinstance(self.config, JWINSConfig)
+        return self.config.fractions[int(view.rng("jwins").integers(len(self.config.fractions)))]

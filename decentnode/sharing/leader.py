@@ -1,0 +1,79 @@
+"""Nodes follow the best of their neighborhood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
+
+
+class LeaderConfig(LocalSGDConfig):
+    every: int = Field(1, ge=1)
+    """Rounds from one exchange to the next."""
+    pull: float = Field(0.1, gt=0, le=1)
+    """How far a node moves toward the leader of its neighborhood at an exchange."""
+    average: float = Field(0.5, ge=0, le=1)
+    """How far a node moves toward the weighted mean of its neighborhood first; 0 is LSGD, for alike data."""
+
+
+class Leader(LocalSGD):
+    """Nodes move toward the neighbor with the lowest training loss since the last exchange (LSGD, arXiv 1905.10395).
+
+    Before that they go some way toward the mean of their neighbors, because with unequal data the lowest loss is that
+    of the easiest share, and leaders alone bring nobody together (`average: 0` is LSGD without this). The leader of a
+    neighborhood moves no further. The mean is not kept.
+    """
+
+    Config: ClassVar[type[component.Config]] = LeaderConfig
+    elementwise: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
+    needs_sequential: ClassVar[bool] = True
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, LeaderConfig)
+        self.pull, self.average = config.pull, config.average
+        self._losses: list[float] = []
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
+        self._losses = [*self._losses[-self.every + 1 :], loss] if self.every > 1 else [loss]
+
+    @property
+    def loss(self) -> float:
+        return sum(self._losses) / len(self._losses) if self._losses else 0.0
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        return dict.fromkeys(view.neighbors, Payload({"x": model}, {"loss": self.loss}))
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        best, leader = (self.loss, view.uid), None
+        for uid, payload in received.items():
+            if (float(payload.scalars["loss"]), uid) < best:
+                best, leader = (float(payload.scalars["loss"]), uid), payload
+        if self.average:
+            rest = 1.0 - self.average * sum(view.weights[uid] for uid in received)
+            model.mul_(rest)
+            for uid, payload in received.items():
+                model.add_(payload.tensors["x"], alpha=self.average * view.weights[uid])
+        if leader is not None:
+            model.lerp_(leader.tensors["x"], self.pull)
+
+    def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        self.mix(out.copy_(model), received, view)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec(dtype, elements)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self._losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses = [float(loss) for loss in state["losses"]]

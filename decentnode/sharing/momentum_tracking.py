@@ -1,0 +1,33 @@
+"""Momentum tracking: gradient tracking of a momentum."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.sharing.gradient_tracking import GradientTracking
+from decentnode.sharing.qg_momentum import MomentumConfig
+
+
+class MildMomentumConfig(MomentumConfig):
+    momentum: float = Field(0.5, ge=0, lt=1)
+    """Decay of the rule's own momentum. The papers have .9, with a local optimizer that has none."""
+
+
+class MomentumTracking(GradientTracking):
+    """Gradient tracking of the momentum m <- b m + u instead of u (Takezawa et al., TMLR 2023, algorithm 1)."""
+
+    Config: ClassVar[type[component.Config]] = MildMomentumConfig
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, MomentumConfig)
+        self.beta = config.momentum
+
+    def smoothed(self, update: Tensor) -> Tensor:
+        self.momentum = torch.zeros_like(update) if self.momentum is None else self.momentum
+        return self.momentum.mul_(self.beta).add_(update).clone()

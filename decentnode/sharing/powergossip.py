@@ -1,0 +1,159 @@
+"""PowerGossip: low-rank differences along every edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component, rng
+from decentnode.component import Config
+from decentnode.errors import PeerFault
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing
+
+
+class PowerGossipConfig(Config):
+    rank: int = Field(4, ge=1, le=64)
+    """Columns of the factors; the bytes grow with it. The paper has 1, for matrices of hundreds of rows."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One parameter of two or more dimensions, at `start` of the model, seen as [rows, columns]."""
+
+    start: int
+    rows: int
+    columns: int
+
+    def of(self, model: Tensor) -> Tensor:
+        return model[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+
+@dataclass
+class Edge:
+    """What both ends of an edge keep alike, up to rounding."""
+
+    turn: int
+    """Exchanges since the edge began anew; even ones use right factors, odd ones left factors."""
+    factors: list[Tensor]
+    """[columns, rank] or [rows, rank] per matrix, orthonormal columns."""
+
+
+class PowerGossip(Sharing):
+    """X_i += W_ij P Q^T along each edge, P Q^T one step of power iteration on X_j - X_i (arXiv 2008.01425, alg. 1).
+
+    Per matrix only its product with the edge's factor travels; left and right factors take turns and each starts from
+    what the last exchange found. The change of one end is minus that of the other, so that the mean is kept.
+    Parameters with fewer than two dimensions travel as they are. After a lost message an edge begins anew.
+    """
+
+    Config: ClassVar[type[component.Config]] = PowerGossipConfig
+    needs_symmetric: ClassVar[bool] = True
+    compresses: ClassVar[bool] = True
+
+    def __init__(self, config: component.Config) -> None:
+        assert isinstance(config, PowerGossipConfig)
+        self.rank = config.rank
+        self.matrices: list[Matrix] = []
+        self.plain: list[tuple[int, int]] = []
+        self.edges: dict[int, Edge] = {}
+        self._sent: dict[int, list[Tensor]] = {}
+        self._plain = torch.empty(0)
+
+    def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        start = 0
+        for shape in shapes:
+            size = torch.Size(shape).numel()
+            if len(shape) > 1 and min(shape[0], size // max(1, shape[0])) > self.rank:
+                self.matrices.append(Matrix(start, shape[0], size // shape[0]))
+            else:
+                self.plain.append((start, start + size))
+            start += size
+
+    def _factors(self, uid: int, view: RoundView, turn: int) -> list[Tensor]:
+        """Factors that both ends of the edge to `uid` draw alike."""
+        low, high = sorted((uid, view.uid))
+        draws = rng.stream(view.seed, low, f"powergossip {high}", turn)
+        return [
+            torch.linalg.qr(torch.from_numpy(draws.standard_normal((m.rows if turn % 2 else m.columns, self.rank)))).Q
+            for m in self.matrices
+        ]
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        spans = self.plain if self.plain or self.matrices else [(0, model.numel())]
+        self.plain = spans
+        self._plain = torch.cat([model[a:b] for a, b in spans]) if spans else model.new_empty(0)
+        out = {}
+        for uid in view.neighbors:
+            edge = self.edges.get(uid)
+            if edge is None:
+                edge = self.edges[uid] = Edge(0, self._factors(uid, view, 0))
+            edge.factors = [factor.to(model.device, model.dtype) for factor in edge.factors]
+            products = [
+                (m.of(model).t() if edge.turn % 2 else m.of(model)) @ factor
+                for m, factor in zip(self.matrices, edge.factors, strict=True)
+            ]
+            self._sent[uid] = products
+            flat = torch.cat([product.reshape(-1) for product in products]) if products else model.new_empty(0)
+            out[uid] = Payload({"products": flat, "plain": self._plain}, {"turn": edge.turn})
+        return out
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
+        if payload.tensors["plain"].numel() != self._plain.numel():
+            raise PeerFault("malformed_payload", f"{payload.tensors['plain'].numel()} plain values from {uid}")
+        return payload
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        for uid, payload in received.items():
+            weight, offset = view.weights[uid], 0
+            plain = payload.tensors["plain"] - self._plain
+            for a, b in self.plain:
+                model[a:b].add_(plain[offset : offset + b - a], alpha=weight)
+                offset += b - a
+            self._mix_matrices(model, uid, payload, view)
+        for uid in self._sent.keys() - received.keys():
+            self.edges.pop(uid, None)
+        self._sent = {}
+
+    def _mix_matrices(self, model: Tensor, uid: int, payload: Payload, view: RoundView) -> None:
+        edge, own, offset = self.edges[uid], self._sent[uid], 0
+        theirs = payload.tensors["products"]
+        if payload.scalars.get("turn") != edge.turn or theirs.numel() != sum(product.numel() for product in own):
+            del self.edges[uid]
+            return
+        fresh: list[Tensor] = []
+        drawn: list[Tensor] | None = None
+        for index, (matrix, factor, product) in enumerate(zip(self.matrices, edge.factors, own, strict=True)):
+            found = theirs[offset : offset + product.numel()].view(product.shape) - product
+            offset += product.numel()
+            change = factor @ found.t() if edge.turn % 2 else found @ factor.t()
+            matrix.of(model).add_(change, alpha=view.weights[uid])
+            canonical = found if uid > view.uid else -found
+            q, r = torch.linalg.qr(canonical.double())
+            if float(r.diagonal().abs().min()) <= 1e-12 * max(1e-300, float(r.diagonal().abs().max())):
+                drawn = self._factors(uid, view, edge.turn + 1) if drawn is None else drawn
+                q = drawn[index].to(q)
+            fresh.append(q.to(model.dtype))
+        self.edges[uid] = Edge(edge.turn + 1, fresh)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        products = self.rank * sum(max(m.rows, m.columns) for m in self.matrices)
+        plain = sum(b - a for a, b in self.plain) if self.matrices else elements
+        return {"products": TensorSpec(dtype, products, exact=False), "plain": TensorSpec(dtype, plain)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            str(uid): {"turn": edge.turn, "factors": [f.clone() for f in edge.factors]}
+            for uid, edge in self.edges.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.edges = {
+            int(uid): Edge(int(each["turn"]), [f.clone() for f in each["factors"]]) for uid, each in state.items()
+        }

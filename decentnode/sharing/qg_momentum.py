@@ -1,0 +1,53 @@
+"""Quasi-global momentum: the momentum of where the mixed model goes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.sharing.base import SharingConfig
+from decentnode.sharing.full import Full
+from decentnode.sharing.state import Tensors
+
+
+class MomentumConfig(SharingConfig):
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Decay of the rule's own momentum; the local optimizer should have none."""
+
+
+class QuasiGlobalMomentum(Tensors, Full):
+    """x' = W (x - u - b m),  m <- b m + (1 - b) (x - x') (QG-DSGDm, arXiv 2102.04761, algorithm 1).
+
+    m is in units of updates, so that a changing learning rate needs no care. The local optimizer should have no
+    momentum of its own.
+    """
+
+    Config: ClassVar[type[component.Config]] = MomentumConfig
+    needs_sequential: ClassVar[bool] = True
+    needs_doubly_stochastic: ClassVar[bool] = True
+    TENSORS: ClassVar[tuple[str, ...]] = ("x", "momentum")
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, MomentumConfig)
+        self.beta = config.momentum
+        self.x: Tensor | None = None
+        self.momentum: Tensor | None = None
+
+    def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        self.x = model.clone()
+        self.momentum = torch.zeros_like(model) if self.momentum is None else self.momentum
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
+        assert self.momentum is not None
+        model.sub_(self.momentum, alpha=self.beta)
+
+    def finish(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        if self.x is not None and self.momentum is not None:
+            self.momentum.mul_(self.beta).add_(self.x.sub_(model), alpha=1 - self.beta)
+            self.x = None

@@ -1,0 +1,31 @@
+"""CHOCO-SGD with randomly rounded entries."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from decentnode import component
+from decentnode.component import Config, section
+from decentnode.compression import CODECS
+from decentnode.sharing.choco import Choco, ChocoConfig
+
+
+class QSGDGossipConfig(ChocoConfig):
+    fraction: float = Field(1.0, gt=0, le=1)
+    """Part of the entries of a difference that is sent."""
+    choose: Literal["largest", "random", "all"] = "all"
+    """Which entries: the largest, random ones, or all."""
+    step_size: float = Field(0.4, gt=0, le=1)
+    """How far a node goes toward its neighbors' public copies in a round (gamma)."""
+    compression: Annotated[Config, section(CODECS, "compression")] | None = Field(
+        default_factory=lambda: section(CODECS, "compression").validate({"name": "qsgd"})
+    )
+    """How values are coded."""
+
+
+class QSGDGossip(Choco):
+    """CHOCO-SGD with QSGD's random rounding of all entries (arXiv 1902.00340, 5; 1610.02132)."""
+
+    Config: ClassVar[type[component.Config]] = QSGDGossipConfig

@@ -1,0 +1,28 @@
+"""CHOCO-SGD with one bit per entry."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from decentnode import component
+from decentnode.component import Config, section
+from decentnode.compression import CODECS
+from decentnode.sharing.choco import Choco
+from decentnode.sharing.qsgd import QSGDGossipConfig
+
+
+class SignGossipConfig(QSGDGossipConfig):
+    step_size: float = Field(0.45, gt=0, le=1)
+    """How far a node goes toward its neighbors' public copies in a round (gamma)."""
+    compression: Annotated[Config, section(CODECS, "compression")] | None = Field(
+        default_factory=lambda: section(CODECS, "compression").validate({"name": "sign"})
+    )
+    """How values are coded."""
+
+
+class SignGossip(Choco):
+    """CHOCO-SGD with one bit per entry and their mean size per block (arXiv 1902.00340, 5)."""
+
+    Config: ClassVar[type[component.Config]] = SignGossipConfig

@@ -1,0 +1,76 @@
+"""Sparse ternary compression of what neighbors do not know yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.component import Config
+from decentnode.compression import bits, indices, select
+from decentnode.compression.base import Codec
+from decentnode.errors import PeerFault
+from decentnode.graph.base import RoundView
+from decentnode.payload import TensorSpec
+from decentnode.sharing.choco import Choco, ChocoConfig
+from decentnode.sharing.operator import Operator
+
+
+class STCConfig(Config):
+    fraction: float = Field(0.05, gt=0, le=1)
+    """Part of the entries of an update that is sent."""
+    step_size: float = Field(0.4, gt=0, le=1)
+    """How far a node goes toward its neighbors' public copies in a round."""
+
+
+class Ternary(Operator):
+    """The largest entries as plus or minus their mean size: positions, one sign bit each, and one number."""
+
+    def __init__(self, fraction: float) -> None:
+        super().__init__(fraction, "largest", None)
+        self.metadata = frozenset({"indices"})
+
+    def schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        count = select.count_of(self.fraction, elements)
+        return {
+            "indices": TensorSpec(torch.uint8, indices.largest_bytes(elements), exact=False),
+            "signs": TensorSpec(torch.uint8, -(-count // 8), exact=False),
+            "size": TensorSpec(dtype, 1, exact=False),
+        }
+
+    def encode(self, vector: Tensor, view: RoundView) -> tuple[dict[str, Tensor], Tensor, Tensor]:  # noqa: ARG002
+        sizes = vector.abs()
+        at = select.largest(sizes, select.count_of(self.fraction, vector.numel()))
+        size = sizes[at].mean().view(1)
+        up = vector[at] >= 0
+        values = torch.where(up, size, -size)
+        return {"indices": indices.encode(at, vector.numel()), "signs": bits.pack(up), "size": size}, at, values
+
+    def decode(self, coded: Mapping[str, Tensor], elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        at = indices.decode(coded["indices"], elements)
+        if coded["signs"].numel() != -(-at.numel() // 8) or coded["size"].numel() != 1:
+            raise PeerFault("malformed_payload", f"{coded['signs'].numel()} bytes of signs for {at.numel()} indices")
+        size = coded["size"].to(dtype)
+        return at, torch.where(bits.unpack(coded["signs"], at.numel()), size, -size)
+
+
+class STC(Choco):
+    """Sparse ternary compression (Sattler et al. 2019, arXiv 1903.02891, algorithm 1) of what neighbors do not know.
+
+    What one message leaves out stays in x_i - h_i and goes with later ones: sent + residual == update. The other end
+    likewise: what a node has not yet taken over of its neighbors' copies stays in sum_j W_ij (h_j - h_i).
+    """
+
+    Config: ClassVar[type[component.Config]] = STCConfig
+
+    def __init__(self, config: component.Config) -> None:
+        assert isinstance(config, STCConfig)
+        inner = ChocoConfig.model_validate({"fraction": config.fraction, "step_size": config.step_size})
+        super().__init__(inner)
+
+    def make_operator(self, config: ChocoConfig, codec: Codec | None) -> Operator:  # noqa: ARG002
+        return Ternary(config.fraction)

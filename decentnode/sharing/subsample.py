@@ -1,0 +1,72 @@
+"""A random part of the model that sender and receiver draw alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component, rng
+from decentnode.compression import select
+from decentnode.errors import PeerFault
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.topk import mix_filled
+
+
+class SubsampleConfig(SharingConfig):
+    fraction: float = Field(0.3, gt=0, le=1)
+    """Probability of an entry to be sent."""
+    layerwise: bool = False
+    """Draw the same part of every parameter tensor, instead of each entry by itself."""
+
+
+class Subsample(Sharing):
+    """Sends a random part of the model; which one follows from seed, sender and round, so that no indices travel."""
+
+    Config: ClassVar[type[component.Config]] = SubsampleConfig
+
+    def __init__(self, config: component.Config) -> None:
+        assert isinstance(config, SubsampleConfig)
+        self.config = config
+        self._sizes: tuple[int, ...] = ()
+        self._elements = 0
+
+    def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._sizes = tuple(torch.Size(shape).numel() for shape in shapes)
+
+    def chosen(self, elements: int, uid: int, view: RoundView) -> Tensor:
+        """Ascending positions that node `uid` sends in this round."""
+        draws = rng.stream(view.seed, uid, "subsample", view.round)
+        if not self.config.layerwise:
+            return select.at_random(self.config.fraction, elements, draws)
+        found, start = [], 0
+        for size in self._sizes or (elements,):
+            part = draws.permutation(size)[: select.count_of(self.config.fraction, size)]
+            found.append(torch.from_numpy(part).sort().values + start)
+            start += size
+        return torch.cat(found)
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        self._elements = model.numel()
+        at = self.chosen(self._elements, view.uid, view).to(model.device)
+        return dict.fromkeys(view.neighbors, Payload({"values": model[at]}))
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
+        values = payload.tensors["values"]
+        at = self.chosen(self._elements, uid, view).to(values.device)
+        if at.numel() != values.numel():
+            raise PeerFault("malformed_payload", f"{values.numel()} values instead of {at.numel()} from {uid}")
+        return Payload({"at": at, "values": values})
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        if received:
+            arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
+            model.copy_(mix_filled(model, arrived, view.weights))
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"values": TensorSpec(dtype, elements, exact=False)}

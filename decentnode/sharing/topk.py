@@ -1,0 +1,149 @@
+"""Sends the entries that changed most; receivers fill the rest with their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.compression import indices, select
+from decentnode.errors import PeerFault
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.state import Tensors
+
+METADATA = frozenset({"indices"})
+
+
+def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weights: Mapping[int, float]) -> Tensor:
+    """own + sum_j w_j (v_j - own) at the indices of v_j: the weighted mean where what j left out is the own value.
+
+    own: [C]; received: uid -> (indices [K], values [K]).
+    """
+    mixed = own.clone()
+    for uid, (at, values) in received.items():
+        if at.numel() == own.numel():
+            mixed.add_(values - own, alpha=weights[uid])
+        else:
+            mixed.index_add_(0, at, values - own[at], alpha=weights[uid])
+    return mixed
+
+
+class TopKConfig(SharingConfig):
+    fraction: float = Field(0.1, gt=0, le=1)
+    """Part of the entries that is sent."""
+    accumulate: Literal["all", "training", "none"] = "all"
+    """Which changes of an entry since it was last sent make its score: all (by training and by mixing), training alone,
+    or none but those of this round."""
+    full_from: float = Field(1.0, gt=0, le=1)
+    """From this fraction on the whole model is sent, without indices."""
+
+
+class TopK(Tensors, Sharing):
+    """Sends the model's values where it changed most (TopK of decentralizepy; Alistarh et al. 2018, arXiv 1809.10505).
+
+    Receivers fill what is missing with their own values, then average. The mean over the nodes is not kept.
+    """
+
+    Config: ClassVar[type[component.Config]] = TopKConfig
+    TENSORS: ClassVar[tuple[str, ...]] = ("reference", "changes")
+
+    def __init__(self, config: component.Config) -> None:
+        assert isinstance(config, TopKConfig)
+        self.config = config
+        self.accumulate = config.accumulate
+        self.reference: Tensor | None = None
+        """Coefficients of the mixed model when each was last sent; with training or none, those of the last round."""
+        self.changes: Tensor | None = None
+        """With training: summed changes by training since each was last sent."""
+        self._own = torch.empty(0)
+        self._sent = torch.empty(0, dtype=torch.int64)
+        self._elements = 0
+
+    # -- the domain in which entries are chosen and mixed: the model itself
+
+    def transform(self, model: Tensor) -> Tensor:
+        return model
+
+    def restore(self, coefficients: Tensor, model: Tensor) -> None:
+        """Write the model [P] from its coefficients."""
+        model.copy_(coefficients)
+
+    def coefficients(self, elements: int) -> int:
+        """Length of what `transform` gives for a model of `elements`."""
+        return elements
+
+    def score(self, change: Tensor) -> Tensor:
+        return change.abs_()
+
+    def fraction(self, view: RoundView) -> float:  # noqa: ARG002
+        return self.config.fraction
+
+    # -- the rule
+
+    def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        if self.reference is None:
+            self.reference = self.transform(model).clone()
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        self._own = own = self.transform(model)
+        self._elements = model.numel()
+        if self.reference is None:
+            self.reference = torch.zeros_like(own)
+        change = own - self.reference
+        if self.accumulate == "training":
+            self.changes = change.clone() if self.changes is None else self.changes.add_(change)
+            change = self.changes.clone()
+        fraction = self.fraction(view)
+        scores = self.score(change)
+        count = scores.numel() if fraction >= self.config.full_from else select.count_of(fraction, scores.numel())
+        self._sent = select.largest(scores, count)
+        values = own if count == scores.numel() else own[self._sent]
+        payload = Payload(
+            {"indices": indices.encode(self._sent, scores.numel()), "values": self.numbers(values)}, {}, METADATA
+        )
+        return dict.fromkeys(view.neighbors, payload)
+
+    def numbers(self, values: Tensor) -> Tensor:
+        """Values of coefficients as floats."""
+        return values.contiguous()
+
+    def values(self, numbers: Tensor) -> Tensor:
+        """The inverse of `numbers`. Raises PeerFault."""
+        return numbers
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
+        at = indices.decode(payload.tensors["indices"], self._own.numel())
+        values = self.values(payload.tensors["values"])
+        if values.numel() != at.numel():
+            raise PeerFault("malformed_payload", f"{values.numel()} values for {at.numel()} indices from {uid}")
+        return Payload({"at": at, "values": values})
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        own, self._own = self._own, torch.empty(0)
+        arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
+        mixed = mix_filled(own, arrived, view.weights) if arrived else own
+        if self.changes is not None:
+            self.changes[self._sent] = 0
+        if self.accumulate == "all":
+            assert self.reference is not None
+            self.reference[self._sent] = mixed[self._sent]
+        else:
+            self.reference = mixed.clone()
+        if arrived:
+            self.restore(mixed, model)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        count = self.coefficients(elements)
+        return {
+            "indices": TensorSpec(torch.uint8, indices.largest_bytes(count), exact=False),
+            "values": TensorSpec(dtype, self.numbers_of(count), exact=False),
+        }
+
+    def numbers_of(self, coefficients: int) -> int:
+        return coefficients

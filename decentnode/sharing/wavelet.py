@@ -1,0 +1,44 @@
+"""Top-k of wavelet coefficients."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.compression.wavelets import DWT, WAVELETS
+from decentnode.payload import TensorSpec
+from decentnode.sharing.topk import TopK, TopKConfig
+
+
+class WaveletConfig(TopKConfig):
+    wavelet: Literal[tuple(WAVELETS)] = "sym2"  # type: ignore[valid-type]
+    """Orthogonal wavelet of the transform."""
+    level: int = Field(4, ge=1, le=16)
+    """Times that the low half is halved again."""
+
+
+class Wavelet(TopK):
+    """Top-k of the model's wavelet coefficients (Wavelet of decentralizepy), averaged there and transformed back."""
+
+    Config: ClassVar[type[component.Config]] = WaveletConfig
+
+    def __init__(self, config: component.Config) -> None:
+        super().__init__(config)
+        assert isinstance(config, WaveletConfig)
+        self._dwt = DWT(config.wavelet, config.level)
+
+    def transform(self, model: Tensor) -> Tensor:
+        return self._dwt.forward(model)
+
+    def restore(self, coefficients: Tensor, model: Tensor) -> None:
+        model.copy_(self._dwt.inverse(coefficients, model.numel()))
+
+    def coefficients(self, elements: int) -> int:
+        return self._dwt.coefficients(elements)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return super().payload_schema(elements, torch.float64 if dtype == torch.float64 else torch.float32)

@@ -1,0 +1,129 @@
+"""What every codec must do. A codec of one's own passes by being added to CODECS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from decentnode import compression
+from decentnode.component import load_class
+from decentnode.compression.base import Codec
+from decentnode.errors import PeerFault
+
+Make = Callable[[], Codec]
+
+
+def codec(name: str, **keys: object) -> Make:
+    found = load_class(name, compression.CODECS, "compression")
+    return lambda: found(found.Config.model_validate({"name": name, **keys}))
+
+
+CODECS: dict[str, Make] = {name: codec(name) for name in compression.CODECS} | {
+    "int8 unbiased": codec("int8", unbiased=True, block=64),
+    "int4 unbiased": codec("int4", unbiased=True, block=32),
+    "qsgd of three levels": codec("qsgd", levels=1, block=16),
+    "truncate to 13 bits": codec("truncate", bits=13),
+    "zstd of int4": codec("zstd", of={"name": "int4"}),
+    "zlib of truncate": codec("zlib", of={"name": "truncate", "bits": 16}, level=6),
+    "lz4 of sign": codec("lz4", of={"name": "sign"}),
+}
+ERRORS = {"float16": 1e-3, "bfloat16": 8e-3, "truncate": 1e-4, "int8": 0.01, "int4": 0.2, "qsgd": 1.2, "sign": 0.7,
+          "zlib": 0.0, "zstd": 0.0, "lz4": 0.0, "int8 unbiased": 0.02, "int4 unbiased": 0.3,
+          "qsgd of three levels": 4.0, "truncate to 13 bits": 0.1, "zstd of int4": 0.2, "zlib of truncate": 8e-3,
+          "lz4 of sign": 0.7}  # fmt: skip
+"""Largest norm of the error relative to that of Gaussian values."""
+SIZES = (0, 1, 2, 7, 63, 1000, 1025, 300_001)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def values(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def draws() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def check_sizes_are_as_announced(make: Make) -> None:
+    each = make()
+    for count in SIZES:
+        for dtype in DTYPES:
+            given = values(count, dtype)
+            kept = given.clone()
+            coded = each.encode(given, draws())
+            assert torch.equal(given, kept), "values were changed"
+            schema = each.schema(count, dtype)
+            assert coded.keys() == schema.keys() and each.metadata <= schema.keys()
+            for name, spec in schema.items():
+                size = coded[name].numel()
+                assert coded[name].dtype == spec.dtype and coded[name].dim() == 1 and coded[name].is_contiguous()
+                assert size == spec.max_elements if spec.exact else size <= spec.max_elements
+            back = each.decode(coded, count, dtype)
+            assert back.shape == given.shape and back.dtype == dtype
+
+
+def check_error_is_bounded(make: Make, bound: float) -> None:
+    each, given = make(), values(300_001)
+    error = each.decode(each.encode(given, draws()), given.numel(), given.dtype) - given
+    assert float(error.norm() / given.norm()) <= bound
+
+
+def check_repeats_bit_for_bit(make: Make) -> None:
+    given = values(5000)
+    first, second = (make().encode(given, draws()) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def check_unbiased(make: Make) -> None:
+    """The mean of many draws goes to the value; a reference in float64."""
+    each, given = make(), values(500)
+    if not each.unbiased:
+        return
+    generator, total = draws(), torch.zeros(500, dtype=torch.float64)
+    for _ in range(2000):
+        total += each.decode(each.encode(given, generator), 500, given.dtype)
+    once = (each.decode(each.encode(given, generator), 500, given.dtype) - given).norm()
+    assert float((total / 2000 - given).norm()) < 3 * float(once) / 2000**0.5 + 1e-3
+
+
+def check_odd_values(make: Make) -> None:
+    """Zeros stay zero; what is not finite does not come back finite."""
+    each = make()
+    zeros = torch.zeros(1500)
+    assert torch.equal(each.decode(each.encode(zeros, draws()), 1500, zeros.dtype), zeros)
+    for odd in (float("nan"), float("inf"), -float("inf")):
+        given = values(1500)
+        given[37] = odd
+        back = each.decode(each.encode(given, draws()), 1500, given.dtype)
+        assert not bool(back[37].isfinite())
+    large = torch.full((100,), 1e15)
+    assert bool(each.decode(each.encode(large, draws()), 100, large.dtype).isfinite().all())
+
+
+def check_bad_bytes_are_refused(make: Make) -> None:
+    each, given = make(), values(700)
+    coded = each.encode(given, draws())
+    for name, tensor in coded.items():
+        for bad in (tensor[:0], torch.cat([tensor, tensor])):
+            if bad.numel() != tensor.numel():
+                with pytest.raises(PeerFault):
+                    each.decode({**coded, name: bad}, 700, given.dtype)
+        with pytest.raises(PeerFault):
+            each.decode({k: t for k, t in coded.items() if k != name}, 700, given.dtype)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(200):
+        name = list(coded)[int(torch.randint(len(coded), (), generator=generator))]
+        raw = coded[name].clone().view(torch.uint8)
+        place, bit = (int(torch.randint(limit, (), generator=generator)) for limit in (raw.numel(), 8))
+        raw[place] ^= 1 << bit
+        try:
+            back = each.decode({**coded, name: raw.view(coded[name].dtype)}, 700, given.dtype)
+        except PeerFault:
+            continue
+        assert back.shape == (700,) and back.dtype == given.dtype
+
+
+CHECKS = [check_sizes_are_as_announced, check_repeats_bit_for_bit, check_unbiased, check_odd_values,
+          check_bad_bytes_are_refused]  # fmt: skip

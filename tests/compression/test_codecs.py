@@ -1,0 +1,77 @@
+"""Value codecs: the contract, and what each promises."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from decentnode.errors import EnvironmentFault
+from tests.compression.contract import CHECKS, CODECS, ERRORS, check_error_is_bounded, codec, draws, values
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract(name: str, check: Callable[..., None]) -> None:
+    check(CODECS[name])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_error(name: str) -> None:
+    check_error_is_bounded(CODECS[name], ERRORS[name])
+
+
+def test_bytes_of_each() -> None:
+    """Exact byte counts for a block-aligned length, data and scales apart."""
+    given = values(4096)
+    expected = {"float16": (8192, 0), "bfloat16": (8192, 0), "truncate": (12288, 0), "int8": (4096, 16),
+                "int4": (2048, 16), "qsgd": (2048, 128), "sign": (512, 16)}  # fmt: skip
+    for name, (data, metadata) in expected.items():
+        each = CODECS[name]()
+        coded = each.encode(given, draws())
+        sizes = {part: tensor.numel() * tensor.element_size() for part, tensor in coded.items()}
+        assert sum(size for part, size in sizes.items() if part not in each.metadata) == data, name
+        assert sum(size for part, size in sizes.items() if part in each.metadata) == metadata, name
+
+
+def test_rounding_to_nearest_against_a_reference() -> None:
+    given = values(2048)
+    blocks = given.double().view(2, 1024)
+    for name, levels in (("int8", 127), ("int4", 7)):
+        scale = blocks.abs().amax(1, keepdim=True) / levels
+        reference = ((blocks / scale).round() * scale).view(-1)
+        each = CODECS[name]()
+        back = each.decode(each.encode(given), 2048, torch.float32).double()
+        off = (back - reference).abs() > 1e-6
+        assert float(off.double().mean()) < 1e-3, "only values half-way between two numbers may go the other way"
+
+
+def test_truncation_keeps_the_leading_bits() -> None:
+    each = codec("truncate", bits=16)()
+    given = values(999)
+    back = each.decode(each.encode(given), 999, torch.float32)
+    assert torch.equal(back.view(torch.int32) & 0xFFFF, torch.zeros(999, dtype=torch.int32))
+    assert float(((back - given) / given).abs().max()) <= 2**-8
+
+
+def test_sign_scales_by_the_mean_size() -> None:
+    each, given = codec("sign", block=8)(), values(20)
+    back = each.decode(each.encode(given), 20, torch.float32)
+    for start in (0, 8, 16):
+        part = given[start : start + 8]
+        torch.testing.assert_close(back[start : start + 8], part.sign() * part.abs().mean())
+
+
+def test_a_smooth_signal_is_squeezed_and_noise_is_not_blown_up() -> None:
+    each = CODECS["zlib"]()
+    assert each.encode(torch.arange(10_000.0))["q"].numel() < 20_000
+    noise = torch.randint(0, 256, (4000,), generator=draws(), dtype=torch.uint8).view(torch.float32).nan_to_num()
+    assert each.encode(noise)["q"].numel() <= 4001
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(EnvironmentFault, match=r"zstandard.*decentnode\[codecs\]"):
+        codec("zstd")()

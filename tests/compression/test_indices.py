@@ -1,0 +1,90 @@
+"""Coded indices, packed bits, and the choice of entries."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decentnode.compression import bits, indices, select
+from decentnode.errors import PeerFault
+from tests.conftest import scale
+
+
+@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
+def test_round_trip(case: tuple[int, set[int]]) -> None:
+    elements, chosen = case
+    at = torch.tensor(sorted(chosen), dtype=torch.int64)
+    stream = indices.encode(at, elements)
+    assert torch.equal(indices.decode(stream, elements), at)
+    assert stream.numel() <= indices.largest_bytes(elements)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.36, 0.38, 0.42, 0.45, 0.5])
+def test_within_five_percent_of_the_entropy(density: float) -> None:
+    elements = 1 << 20
+    at = select.at_random(density, elements, np.random.default_rng(1))
+    p = at.numel() / elements
+    entropy = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) * elements / 8
+    assert indices.encode(at, elements).numel() <= 1.05 * entropy
+
+
+def test_large_gaps() -> None:
+    at = torch.tensor([0, 5, (1 << 33) + 7, (1 << 34) - 1])
+    assert torch.equal(indices.decode(indices.encode(at, 1 << 34), 1 << 34), at)
+
+
+def test_any_bytes_are_decoded_or_refused() -> None:
+    generator = np.random.default_rng(3)
+    real = indices.encode(select.at_random(0.1, 2000, generator), 2000).numpy()
+    for case in range(scale(3000, 100_000)):
+        raw = real.copy() if case % 2 else generator.integers(0, 256, int(generator.integers(0, 80)), dtype=np.uint8)
+        for _ in range(int(generator.integers(1, 4))):
+            if raw.size:
+                raw[generator.integers(raw.size)] = generator.integers(256)
+        try:
+            found = indices.decode(torch.from_numpy(raw), 2000)
+        except PeerFault as fault:
+            assert fault.reason == "malformed_payload"
+            continue
+        assert found.dtype == torch.int64 and found.numel() <= 2000
+        assert not found.numel() or (int(found[0]) >= 0 and int(found[-1]) < 2000)
+        assert bool((found[1:] > found[:-1]).all())
+
+
+@given(st.integers(1, 17), st.lists(st.integers(0, 2**17 - 1), max_size=50))
+def test_numbers_of_any_width(width: int, numbers: list[int]) -> None:
+    given = torch.tensor([n & ((1 << width) - 1) for n in numbers], dtype=torch.int64)
+    packed = bits.pack_numbers(given, width)
+    assert packed.numel() == bits.packed_bytes(len(numbers), width)
+    assert torch.equal(bits.unpack_numbers(packed, width, len(numbers)).long(), given)
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5, float("inf"), float("nan")]), min_size=1, max_size=60),
+       st.integers(0, 70))  # fmt: skip
+def test_the_largest_are_chosen_the_first_of_equal_ones(scores: list[float], count: int) -> None:
+    key = [math.inf if math.isnan(s) else s for s in scores]
+    expected = sorted(sorted(range(len(key)), key=lambda i: (-key[i], i))[:count])
+    assert select.largest(torch.tensor(scores), count).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros", "few", "equal", "front"])
+def test_the_largest_of_many_equal_a_full_sort(kind: str) -> None:
+    generator, elements = torch.Generator().manual_seed(1), 1_000_003
+    scores = torch.randn(elements, generator=generator).abs()
+    scores = {"normal": scores, "zeros": scores * 0, "few": scores * (scores > 3.5), "equal": scores.round(),
+              "front": scores * torch.arange(elements, 0, -1)}[kind]  # fmt: skip
+    for count in (1, 100, 100_000, 600_000, elements - 1):
+        expected = scores.sort(descending=True, stable=True).indices[:count].sort().values
+        assert torch.equal(select.largest(scores, count), expected)
+
+
+def test_random_positions_have_their_density() -> None:
+    for fraction in (0.001, 0.3, 0.99, 1.0):
+        at = select.at_random(fraction, 200_000, np.random.default_rng(2))
+        assert abs(at.numel() - fraction * 200_000) <= 5 * (200_000 * fraction * (1 - fraction)) ** 0.5
+        assert bool((at[1:] > at[:-1]).all()) and int(at[0]) >= 0 and int(at[-1]) < 200_000
