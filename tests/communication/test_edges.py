@@ -154,3 +154,26 @@ def test_a_machine_with_one_node_starts_beside_one_with_shared_memory() -> None:
             for node in made:
                 node.close()
     assert all(torch.equal(a, b) for a, b in zip(models, reference(3, 9, torch.float32, 2), strict=True))
+
+
+def test_a_clique_across_machines_meets_at_the_address_of_its_first_node() -> None:
+    """Two loopback addresses stand for two machines; everything over tcp, but for the clique."""
+    machine_of, config = {0: 0, 1: 0, 2: 1, 3: 1}, HybridConfig.model_validate(
+        {"name": "hybrid", "cliques": [[1, 2, 3]], "edges": [{"nodes": [2, 3], "by": "collective"}]}
+    )
+    made = [
+        Hybrid(config, uid=u, machine_of=machine_of, schemas=flat_schema(1000), digest="d",
+               bind=BindPlan(host=f"127.0.0.{m + 1}"))
+        for u, m in machine_of.items()
+    ]  # fmt: skip
+    addresses = {node.uid: node.bind() for node in made}
+    for node in made:
+        node.set_peers(addresses)
+    try:
+        together(made, lambda node: node.start(20))
+        assert [sorted(node._inside) for node in made] == [[], [2, 3], [1, 3], [1, 2]]
+        models = gossip(made, 1000, torch.float32, 3)
+    finally:
+        for node in made:
+            node.close()
+    assert all(torch.equal(a, b) for a, b in zip(models, reference(4, 1000, torch.float32, 3), strict=True))
