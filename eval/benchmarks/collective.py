@@ -1,8 +1,8 @@
 """torch.distributed's gloo through decentnode beside gloo alone, and whole rounds by every way.
 
 Two processes, each sending and receiving one model at a time. Raw gloo and every way of ours take turns round by round
-between the same two processes, in an order drawn anew each time, so that what else the machine does and what lies in
-its caches hits all alike. Ours includes the header, chunks,
+between the same two processes, each with buffers of its own and in an order drawn anew each time, so that what else the
+machine does and what lies in its caches hits all alike. Ours includes the header, chunks,
 counters and the hand-over to the training thread; the model lies where `claim` put it, as in a real round. Nothing is
 mixed.
 """
@@ -62,9 +62,10 @@ def raw_exchange(uid: int, pipe: Connection, elements: int) -> Callable[[int], C
         pipe.send(store.port)
     port = store.port if store is not None else pipe.recv()
     group = make_group(connect("127.0.0.1", port, "raw", 30), uid, 2, "127.0.0.1", 30)
-    x, y = torch.ones(elements), torch.empty(elements)
 
     def of(piece: int) -> Callable[[], None]:
+        x, y = torch.ones(elements), torch.empty(elements)
+
         def exchange(_held: object = store) -> None:
             works = [
                 work
