@@ -22,7 +22,10 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS + BENCHMARKS, ids=lambda p: p.name)
 def test_two_rounds(path: Path) -> None:
-    experiment = load(path, ["node.rounds=2", "node.evaluate_every=0"])
+    sets = ["node.rounds=2", "node.evaluate_every=0"]
+    if load(path).data.name == "synthetic":
+        sets.append("data.test_samples=32")
+    experiment = load(path, sets)
     nodes = build_in_process(experiment)
     before = [node.training.model.parameters.clone() for node in nodes]
     step_all(nodes)

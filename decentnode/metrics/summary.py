@@ -31,7 +31,8 @@ def combine(nodes: Mapping[int, Figures]) -> dict[str, Any]:
     """The run's figures from its nodes'; null where no node reported one.
 
     Accuracies are of the local models on the test set, `accuracy_merged` of their mean. Bytes are those that all
-    nodes sent, as on the wire; `bytes_sent_total` is data plus metadata.
+    nodes sent, as on the wire; `bytes_sent_total` is data plus metadata. `consensus_rms` is
+    sqrt(mean ||x_i - mean x||^2), `consensus_distance` the same over ||mean x||.
     """
     by_uid = [nodes[uid] for uid in sorted(nodes)]
     accuracies = _numbers(by_uid, "accuracy")
@@ -45,6 +46,7 @@ def combine(nodes: Mapping[int, Figures]) -> dict[str, Any]:
         "accuracy_merged": _first(by_uid, "accuracy_merged"),
         "loss_mean": _mean(_numbers(by_uid, "loss")),
         "consensus_distance": _first(by_uid, "consensus_distance"),
+        "consensus_rms": _first(by_uid, "consensus_rms"),
         "rounds": int(min(rounds, default=0)),
         "round_seconds_median": statistics.median(medians) if medians else None,
         "bytes_sent_total": data + metadata,

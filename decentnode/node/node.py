@@ -229,6 +229,7 @@ class Node:
             "accuracy_mean": float(mean[4]), "loss_mean": float(mean[5]),
             "accuracy_merged": float(mean[2] / mean[3]), "loss_merged": float(mean[1] / mean[3]),
             "consensus_distance": math.sqrt(float(mean[0])) / max(float(mean_x.norm()), 1e-30),
+            "consensus_rms": math.sqrt(float(mean[0])),
             "contributors": contributors,
         }
         if self.training.has_validation:

@@ -1,4 +1,4 @@
-"""torch.optim optimizers by lower-case name, with their own arguments."""
+"""Optimizers of torch.optim and of our own by lower-case name, with their own arguments."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pydantic
 import torch
 from torch import nn
 
+from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
 from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen, problem_at
 
 REFUSED = {
@@ -24,14 +25,15 @@ def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     base = torch.optim.Optimizer
     classes = [it for it in vars(torch.optim).values() if isinstance(it, type) and issubclass(it, base)]
     found = {it.__name__.lower(): it for it in classes if it is not base}
-    return {name: it for name, it in found.items() if name not in REFUSED}
+    ours = {"accumadam": AccumAdam, "accumadamw": AccumAdamW}
+    return {name: it for name, it in found.items() if name not in REFUSED} | ours
 
 
 class OptimizerConfig(ArgumentsConfig):
     """`{name: sgd, lr: 0.1, momentum: 0.9}`: further keys are the arguments of the torch.optim class."""
 
     name: str = "sgd"
-    """Class of torch.optim in lower case: sgd, adam, adamw, adagrad, rmsprop, nadam ..."""
+    """Class of torch.optim in lower case: sgd, adam, adamw, adagrad, rmsprop, nadam ...; or accumadam, accumadamw."""
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> OptimizerConfig:

@@ -21,11 +21,15 @@ class DirichletConfig(Config):
     """Concentration: .1 is strong skew (about 4 of 10 classes per node at 96 nodes), 1 mild, 100 nearly iid."""
     min_samples: int = Field(10, ge=1)
     """Every node gets at least so many samples: the draw is repeated until it holds (decentralizepy's K)."""
+    balanced: bool = True
+    """Whether a node that has N/n samples gets no more of later classes, which makes sizes more even and labels more
+    uneven; false lets sizes fall as they may."""
 
 
 class Dirichlet(Partition):
-    """Covers all samples. Per class, shares ~ Dirichlet(alpha); a node that has N/n samples gets no more of later
-    classes (Hsu et al. 2019, arXiv 1909.06335; the balancing is that of decentralizepy and Yurochkin et al. 2019).
+    """Covers all samples. Per class, shares ~ Dirichlet(alpha); when balanced, a node that has N/n samples gets no more
+    of later classes (Hsu et al. 2019, arXiv 1909.06335; the balancing is that of decentralizepy and of Yurochkin et
+    al. 2019).
     """
 
     Config: ClassVar[type[Config]] = DirichletConfig
@@ -66,7 +70,7 @@ class Dirichlet(Partition):
         """[C, n] samples of each class for each node; row c sums to sizes[c]."""
         counts = np.zeros((len(sizes), num_nodes), dtype=np.int64)
         held = np.zeros(num_nodes, dtype=np.int64)
-        full = sizes.sum() / num_nodes
+        full = sizes.sum() / num_nodes if self.config.balanced else np.inf
         for c in generator.permutation(len(sizes)):
             open_nodes = np.flatnonzero(held < full)  # never empty before the last class: held sums to less than N
             shares = generator.dirichlet(np.full(num_nodes, self.config.alpha))[open_nodes]
