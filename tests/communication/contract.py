@@ -45,7 +45,7 @@ def make(
         name, kind, options = "collective", Collective, {"backend": "gloo", "batched": True, **options}
     if way == "hybrid":
         edges = [{"nodes": [0, 1], "by": "collective"}, {"nodes": [1, 2], "by": "zeromq"}]
-        options = {"cliques": [[0, 1]], "edges": edges[: n - 1], **options}
+        options = {"cliques": [[0, 1]][: n - 1], "edges": edges[: n - 1], **options}
     config = kind.Config.model_validate({"name": name, **options})
     assert isinstance(config, ZeroMQConfig)
     plan = BindPlan(None if way == "tcp" else folder)
