@@ -174,7 +174,9 @@ def _group_of(
 
 
 def describe_gpu(device: torch.device) -> str:
-    """What `refusal` compares: NCCL's version and the GPU's identity."""
+    """What `refusal` compares: NCCL's version and the GPU's identity; empty without both."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{version} {torch.cuda.get_device_properties(device).uuid}"
 
@@ -183,13 +185,13 @@ def refusal(found: dict[int, str]) -> str:
     """Why these nodes cannot have one NCCL communicator, by their `describe_gpu`; empty when they can."""
     without = sorted(uid for uid, text in found.items() if not text)
     if without:
-        return f"NCCL needs a GPU on every node, node {without[0]} has none: use backend: gloo or auto"
+        return f"NCCL needs a GPU and a torch with NCCL on every node, node {without[0]} lacks one: use backend: auto"
     by_gpu: dict[str, int] = {}
     first, versions = min(found), {uid: text.partition(" ")[0] for uid, text in found.items()}
     for uid, text in sorted(found.items()):
         gpu = text.partition(" ")[2]
         if gpu in by_gpu:
-            return f"NCCL takes one node per GPU, but nodes {by_gpu[gpu]} and {uid} share {gpu}: use backend: gloo"
+            return f"NCCL takes one node per GPU, but nodes {by_gpu[gpu]} and {uid} share {gpu}"
         by_gpu[gpu] = uid
         if versions[uid] != versions[first]:
             return f"NCCL must have one version, got {versions[first]} on node {first}, {versions[uid]} on node {uid}"

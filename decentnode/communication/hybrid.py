@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from decentnode import component
 from decentnode.communication.base import CommunicationConfig, Exchange
@@ -62,6 +63,8 @@ class Hybrid(ZeroMQ):
         super().__init__(config, **parts)
         self._device = self._inbox.device
         self._path: CliquePath | None = None
+        self._store: object = None
+        """On the first node of a clique the store where it met: NCCL's threads may look there as long as they live."""
         self._inside: frozenset[int] = frozenset()
         """Nodes that are reached through the communicator."""
 
@@ -93,11 +96,12 @@ class Hybrid(ZeroMQ):
         """Blocking: the lowest uid of every clique opens a store on a free port; all numbers travel in one mean."""
         members = self.edges.joined(self.edges.clique_of(self.uid))
         told = torch.zeros(len(self._machine_of), dtype=torch.float64)
-        store, first = None, members[0] if members else -1
+        first = members[0] if members else -1
         if self.uid in members:
             host, via = self._store_host(members)
-            store = listen(via, timeout_seconds) if self.uid == first else None
-            told[self.uid] = float(store.port) if store else 0.0
+            if self.uid == first:
+                self._store = server = listen(via, timeout_seconds)
+                told[self.uid] = float(server.port)
         mean, contributors = self.mean("cliques/stores", told).wait(timeout_seconds)
         if self.uid in members:
             port = round(float(mean[first]) * contributors)
@@ -111,7 +115,6 @@ class Hybrid(ZeroMQ):
                 ) from error
             peers = self._path.peers
             self._inside = frozenset(uid for uid in peers if self.edges.way(self.uid, uid) == "collective")
-            logger.info("clique of nodes %s by %s", members, self._backend_of(members))
         self.barrier("cliques/joined", timeout_seconds)
 
     def _join(
@@ -121,24 +124,29 @@ class Hybrid(ZeroMQ):
         assert isinstance(self.config, TorchConfig)
         store = connect(host, port, prefix, timeout_seconds)
         parts = (self._inbox, self._status, self.counters, self.config.timeout_seconds, self._lease)
-        backend = self._backend_of(members)
-        if backend == "gloo" and not self.config.batched:
+        nccl = self._takes_nccl(store, members)
+        logger.info("clique of nodes %s by %s", members, "nccl" if nccl else "gloo")
+        if not nccl and not self.config.batched:
             return TaggedPath(Clique(store, self.uid, members, via, timeout_seconds), *parts)
-        if backend == "gloo":
-            found: Communicator = GlooCommunicator(store, self.uid, members, via, timeout_seconds)
-        else:
-            own = describe_gpu(self._device) if self._device.type == "cuda" else ""
-            said = exchange_descriptions(store, self.uid, members, own)
-            if problem := refusal(said):
-                raise AssemblyError(f"clique of nodes {', '.join(map(str, members))}: {problem}", list(members))
+        found: Communicator
+        if nccl:
             found = NcclCommunicator(store, self.uid, members, self._device, timeout_seconds)
+        else:
+            found = GlooCommunicator(store, self.uid, members, via, timeout_seconds)
         return BatchedPath(found, *parts, start_seconds=timeout_seconds)
 
-    def _backend_of(self, members: tuple[int, ...]) -> str:
+    def _takes_nccl(self, store: dist.Store, members: tuple[int, ...]) -> bool:
+        """Blocking, the same answer on every member. Raises AssemblyError where nccl is asked for and cannot be."""
         assert isinstance(self.config, TorchConfig)
-        if self.config.backend == "auto":
-            return "nccl" if set(members) <= self.edges.gpu else "gloo"
-        return self.config.backend
+        wanted = self.config.backend
+        if wanted == "gloo" or (wanted == "auto" and not set(members) <= self.edges.gpu):
+            return False
+        problem = refusal(exchange_descriptions(store, self.uid, members, describe_gpu(self._device)))
+        if problem and wanted == "nccl":
+            raise AssemblyError(f"clique of nodes {', '.join(map(str, members))}: {problem}", list(members))
+        if problem:
+            logger.warning("clique of nodes %s by gloo, through host memory: %s", members, problem)
+        return not problem
 
     def _store_host(self, members: tuple[int, ...]) -> tuple[str, str]:
         """(host of the clique's store, address of the own interface)."""
@@ -176,5 +184,5 @@ class Hybrid(ZeroMQ):
     def close(self) -> None:
         if not self._closed and self._path is not None:
             self._path.close()
-            self._path = None
+            self._path = self._store = None
         super().close()

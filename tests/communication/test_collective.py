@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgpack
 import pytest
 import torch
@@ -11,8 +13,10 @@ from decentnode.communication.base import Exchange, Schema
 from decentnode.communication.clique import SEND_WINDOW
 from decentnode.communication.collective import Collective
 from decentnode.communication.communicator import refusal
+from decentnode.communication.hybrid import Hybrid
 from decentnode.communication.landing import HEADER_BYTES, pack, unpack
 from decentnode.communication.plan import plans
+from decentnode.communication.tagged import TaggedPath
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload, TensorSpec
 from tests.communication.contract import flat_schema, nodes
@@ -92,14 +96,29 @@ def test_keys_are_refused_because_models_would_travel_in_the_clear() -> None:
 def test_gpus_that_cannot_share_a_communicator_are_named() -> None:
     assert refusal({3: "2.29.7 gpu-a", 5: "2.29.7 gpu-b"}) == ""
     assert refusal({3: "2.29.7 gpu-a", 5: "2.29.7 gpu-a"}) == (
-        "NCCL takes one node per GPU, but nodes 3 and 5 share gpu-a: use backend: gloo"
+        "NCCL takes one node per GPU, but nodes 3 and 5 share gpu-a"
     )
     assert "got 2.29.7 on node 3, 2.30.1 on node 5" in refusal({3: "2.29.7 gpu-a", 5: "2.30.1 gpu-b"})
-    assert "node 5 has none" in refusal({3: "2.29.7 gpu-a", 5: ""})
+    assert "node 5 lacks one" in refusal({3: "2.29.7 gpu-a", 5: ""})
 
 
 def test_nccl_without_a_gpu_ends_the_start_with_the_reason() -> None:
-    with pytest.raises(AssemblyError, match=r"NCCL needs a GPU on every node, node \d has none"), nodes(
+    with pytest.raises(AssemblyError, match=r"NCCL needs a GPU and .* on every node, node \d lacks one"), nodes(
         "collective", 2, flat_schema(3), backend="nccl"
     ):
         raise AssertionError("started")
+
+
+def test_auto_takes_gloo_where_nodes_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if both nodes had the one GPU of this machine: which NCCL refuses, and gloo does not."""
+
+    def pretend(node: Hybrid, timeout_seconds: float) -> None:
+        node.edges = dataclasses.replace(node.edges, gpu=frozenset({0, 1}))
+
+    monkeypatch.setattr(Hybrid, "_look_for_gpus", pretend)
+    monkeypatch.setattr("decentnode.communication.hybrid.describe_gpu", lambda device: "2.29.7 gpu-a")
+    with nodes("collective", 2, flat_schema(3)) as made:
+        assert all(isinstance(node._path, TaggedPath) for node in made if isinstance(node, Hybrid))
+        made[0].exchange(0, {1: Payload({"x": torch.ones(3)})}, ())
+        (arrival,) = made[1].exchange(0, {}, (0,)).arrivals(10)
+        assert arrival.received[0].tensors["x"].tolist() == [1, 1, 1]
