@@ -83,7 +83,8 @@ class BatchedPath(CliquePath):
 
     A bucket is a chunk of the plan (`chunk_bytes`). A peer that stays silent holds back every other source of its
     batch, and all later batches: after the deadline they are missing together, and once SEND_WINDOW payloads wait for
-    a peer, PeerLost says so. Nothing is ever left out of a batch on one side alone.
+    a peer, PeerLost says so. When one of them departs, nobody waits for the others. Nothing is ever left out of a
+    batch on one side alone.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class BatchedPath(CliquePath):
             if open_:
                 sending.append(self._sending(payload, plans, open_, key))
         self._expecting(len(coming))
+        self._inbox.together[key] = frozenset(c.uid for c in coming).union(*(s.uids for s in sending))
         self._rounds.put(_Round(key, plans, sending, coming, self._marked()))
         return frozenset(dropped)
 

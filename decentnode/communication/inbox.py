@@ -168,6 +168,8 @@ class Inbox:
         self.counters = counters
         self._consumed = consumed
         self._incoming: dict[Key, dict[int, _Incoming]] = {}
+        self.together: dict[Key, frozenset[int]] = {}
+        """Nodes that a communicator serves in one batch: when one departs, nothing comes of the others either."""
         self._floor = 0
         self._finished: set[Key] = set()
         self._wanted: set[tuple[Key, int, int]] = set()
@@ -295,6 +297,7 @@ class Inbox:
         with self.status.changed:
             self._floor = max(self._floor, round)
             self._finished = {key for key in self._finished if key[0] >= self._floor}
+            self.together = {key: group for key, group in self.together.items() if key[0] >= self._floor}
             for key in [key for key in self._incoming if key[0] < self._floor]:
                 self._drop(key)
             for key, sources in self._incoming.items():
@@ -305,6 +308,7 @@ class Inbox:
     def finish(self, key: Key) -> None:
         with self.status.changed:
             self._finished.add(key)
+            self.together.pop(key, None)
             self._drop(key)
 
     def _drop(self, key: Key) -> None:
@@ -324,7 +328,7 @@ class Inbox:
             began = last = time.monotonic()
             while waiting:
                 self.status.raise_if_failed()
-                waiting = [s for s in waiting if self.status.departed.get(s, key[0] + 1) > key[0]]
+                waiting = [s for s in waiting if not self._departed(s, key) and not self._held_up(s, key)]
                 limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self.status.stopping else timeout_seconds
                 remaining = last + limit - time.monotonic()
                 if not waiting or remaining <= 0:
@@ -343,6 +347,14 @@ class Inbox:
                 self.counters.edge(source).wait_seconds += time.monotonic() - began
             arrived = self._incoming.get(key, {})
             return {s: arrived[s] for s in sources if s not in waiting and self._delivered(arrived.get(s), chunk)}
+
+    def _departed(self, uid: int, key: Key) -> bool:
+        return self.status.departed.get(uid, key[0] + 1) <= key[0]
+
+    def _held_up(self, source: int, key: Key) -> bool:
+        """Whether a source comes together with a node that departed before: then neither does."""
+        group = self.together.get(key, frozenset())
+        return source in group and any(self._departed(uid, key) for uid in group)
 
     def _outstanding(self, key: Key, chunk: int, sources: list[int]) -> list[int]:
         arrived = self._incoming.get(key, {})

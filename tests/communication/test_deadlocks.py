@@ -229,3 +229,16 @@ def test_control_never_rides_on_a_communicator(monkeypatch: pytest.MonkeyPatch) 
         assert launched == {uid: len(mine) for uid, mine in witness.launches.items()}
         io_threads = {node._io.ident for node in made if isinstance(node, Hybrid)}
         assert not io_threads & {launch.thread for mine in witness.launches.values() for launch in mine}
+
+
+def test_a_batch_with_a_peer_that_departs_meanwhile_is_not_waited_for() -> None:
+    with nodes(BATCHED, 3, flat_schema(10)) as made:
+        payload = Payload({"x": torch.ones(10)})
+        flying = [
+            node.exchange(0, dict.fromkeys({0, 1, 2} - {node.uid}, payload), tuple({0, 1, 2} - {node.uid}))
+            for node in made[:2]
+        ]
+        made[2].depart(0, (0, 1))
+        for exchange in flying:
+            (arrival,) = exchange.arrivals(100)
+            assert 2 in arrival.missing
