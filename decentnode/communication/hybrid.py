@@ -8,8 +8,8 @@ H2  Everything that decides a round is known before its first send: `exchange` t
 H3  The I/O thread never calls torch.distributed or CUDA: communicators have threads of their own.
 H4  Membership is that of the generation; nothing joins or leaves a communicator between two rounds, and a node that
     departs names the first round without it.
-H5  Boards and receive buffers get their sizes from the schema. Boards exist before round 0; buffers of a communicator
-    on a GPU too, those on CPUs (no allocation of which waits for a device) come with the first rounds and stay.
+H5  Boards and receive buffers get their sizes from the schema. Boards exist before round 0, and so do a communicator's
+    buffers on a GPU; those on CPUs come with the first rounds and stay, because taking memory waits for nobody there.
 H6  Barriers over all nodes only where nothing flies: at the start, before round 0.
 H7  The ways of a node do not wait for each other: payloads leave by ZeroMQ and shared memory before the communicator is
     asked, and arrivals of all ways meet in the inbox, in ascending order of uid.
