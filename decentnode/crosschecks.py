@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from decentnode.communication.edges import EdgeRule
+from decentnode.communication.hybrid_config import HybridConfig
 from decentnode.component import load_class
 from decentnode.data import DATASETS, shares
 from decentnode.data.base import Dataset
@@ -196,6 +198,19 @@ def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("communication", "name"), message, other=("mapping",))
 
 
+def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
+    """Cliques and edges of communication hybrid name nodes of the mapping, on the right machines."""
+    mapping, config = _mapping(experiment), experiment.communication
+    if mapping is None or not isinstance(config, HybridConfig):
+        return
+    rule = config.rule(EdgeRule({uid: mapping.place(uid).machine for uid in range(mapping.num_nodes)}))
+    for problem in rule.problems():
+        key, _, rest = problem.partition(" ")
+        named = key in ("cliques", "edges")
+        yield Problem(("communication", key if named else "cliques"), rest if named else f": {problem}",
+                      other=("mapping",))  # fmt: skip
+
+
 CHECKS: tuple[Check, ...] = (
     graph_can_be_made,
     mapping_can_be_made,
@@ -205,4 +220,5 @@ CHECKS: tuple[Check, ...] = (
     model_takes_the_data,
     sharing_suits_the_graph,
     inproc_is_one_machine,
+    edges_have_their_ways,
 )

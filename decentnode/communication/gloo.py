@@ -10,7 +10,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,12 +19,31 @@ NEVER = timedelta(days=30)
 """gloo's own deadline tears every connection of the node down; the deadlines of rounds are kept above it."""
 TAGS = 1 << 30
 _abandoned: list[object] = []
-"""Communicators closed with operations under way: their destructor would free buffers that gloo still writes to."""
 
 
 def listen(host: str, timeout_seconds: float) -> dist.TCPStore:
     """A store on a free port, for the members of one clique to find each other."""
     return dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_seconds), False)
+
+
+def connect(host: str, port: int, prefix: str, timeout_seconds: float) -> dist.Store:
+    """The clique's store, with keys of one generation alone. Raises RuntimeError when nobody listens in time."""
+    store = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_seconds), False)
+    return dist.PrefixStore(prefix, store)
+
+
+def make_group(store: dist.Store, rank: int, size: int, via: str, timeout_seconds: float) -> Any:
+    """A gloo backend at the interface with address `via`, in no registry of torch. Blocking. Raises RuntimeError."""
+    gloo: Any = dist.ProcessGroupGloo  # its p2p calls and options are missing in the type stubs
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=via)]
+    options._timeout = timedelta(seconds=timeout_seconds)
+    return gloo(store, rank, size, options)
+
+
+def abandon(group: object) -> None:
+    """Keep a communicator with operations under way alive: its destructor would free buffers that it writes to."""
+    _abandoned.append(group)
 
 
 def own_address(host: str) -> str:
@@ -61,18 +79,12 @@ class Clique:
     """One generation's communicator of `members`, ranks in their order. Every call may come from any thread."""
 
     def __init__(
-        self, host: str, port: int, prefix: str, uid: int, members: tuple[int, ...], timeout_seconds: float, via: str
+        self, store: dist.Store, uid: int, members: tuple[int, ...], via: str, timeout_seconds: float
     ) -> None:
         """Blocking until all members called it. via: the address of the own interface. Raises RuntimeError."""
-        self.uid = uid
+        self.uid, self.peers = uid, frozenset(members) - {uid}
         self._rank = {member: rank for rank, member in enumerate(members)}
-        limit = timedelta(seconds=timeout_seconds)
-        store = dist.TCPStore(host, port, None, False, limit, False)
-        gloo: Any = dist.ProcessGroupGloo  # its p2p calls and options are missing in the type stubs
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=via)]
-        options._timeout = limit
-        self._group: Any = gloo(dist.PrefixStore(prefix, store), self._rank[uid], len(members), options)
+        self._group = make_group(store, self._rank[uid], len(members), via, timeout_seconds)
         self._lock = threading.Lock()
         self._lines: dict[tuple[int, bool], Line] = {}
 
@@ -101,25 +113,4 @@ class Clique:
             for line in self._lines.values():
                 line.join(1.0)
         if not clean or any(line.is_alive() for line in self._lines.values()):
-            _abandoned.append(self._group)
-
-
-class Pool:
-    """Buffers that are used again; any thread. Taken ones that never come back are simply forgotten."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        with self._lock:
-            free = self._free.get((elements, dtype))
-            if free:
-                return free.pop()
-        return torch.empty(elements, dtype=dtype)
-
-    def give(self, tensor: Tensor, keep: int = 16) -> None:
-        with self._lock:
-            free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
-            if len(free) < keep:
-                free.append(tensor)
+            abandon(self._group)

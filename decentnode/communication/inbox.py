@@ -81,7 +81,9 @@ class _Incoming:
     def __init__(self, tensors: tuple[TensorPlan, ...]) -> None:
         self.buffers: list[dict[int, memoryview]] = [{} for _ in tensors]
         self.mapped: list[Tensor] | None = None
-        """The payload in the neighbor's shared memory, instead of buffers."""
+        """The payload in the neighbor's shared memory or in a communicator's buffers, instead of `buffers`."""
+        self.pieces: int | None = None
+        """How many chunks of `mapped` are there, in the order of the plans; None: all."""
         self.let_go: Callable[[], None] = lambda: None
         self.arrived = 0.0
         """When the last bytes came (monotonic)."""
@@ -92,12 +94,14 @@ class _Incoming:
         self._plans = tensors
 
     def has(self, tensor: int, chunk: int) -> bool:
-        return self.mapped is not None or chunk in self.buffers[tensor] or chunk in self.copied[tensor]
+        if self.mapped is not None:
+            return self.pieces is None or chunk < self.pieces
+        return chunk in self.buffers[tensor] or chunk in self.copied[tensor]
 
     @property
     def complete(self) -> bool:
         if self.mapped is not None:
-            return True
+            return self.pieces is None
         for plan, total, buffers, copied in zip(self._plans, self.totals, self.buffers, self.copied, strict=True):
             if total is None or len(buffers) + len(copied) < plan.count(total):
                 return False
@@ -105,6 +109,8 @@ class _Incoming:
 
     def assemble(self) -> int:
         """Copy what has come into tensors of its own; the bytes that this frees."""
+        if self.mapped is not None:
+            return 0
         if self.assembled is None:
             if any(total is None for total in self.totals):
                 return 0
@@ -151,7 +157,10 @@ class Inbox:
         counters: Counters,
         consumed: Callable[[int, int], None],
         reject_non_finite: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        """device: where exchanges give their payloads; the CPU when None."""
+        self.device = device or torch.device("cpu")
         self.schemas = schemas
         self.reject_non_finite = reject_non_finite
         self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
@@ -159,6 +168,8 @@ class Inbox:
         self.counters = counters
         self._consumed = consumed
         self._incoming: dict[Key, dict[int, _Incoming]] = {}
+        self.together: dict[Key, frozenset[int]] = {}
+        """Nodes that a communicator serves in one batch: when one departs, nothing comes of the others either."""
         self._floor = 0
         self._finished: set[Key] = set()
         self._wanted: set[tuple[Key, int, int]] = set()
@@ -187,7 +198,37 @@ class Inbox:
                 incoming.scalars = message.scalars
             if not self.schemas[message.phase].elementwise:
                 self._absorb(key, message.source, incoming)
-            self._wake(key, message, incoming)
+            self._wake(key, message.source, message.chunk, incoming)
+
+    def put_landing(
+        self, key: Key, source: int, tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None]
+    ) -> bool:
+        """Any thread: the chunks of a payload start to come into `tensors`; False when nobody wants them any more.
+
+        let_go is called once nobody reads `tensors` any more, at once with False.
+        """
+        with self.status.changed:
+            sources = self._incoming.get(key, {})
+            if key[0] < self._floor or key in self._finished or source in sources:
+                let_go()
+                return False
+            incoming = self._incoming.setdefault(key, {})[source] = _Incoming(self.plans[key[1]])
+            incoming.mapped, incoming.pieces, incoming.scalars, incoming.let_go = tensors, 0, scalars, let_go
+            return True
+
+    def landed(self, key: Key, source: int, last: bool) -> None:
+        """Any thread: the next chunk after those before is there; last: the whole payload is."""
+        with self.status.changed:
+            incoming = self._incoming.get(key, {}).get(source)
+            if incoming is None or incoming.pieces is None:
+                return
+            incoming.pieces = None if last else incoming.pieces + 1
+            incoming.arrived = time.monotonic()
+            for chunk in self._wanted_of(key, source):
+                self._wake(key, source, chunk, incoming)
+
+    def _wanted_of(self, key: Key, source: int) -> list[int]:
+        return [chunk for wanted, uid, chunk in self._wanted if (wanted, uid) == (key, source)]
 
     def put_slot(self, message: Slot, reader: Reader) -> None:
         """Take a payload that lies in a neighbor's board. Raises PeerFault as `put` does."""
@@ -238,12 +279,14 @@ class Inbox:
             if freed:
                 self._consumed(source, freed)
 
-    def _wake(self, key: Key, message: Chunk, incoming: _Incoming) -> None:
+    def _wake(self, key: Key, source: int, chunk: int, incoming: _Incoming) -> None:
+        """A chunk came: the training thread goes on once everything it waits for is there."""
         if not self._wanted:
             return
-        self._wanted.discard((key, message.source, message.chunk))
-        if (key, message.source, -1) in self._wanted and incoming.complete:
-            self._wanted.discard((key, message.source, -1))
+        if chunk >= 0 and incoming.has(0, chunk):
+            self._wanted.discard((key, source, chunk))
+        if (key, source, -1) in self._wanted and incoming.complete:
+            self._wanted.discard((key, source, -1))
         if not self._wanted:
             self.status.notify()
 
@@ -254,6 +297,7 @@ class Inbox:
         with self.status.changed:
             self._floor = max(self._floor, round)
             self._finished = {key for key in self._finished if key[0] >= self._floor}
+            self.together = {key: group for key, group in self.together.items() if key[0] >= self._floor}
             for key in [key for key in self._incoming if key[0] < self._floor]:
                 self._drop(key)
             for key, sources in self._incoming.items():
@@ -264,6 +308,7 @@ class Inbox:
     def finish(self, key: Key) -> None:
         with self.status.changed:
             self._finished.add(key)
+            self.together.pop(key, None)
             self._drop(key)
 
     def _drop(self, key: Key) -> None:
@@ -283,7 +328,7 @@ class Inbox:
             began = last = time.monotonic()
             while waiting:
                 self.status.raise_if_failed()
-                waiting = [s for s in waiting if self.status.departed.get(s, key[0] + 1) > key[0]]
+                waiting = [s for s in waiting if not self._departed(s, key) and not self._held_up(s, key)]
                 limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self.status.stopping else timeout_seconds
                 remaining = last + limit - time.monotonic()
                 if not waiting or remaining <= 0:
@@ -302,6 +347,14 @@ class Inbox:
                 self.counters.edge(source).wait_seconds += time.monotonic() - began
             arrived = self._incoming.get(key, {})
             return {s: arrived[s] for s in sources if s not in waiting and self._delivered(arrived.get(s), chunk)}
+
+    def _departed(self, uid: int, key: Key) -> bool:
+        return self.status.departed.get(uid, key[0] + 1) <= key[0]
+
+    def _held_up(self, source: int, key: Key) -> bool:
+        """Whether a source comes together with a node that departed before: then neither does."""
+        group = self.together.get(key, frozenset())
+        return source in group and any(self._departed(uid, key) for uid in group)
 
     def _outstanding(self, key: Key, chunk: int, sources: list[int]) -> list[int]:
         arrived = self._incoming.get(key, {})
@@ -327,8 +380,13 @@ class Inbox:
 class InboxExchange(Exchange):
     """One round's exchange over an inbox."""
 
-    def __init__(self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int]):
+    def __init__(
+        self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int],
+        dropped: frozenset[int] = frozenset(),
+    ) -> None:
+        """dropped: neighbors to which nothing was sent, because they take nothing."""
         self._inbox = inbox
+        self._dropped = dropped
         self._key = (round, phase)
         self._expected = expected
         self._neighbors = neighbors
@@ -357,7 +415,8 @@ class InboxExchange(Exchange):
             self._note(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
             received = self._accepted({
-                source: Payload({plan.name: incoming.part(chunk, start, stop)}) for source, incoming in arrived.items()
+                source: Payload({plan.name: self._placed(incoming.part(chunk, start, stop))})
+                for source, incoming in arrived.items()
             })
             alive = [source for source in alive if source in received]
             yield Arrival(start, stop, received, self._missing)
@@ -367,8 +426,16 @@ class InboxExchange(Exchange):
         arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
         self._missing = frozenset(self._expected) - arrived.keys()
         self._note(arrived)
-        received = self._accepted({source: incoming.payload() for source, incoming in arrived.items()})
+        whole = {source: incoming.payload() for source, incoming in arrived.items()}
+        received = self._accepted({
+            source: Payload({name: self._placed(t) for name, t in payload.tensors.items()}, payload.scalars)
+            for source, payload in whole.items()
+        })
         yield Arrival(0, schema.elements, received, self._missing)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """On the device of the models; the copy of one that lies elsewhere is complete."""
+        return tensor if tensor.device == self._inbox.device else tensor.to(self._inbox.device)
 
     def _note(self, arrived: dict[int, _Incoming]) -> None:
         self._last = max([self._last, *(incoming.arrived for incoming in arrived.values())])
@@ -390,8 +457,8 @@ class InboxExchange(Exchange):
 
     @property
     def undelivered(self) -> frozenset[int]:
-        gone = self._inbox.status.departed
-        return frozenset(uid for uid in self._neighbors if gone.get(uid, self._key[0] + 1) <= self._key[0])
+        gone, round = self._inbox.status.departed, self._key[0]
+        return self._dropped | {uid for uid in self._neighbors if gone.get(uid, round + 1) <= round}
 
     @property
     def departed(self) -> frozenset[int]:

@@ -20,6 +20,9 @@ from decentnode.wire.messages import Message, Slot
 
 logger = logging.getLogger(__name__)
 
+STEPS = ("boards made", "boards mapped")
+"""Barriers of `MemoryPath.open`: nodes without a board pass them too."""
+
 
 class MemoryPath:
     """One node's board, its mappings of the others' boards, and its bell. Used from the training thread."""
@@ -61,13 +64,13 @@ class MemoryPath:
                 raise
             logger.warning("payloads leave over ipc: %s", error)
         try:
-            barrier("boards made")
+            barrier(STEPS[0])
             for uid in others:
                 try:
                     self._mapped[uid] = Reader(path_of(run, uid), self._layout, self._uid)
                 except PeerFault as fault:
                     logger.warning("no shared memory from node %d: %s", uid, fault)
-            barrier("boards mapped")
+            barrier(STEPS[1])
         finally:
             if self._board is not None:
                 self._board.unlink()

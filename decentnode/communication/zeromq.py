@@ -24,12 +24,13 @@ from decentnode.communication.base import (
     Schema,
 )
 from decentnode.communication.collectives import Collectives
+from decentnode.communication.edges import EdgeRule
 from decentnode.communication.inbox import Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, Security
 from decentnode.communication.links import Links
 from decentnode.communication.links import Outgoing as Bulk
 from decentnode.communication.means import Outgoing
-from decentnode.communication.memory import MemoryPath
+from decentnode.communication.memory import STEPS, MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.communication.security import Keyring
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
@@ -54,6 +55,14 @@ GRACE_SECONDS = 5.0
 """How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
 CLOSE_SECONDS = 5.0
 LEASE_POLL_SECONDS = 100e-6
+
+
+def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
+    """Every payload once, with the neighbors that get it."""
+    groups: dict[int, tuple[Payload, list[int]]] = {}
+    for uid, payload in outgoing.items():
+        groups.setdefault(id(payload), (payload, []))[1].append(uid)
+    return list(groups.values())
 
 
 class Lease:
@@ -81,10 +90,12 @@ class ZeroMQ(Communication):
         run_id: bytes | None = None,
         bind: BindPlan | None = None,
         keyring: Keyring | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """machine_of: the machine of every uid of the run. run_id: None adopts the one that uid 0 drew.
 
-        keyring: the node's keys; required where the config is `secure`.
+        keyring: the node's keys; required where the config is `secure`. device: of the models, and of payloads in
+        `Arrival`; the CPU when None.
         """
         assert isinstance(config, ZeroMQConfig)
         self.config: ZeroMQConfig = config
@@ -94,6 +105,8 @@ class ZeroMQ(Communication):
         self._plan = bind or BindPlan()
         self._machine_of = dict(machine_of)
         self._addresses: dict[int, Endpoints] = {}
+        self.edges = self._edge_rule()
+        """Which way the payloads of every edge take."""
         self._status = Status()
         run = run_id or (os.urandom(8) if uid == 0 else None)
         software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
@@ -108,7 +121,7 @@ class ZeroMQ(Communication):
                             self._on_tick, self._on_crash)  # fmt: skip
         self._io = self._links.io
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
-                            reject_non_finite=config.non_finite == "reject")  # fmt: skip
+                            reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
         self._homes: list[Tensor] = []
         self._leases: dict[int, weakref.ref[Lease]] = {}
         self._joined = False
@@ -179,20 +192,22 @@ class ZeroMQ(Communication):
                     self._io.call(self._give_up)
                     deadline = time.monotonic() + GRACE_SECONDS
                 self._status.changed.wait(min(max(remaining, 0.05), 1.0))
-        local = [uid for uid in self._addresses if self._wants_memory(uid)]
+        self._open_ways(timeout_seconds)
+
+    def _open_ways(self, timeout_seconds: float) -> None:
+        """Blocking, on every node alike: make the ways that edges of the run take."""
+        local = [uid for uid in self._addresses if self.edges.way(self.uid, uid) == "shared_memory"]
         if local and self._plan.ipc_dir is not None:
             required = "shared_memory" in (self.config.name, self.config.same_host)
             self._memory.open(self._plan.ipc_dir, self.run_id.hex(), local, required,
                               lambda name: self.barrier(name, timeout_seconds))  # fmt: skip
+        elif self.edges.used("shared_memory"):
+            for step in STEPS:
+                self.barrier(step, timeout_seconds)
 
-    @property
-    def _same_host(self) -> str:
-        return self.config.same_host or ("ipc" if self.config.name == "zeromq" else "shared_memory")
-
-    def _wants_memory(self, uid: int) -> bool:
-        """Whether payloads to and from `uid` should go through shared memory."""
-        local = self._machine_of[uid] == self._machine_of[self.uid] and self._plan.ipc_dir is not None
-        return local and self._same_host == "shared_memory"
+    def _edge_rule(self) -> EdgeRule:
+        same_host = self.config.same_host or ("ipc" if self.config.name == "zeromq" else "shared_memory")
+        return EdgeRule(self._machine_of, same_host == "shared_memory")
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -220,18 +235,19 @@ class ZeroMQ(Communication):
     ) -> Exchange:
         self._status.raise_if_failed()
         self._inbox.advance(round)
-        groups: dict[int, tuple[Payload, list[int]]] = {}
-        for uid, payload in outgoing.items():
-            groups.setdefault(id(payload), (payload, []))[1].append(uid)
+        self._send_all(round, outgoing, phase)
+        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
+
+    def _send_all(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
+        """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
         by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
         alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
         if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
             by_memory = []
-        for payload, uids in groups.values():
+        for payload, uids in grouped(outgoing):
             left = [uid for uid in uids if uid not in by_memory]
             if left:
                 self._send_payload(payload, left, round, phase)
-        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
 
     def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
         """Hand a payload to neighbors on this host; False when they have to get chunks."""
@@ -309,8 +325,11 @@ class ZeroMQ(Communication):
         """For what is sent from a home: it may not change until the lease is dropped. None for anything else."""
         for index, home in enumerate(self._homes):
             if home.data_ptr() == tensor.data_ptr() and tensor.numel():
-                lease = Lease()
-                self._leases[index] = weakref.ref(lease)
+                held = self._leases.get(index)
+                lease = held() if held is not None else None
+                if lease is None:
+                    lease = Lease()
+                    self._leases[index] = weakref.ref(lease)
                 return lease
         return None
 

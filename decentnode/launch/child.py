@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from decentnode import logs
-from decentnode.build import build
+from decentnode.build import build, device_of
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import Communication, Schema
 from decentnode.communication.security import load_keyring
@@ -138,7 +138,10 @@ def transport_maker(
     mapping = experiment.make_mapping()
     config = experiment.communication
     transport: Any = load_class(config.name, COMMUNICATIONS, "communication")
-    keyring = None
+    keyring, device = None, device_of(mapping.place(uid).device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    own: dict[str, Any] = {} if device.type == "cpu" else {"device": device}
     if isinstance(config, ZeroMQConfig) and config.secure and config.keys is not None:
         keyring = load_keyring(experiment.base_dir / config.keys, uid, mapping.num_nodes)
 
@@ -147,7 +150,7 @@ def transport_maker(
             experiment.communication, uid=uid, keyring=keyring, schemas=schemas, digest=experiment.digest(),
             machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
-            bind=bind_plan(experiment, uid, task.socket_dir),
+            bind=bind_plan(experiment, uid, task.socket_dir), **own,
         )
         return made
 

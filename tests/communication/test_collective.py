@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-import random
-import time
+import dataclasses
 
 import msgpack
 import pytest
 import torch
 from pydantic import ValidationError
 
-from decentnode.communication.base import Arrival, Communication, Exchange, Schema
-from decentnode.communication.collective import HEADER_BYTES, SEND_WINDOW, Collective, pack, unpack
+from decentnode.communication.base import Exchange, Schema
+from decentnode.communication.clique import SEND_WINDOW
+from decentnode.communication.collective import Collective
+from decentnode.communication.communicator import refusal
+from decentnode.communication.hybrid import Hybrid
+from decentnode.communication.landing import HEADER_BYTES, pack, unpack
 from decentnode.communication.plan import plans
+from decentnode.communication.tagged import TaggedPath
+from decentnode.errors import AssemblyError
 from decentnode.payload import Payload, TensorSpec
-from tests.communication.contract import flat_schema, nodes, together
+from tests.communication.contract import flat_schema, nodes
 from tests.conftest import scale
 
 OPEN = (Schema(64, {"values": TensorSpec(torch.float32, 64, False), "at": TensorSpec(torch.int32, 64, False)}, False),)
-
-
-def drawn_edges(n: int, round: int) -> dict[int, tuple[int, ...]]:
-    """Out-neighbors of a directed random graph, another one every round; some nodes have none."""
-    draw = random.Random(1000 + round)
-    return {u: tuple(v for v in range(n) if v != u and draw.random() < 0.4) for u in range(n)}
-
-
-def message(source: int, to: int, round: int, phase: int) -> Payload:
-    size = random.Random(f"{source} {to} {round} {phase}").randint(0, 64)
-    values = torch.full((size,), float(1000 * round + 10 * source + to))
-    return Payload({"values": values, "at": torch.arange(size, dtype=torch.int32)}, {"phase": phase})
-
-
-def walk(node: Communication, n: int, rounds: int) -> None:
-    """Rounds of two phases under way together, with delays that differ from node to node."""
-    draw = random.Random(node.uid)
-    for round in range(rounds):
-        out = drawn_edges(n, round)
-        sources = tuple(u for u in range(n) if node.uid in out[u])
-        flying = []
-        for phase in range(2):
-            payloads = {v: message(node.uid, v, round, phase) for v in out[node.uid]}
-            flying.append(node.exchange(round, payloads, sources, phase))
-            if draw.random() < 0.05:
-                time.sleep(draw.random() / 100)
-        for phase, exchange in enumerate(flying):
-            for arrival in exchange.arrivals(20):  # asking for the next slice gives these buffers to other receives
-                check(arrival, node.uid, sources, round, phase)
-
-
-def check(arrival: Arrival, uid: int, sources: tuple[int, ...], round: int, phase: int) -> None:
-    assert not arrival.missing
-    assert list(arrival.received) == sorted(sources)
-    for source, got in arrival.received.items():
-        sent = message(source, uid, round, phase)
-        assert got.scalars == sent.scalars
-        assert all(torch.equal(got.tensors[name], sent.tensors[name]) for name in sent.tensors)
-
-
-def test_directed_graphs_that_change_every_round_never_deadlock_or_mix_up() -> None:
-    rounds = scale(60, 3000)
-    with nodes("collective", 5, OPEN * 2) as made:
-        together(made, functools.partial(walk, n=5, rounds=rounds))
-        assert all(not node.counters.faults for node in made)
 
 
 def test_a_sender_far_ahead_is_held_back_by_the_window() -> None:
@@ -132,3 +91,34 @@ def test_random_bytes_are_no_header() -> None:
 def test_keys_are_refused_because_models_would_travel_in_the_clear() -> None:
     with pytest.raises(ValidationError, match="unencrypted"):
         Collective.Config.model_validate({"name": "collective", "keys": "somewhere"})
+
+
+def test_gpus_that_cannot_share_a_communicator_are_named() -> None:
+    assert refusal({3: "2.29.7 gpu-a", 5: "2.29.7 gpu-b"}) == ""
+    assert refusal({3: "2.29.7 gpu-a", 5: "2.29.7 gpu-a"}) == (
+        "NCCL takes one node per GPU, but nodes 3 and 5 share gpu-a"
+    )
+    assert "got 2.29.7 on node 3, 2.30.1 on node 5" in refusal({3: "2.29.7 gpu-a", 5: "2.30.1 gpu-b"})
+    assert "node 5 lacks one" in refusal({3: "2.29.7 gpu-a", 5: ""})
+
+
+def test_nccl_without_a_gpu_ends_the_start_with_the_reason() -> None:
+    with pytest.raises(AssemblyError, match=r"NCCL needs a GPU and .* on every node, node \d lacks one"), nodes(
+        "collective", 2, flat_schema(3), backend="nccl"
+    ):
+        raise AssertionError("started")
+
+
+def test_auto_takes_gloo_where_nodes_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if both nodes had the one GPU of this machine: which NCCL refuses, and gloo does not."""
+
+    def pretend(node: Hybrid, timeout_seconds: float) -> None:
+        node.edges = dataclasses.replace(node.edges, gpu=frozenset({0, 1}))
+
+    monkeypatch.setattr(Hybrid, "_look_for_gpus", pretend)
+    monkeypatch.setattr("decentnode.communication.hybrid.describe_gpu", lambda device: "2.29.7 gpu-a")
+    with nodes("collective", 2, flat_schema(3)) as made:
+        assert all(isinstance(node._path, TaggedPath) for node in made if isinstance(node, Hybrid))
+        made[0].exchange(0, {1: Payload({"x": torch.ones(3)})}, ())
+        (arrival,) = made[1].exchange(0, {}, (0,)).arrivals(10)
+        assert arrival.received[0].tensors["x"].tolist() == [1, 1, 1]

@@ -16,7 +16,17 @@ from decentnode.communication.zeromq import ZeroMQ
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
-from tests.communication.contract import NETWORKED, TRANSPORTS, flat_schema, gossip, nodes, ring, together, values
+from tests.communication.contract import (
+    BATCHED,
+    NETWORKED,
+    TRANSPORTS,
+    flat_schema,
+    gossip,
+    nodes,
+    ring,
+    together,
+    values,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8]
 SIZES = [1, 7, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 13]
@@ -28,7 +38,7 @@ def reference(n: int, elements: int, dtype: torch.dtype, rounds: int) -> list[to
         return gossip(made, elements, dtype, rounds)
 
 
-@pytest.mark.parametrize("transport", NETWORKED)
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 @pytest.mark.parametrize("elements", SIZES)
 def test_all_transports_give_the_same_bits(transport: str, elements: int) -> None:
     with nodes(transport, 4, flat_schema(elements)) as made:
@@ -36,7 +46,7 @@ def test_all_transports_give_the_same_bits(transport: str, elements: int) -> Non
     assert all(torch.equal(a, b) for a, b in zip(models, reference(4, elements, torch.float32, 3), strict=True))
 
 
-@pytest.mark.parametrize("transport", NETWORKED)
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(transport: str, dtype: torch.dtype) -> None:
     elements = BLOCK_ELEMENTS + 5
@@ -45,7 +55,7 @@ def test_every_dtype(transport: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(models, reference(3, elements, dtype, 2), strict=True))
 
 
-@pytest.mark.parametrize("transport", NETWORKED)
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 def test_fast_neighbors_are_buffered_and_never_mixed_twice(transport: str) -> None:
     draw = random.Random(2)
     delays = {(u, r): draw.choice([0, 0, 0, 0.02]) for u in range(5) for r in range(30)}
@@ -64,7 +74,7 @@ SPARSE = (
 )
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
 @pytest.mark.parametrize("sizes", [(0, 0), (1, 3), (400, 0), (123, 400)])
 def test_named_tensors_of_any_size_and_scalars(transport: str, sizes: tuple[int, int]) -> None:
     payload = Payload(
@@ -86,7 +96,7 @@ def test_named_tensors_of_any_size_and_scalars(transport: str, sizes: tuple[int,
         assert edge.metadata_bytes_sent >= 4 * sizes[1]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
 def test_a_payload_of_its_own_for_every_neighbor_and_two_phases(transport: str) -> None:
     schemas = flat_schema(50) + flat_schema(8)
     with nodes(transport, 3, schemas) as made:
@@ -109,7 +119,7 @@ def test_a_payload_of_its_own_for_every_neighbor_and_two_phases(transport: str) 
         together(made, take)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
 def test_senders_may_change_the_model_at_once(transport: str) -> None:
     with nodes(transport, 2, flat_schema(BLOCK_ELEMENTS * 2)) as made:
 
@@ -144,7 +154,7 @@ def test_a_silent_neighbor_is_missing_and_named(transport: str) -> None:
         together(made, run)
 
 
-@pytest.mark.parametrize("transport", NETWORKED)
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 def test_a_departed_neighbor_is_not_waited_for(transport: str) -> None:
     with nodes(transport, 2, flat_schema(10)) as made:
         made[1].depart(0, (0,))
@@ -156,7 +166,7 @@ def test_a_departed_neighbor_is_not_waited_for(transport: str) -> None:
         assert arrival.missing == exchange.departed == exchange.undelivered == {1}
 
 
-@pytest.mark.parametrize("transport", NETWORKED)
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 def test_a_failure_ends_every_wait_and_names_the_node(transport: str) -> None:
     with nodes(transport, 12, flat_schema(10)) as made:
 

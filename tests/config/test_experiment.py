@@ -347,3 +347,10 @@ def test_a_file_cut_short(write, cut):
         load(write(BASE[:cut]), environ={})
     except ConfigError as error:
         assert error.problems
+
+
+def test_cliques_and_edges_must_fit_the_mapping(write):
+    wrong = "communication: {name: hybrid, cliques: [[0, 99]], edges: [{nodes: [0, 1], by: collective}]}\n"
+    text = said(write(BASE + "mapping: {name: linear, nodes_per_machine: 4}\n" + wrong))
+    assert "communication.cliques must name nodes of the run, got 99 of 4 nodes" in text
+    assert "communication.edges by collective need both nodes in one clique, got 0 and 1" in text

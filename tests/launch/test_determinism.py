@@ -47,3 +47,13 @@ def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, schedule: str
         for name, tensor in found.items():
             assert torch.equal(tensor, runs["inproc"][name]), f"{name} differs between inproc and {way}"
     assert any(not torch.equal(tensor, other[name]) for name, tensor in runs["inproc"].items())
+
+
+def test_two_gloo_cliques_and_two_zeromq_nodes_give_the_models_of_zeromq_alone(tmp_path: Path) -> None:
+    mixed = "communication={name: hybrid, same_host: ipc, cliques: [[0, 1], [2, 3]]}"
+    edges = "graph={name: complete, nodes: 6}"
+    plain, found = models(tmp_path / "a", "communication=zeromq", edges), models(tmp_path / "b", mixed, edges)
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in found.items())
+    logs = [path.read_text() for path in sorted((tmp_path / "b").glob("*/latest/nodes/*/log.txt"))]
+    assert ["by gloo" in log for log in logs] == [True] * 4 + [False] * 2

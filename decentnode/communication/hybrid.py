@@ -1,0 +1,188 @@
+"""Every edge by the way that suits it: shared memory, torch.distributed inside a clique, ZeroMQ for the rest.
+
+What keeps several ways in one run from waiting for each other (transport.md section 7):
+
+H1  Control, barriers and means are ZeroMQ's alone; `CliquePath` has no way to say any of them.
+H2  Everything that decides a round is known before its first send: `exchange` takes neighbors and sources as given,
+    and from there on the training thread waits only with deadlines (`Inbox.wait`, `CliquePath._may_send`).
+H3  The I/O thread never calls torch.distributed or CUDA: communicators have threads of their own.
+H4  Membership is that of the generation; nothing joins or leaves a communicator between two rounds, and a node that
+    departs names the first round without it.
+H5  Boards and receive buffers get their sizes from the schema. Boards exist before round 0, and so do a communicator's
+    buffers on a GPU; those on CPUs come with the first rounds and stay, because taking memory waits for nobody there.
+H6  Barriers over all nodes only where nothing flies: at the start, before round 0.
+H7  The ways of a node do not wait for each other: payloads leave by ZeroMQ and shared memory before the communicator is
+    asked, and arrivals of all ways meet in the inbox, in ascending order of uid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from decentnode import component
+from decentnode.communication.base import CommunicationConfig, Exchange
+from decentnode.communication.batched import BatchedPath
+from decentnode.communication.clique import CliquePath
+from decentnode.communication.communicator import (
+    Communicator,
+    GlooCommunicator,
+    NcclCommunicator,
+    describe_gpu,
+    exchange_descriptions,
+    refusal,
+)
+from decentnode.communication.edges import EdgeRule
+from decentnode.communication.gloo import Clique, connect, listen, own_address
+from decentnode.communication.hybrid_config import HybridConfig, TorchConfig
+from decentnode.communication.inbox import InboxExchange
+from decentnode.communication.io_thread import CONTROL
+from decentnode.communication.tagged import TaggedPath
+from decentnode.communication.zeromq import ZeroMQ, grouped
+from decentnode.errors import AssemblyError
+from decentnode.payload import Payload
+
+logger = logging.getLogger(__name__)
+
+
+class Hybrid(ZeroMQ):
+    """ZeroMQ and shared memory, and one communicator of torch.distributed per clique; `edges` says which way is whose.
+
+    The model's bits do not depend on the ways: every one delivers the same slices, added in ascending order of uid.
+    """
+
+    Config: ClassVar[type[component.Config]] = HybridConfig
+
+    def __init__(self, config: CommunicationConfig, **parts: Any) -> None:
+        """parts: ZeroMQ's. Raises ValueError for cliques or edges that contradict the mapping."""
+        super().__init__(config, **parts)
+        self._device = self._inbox.device
+        self._path: CliquePath | None = None
+        self._store: object = None
+        """On the first node of a clique the store where it met: NCCL's threads may look there as long as they live."""
+        self._inside: frozenset[int] = frozenset()
+        """Nodes that are reached through the communicator."""
+
+    def _edge_rule(self) -> EdgeRule:
+        assert isinstance(self.config, HybridConfig)
+        rule = self.config.rule(super()._edge_rule())
+        for problem in rule.problems():
+            raise ValueError(problem)
+        return rule
+
+    # -- the start --------------------------------------------------------------------------------------------
+
+    def _open_ways(self, timeout_seconds: float) -> None:
+        assert isinstance(self.config, TorchConfig)
+        if self.edges.cliques and self.config.backend != "gloo":
+            self._look_for_gpus(timeout_seconds)
+        super()._open_ways(timeout_seconds)
+        if self.edges.used("collective"):
+            self._meet(timeout_seconds)
+
+    def _look_for_gpus(self, timeout_seconds: float) -> None:
+        """Blocking: every node tells all others whether its model lies on a GPU, so that the rule may look at it."""
+        told = torch.zeros(len(self._machine_of), dtype=torch.float64)
+        told[self.uid] = float(self._device.type == "cuda")
+        mean, _ = self.mean("cliques/gpus", told).wait(timeout_seconds)
+        self.edges = dataclasses.replace(self.edges, gpu=frozenset(mean.nonzero().flatten().tolist()))
+
+    def _meet(self, timeout_seconds: float) -> None:
+        """Blocking: the lowest uid of every clique opens a store on a free port; all numbers travel in one mean."""
+        members = self.edges.joined(self.edges.clique_of(self.uid))
+        told = torch.zeros(len(self._machine_of), dtype=torch.float64)
+        first = members[0] if members else -1
+        if self.uid in members:
+            host, via = self._store_host(members)
+            if self.uid == first:
+                self._store = server = listen(via, timeout_seconds)
+                told[self.uid] = float(server.port)
+        mean, contributors = self.mean("cliques/stores", told).wait(timeout_seconds)
+        if self.uid in members:
+            port = round(float(mean[first]) * contributors)
+            prefix = f"{self.run_id.hex()}/{self._session.generation}"
+            try:
+                self._path = self._join(host, port, prefix, members, via, timeout_seconds)
+            except RuntimeError as error:
+                raise AssemblyError(
+                    f"node {self.uid} could not join the communicator of nodes {', '.join(map(str, members))} at "
+                    f"{host}:{port}: {error}", [self.uid],
+                ) from error
+            peers = self._path.peers
+            self._inside = frozenset(uid for uid in peers if self.edges.way(self.uid, uid) == "collective")
+        self.barrier("cliques/joined", timeout_seconds)
+
+    def _join(
+        self, host: str, port: int, prefix: str, members: tuple[int, ...], via: str, timeout_seconds: float
+    ) -> CliquePath:
+        """Raises RuntimeError, AssemblyError."""
+        assert isinstance(self.config, TorchConfig)
+        store = connect(host, port, prefix, timeout_seconds)
+        parts = (self._inbox, self._status, self.counters, self.config.timeout_seconds, self._lease)
+        nccl = self._takes_nccl(store, members)
+        logger.info("clique of nodes %s by %s", members, "nccl" if nccl else "gloo")
+        if not nccl and not self.config.batched:
+            return TaggedPath(Clique(store, self.uid, members, via, timeout_seconds), *parts)
+        found: Communicator
+        if nccl:
+            found = NcclCommunicator(store, self.uid, members, self._device, timeout_seconds)
+        else:
+            found = GlooCommunicator(store, self.uid, members, via, timeout_seconds)
+        return BatchedPath(found, *parts, start_seconds=timeout_seconds)
+
+    def _takes_nccl(self, store: dist.Store, members: tuple[int, ...]) -> bool:
+        """Blocking, the same answer on every member. Raises AssemblyError where nccl is asked for and cannot be."""
+        assert isinstance(self.config, TorchConfig)
+        wanted = self.config.backend
+        if wanted == "gloo" or (wanted == "auto" and not set(members) <= self.edges.gpu):
+            return False
+        problem = refusal(exchange_descriptions(store, self.uid, members, describe_gpu(self._device)))
+        if problem and wanted == "nccl":
+            raise AssemblyError(f"clique of nodes {', '.join(map(str, members))}: {problem}", list(members))
+        if problem:
+            logger.warning("clique of nodes %s by gloo, through host memory: %s", members, problem)
+        return not problem
+
+    def _store_host(self, members: tuple[int, ...]) -> tuple[str, str]:
+        """(host of the clique's store, address of the own interface)."""
+        far = [uid for uid in members if self._machine_of[uid] != self._machine_of[self.uid]]
+        if not far:
+            return "127.0.0.1", "127.0.0.1"
+
+        def host_of(uid: int) -> str:
+            return self._addresses[uid][CONTROL].removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+        if members[0] in far:
+            return host_of(members[0]), own_address(host_of(members[0]))
+        via = own_address(host_of(far[0]))
+        return via, via
+
+    # -- rounds -----------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+    ) -> Exchange:
+        path = self._path
+        if path is None:
+            return super().exchange(round, outgoing, expected, phase)
+        self._status.raise_if_failed()
+        self._inbox.advance(round)
+        for payload, _ in grouped(outgoing):
+            self._checked(payload, phase)
+        inside = self._inside & outgoing.keys()
+        self._send_all(round, {uid: p for uid, p in outgoing.items() if uid not in inside}, phase)
+        sources = self._inside.intersection(expected)
+        groups = grouped({uid: outgoing[uid] for uid in sorted(inside)})
+        dropped = path.begin((round, phase), groups, sorted(sources))
+        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), dropped)
+
+    def close(self) -> None:
+        if not self._closed and self._path is not None:
+            self._path.close()
+            self._path = self._store = None
+        super().close()

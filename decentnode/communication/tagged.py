@@ -1,0 +1,133 @@
+"""Payloads over gloo, every piece with a tag of its own: nodes may be rounds apart, a late one delays nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from decentnode.communication.clique import CliquePath
+from decentnode.communication.gloo import Clique
+from decentnode.communication.inbox import Key
+from decentnode.communication.landing import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
+from decentnode.payload import Payload
+
+
+class TaggedPath(CliquePath):
+    """Every payload is a send matched by its receive: the tensors in the schema's order, cut into chunks.
+
+    Both ends derive tags and sizes from (round, phase) and the schema (R1). Sizes that the schema leaves open, and
+    scalars, travel in a header of fixed size before them. A receive is posted by `begin`, waited for on a thread per
+    peer.
+    """
+
+    def __init__(self, clique: Clique, *parts: Any) -> None:
+        """parts: CliquePath's."""
+        super().__init__(*parts)
+        self.peers = clique.peers
+        self._clique, self._pool = clique, Pool(torch.device("cpu"))
+        per_phase = [sum(plan.count(plan.spec.max_elements) for plan in plans) for plans in self._inbox.plans]
+        self._slots = 1 + max(per_phase)
+
+    def begin(
+        self, key: Key, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
+    ) -> frozenset[int]:
+        for uid in sorted(sources):
+            self._receive(uid, key)
+        dropped: set[int] = set()
+        for payload, uids in outgoing:
+            open_ = [uid for uid in sorted(uids) if self._may_send(uid, key[0])]
+            dropped |= set(uids) - set(open_)
+            if open_:
+                self._send(payload, open_, key)
+        return frozenset(dropped)
+
+    def leave(self, clean: bool) -> None:
+        self._clique.close(clean)
+
+    def _tag(self, key: Key) -> int:
+        return (key[0] * len(self._inbox.plans) + key[1]) * self._slots
+
+    def _send(self, payload: Payload, uids: list[int], key: Key) -> None:
+        plans = self._inbox.plans[key[1]]
+        tensors = [payload.tensors[plan.name] for plan in plans]
+        totals = [tensor.numel() for tensor in tensors]
+        lease = self._lease_of(tensors[0]) if len(tensors) == 1 else None
+        buffers = None
+        if lease is None:
+            buffers = Buffers(self._pool, plans, len(uids))
+            for copy, tensor in zip(buffers.cut(totals), tensors, strict=True):
+                copy.copy_(tensor)
+            tensors = buffers.cut(totals)
+        parts = pieces(plans, tensors)
+        header = pack(*key, totals, payload.scalars) if self._has_header(key[1]) else None
+        tag = self._tag(key)
+        for uid in uids:
+            waits = [] if header is None else [self._clique.send(uid, header, tag)]
+            waits += [self._clique.send(uid, part, tag + 1 + slot) for slot, part in enumerate(parts)]
+            self._count_sent(uid, payload, key[1], totals, len(parts))
+            self._clique.line(uid, out=True).put(_Over(self._sent, uid, waits, buffers, lease))
+
+    def _receive(self, uid: int, key: Key) -> None:
+        """Post what is known to come; the peer's line waits for it and posts the rest."""
+        plans, buffers = self._inbox.plans[key[1]], Buffers(self._pool, self._inbox.plans[key[1]], users=2)
+        totals = [plan.spec.max_elements for plan in plans]
+        self._expecting(1)
+        if not self._has_header(key[1]):
+            waits = self._post(uid, key, buffers, totals)
+            self._inbox.put_landing(key, uid, buffers.cut(totals), {}, buffers.done)
+            self._clique.line(uid, out=False).put(lambda: self._take(uid, key, buffers, totals, waits))
+            return
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        head = self._clique.receive(uid, header, self._tag(key))
+        posted = self._post(uid, key, buffers, totals) if self._is_exact(key[1]) else None
+
+        def open_() -> None:
+            head()
+            try:
+                totals, scalars = unpack(header, *key, plans)
+            except ValueError as error:
+                self._counters.fault("malformed", uid, str(error))
+                return
+            waits = self._post(uid, key, buffers, totals) if posted is None else posted
+            self._inbox.put_landing(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
+            self._take(uid, key, buffers, totals, waits)
+
+        self._clique.line(uid, out=False).put(open_)
+
+    def _post(self, uid: int, key: Key, buffers: Buffers, totals: list[int]) -> list[Callable[[], object]]:
+        parts = pieces(self._inbox.plans[key[1]], buffers.cut(totals))
+        return [self._clique.receive(uid, part, self._tag(key) + 1 + slot) for slot, part in enumerate(parts)]
+
+    def _take(
+        self, uid: int, key: Key, buffers: Buffers, totals: list[int], waits: list[Callable[[], object]]
+    ) -> None:
+        """The peer's line, blocking: tell the inbox of one piece after the other."""
+        for wait in waits[:-1]:
+            wait()
+            self._inbox.landed(key, uid, last=False)
+        if waits:
+            waits[-1]()
+        self._count_received(uid, key[1], totals, len(waits))
+        self._inbox.landed(key, uid, last=True)
+        buffers.done()
+        self._expecting(-1)
+
+
+class _Over:
+    """What a peer's line does about a payload on its way: wait until it has left, then let go of its memory."""
+
+    def __init__(
+        self, sent: Callable[[int], None], uid: int, waits: list[Callable[[], object]], buffers: Buffers | None,
+        lease: object,
+    ) -> None:
+        self._sent, self._uid, self._waits, self._buffers, self._lease = sent, uid, waits, buffers, lease
+
+    def __call__(self) -> None:
+        for wait in self._waits:
+            wait()
+        if self._buffers is not None:
+            self._buffers.done()
+        self._lease, self._waits = None, []
+        self._sent(self._uid)

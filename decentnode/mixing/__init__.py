@@ -1,0 +1,20 @@
+"""x <- w x + sum_k w_k r_k with as few passes over memory as it takes.
+
+A pass is one read or write of all P elements from or to memory that no cache holds. With d arrivals:
+
+=========================================================== ========== =====
+way                                                         passes     d = 4
+=========================================================== ========== =====
+chained: one mul and d times add_ over the whole model      2 + 3 d    14
+blocked: the same per block, which stays in the cache (CPU) d + 2      6
+one kernel (GPU, Triton; up to 8 arrivals per launch)       d + 2      6
+=========================================================== ========== =====
+
+The last two read every arrival and the model once and write the result once, and no way can do less.
+"""
+
+from __future__ import annotations
+
+from decentnode.mixing.mix import KERNEL_ARRIVALS, mix_into, passes
+
+__all__ = ["KERNEL_ARRIVALS", "mix_into", "passes"]

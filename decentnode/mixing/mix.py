@@ -1,0 +1,87 @@
+"""The weighted sum of a model and what arrived, by blocks on the CPU, by one kernel on a GPU, by torch elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.tensors import BLOCK_ELEMENTS, blocks
+
+logger = logging.getLogger(__name__)
+
+KERNEL_ARRIVALS = 8
+"""Arrivals per launch of the kernel; more take further launches, each of which reads and writes the result again."""
+_KERNEL_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def passes(arrivals: int, fused: bool) -> int:
+    """How often P elements go through memory: fused d + 2, chained 2 + 3 d (a result too large for any cache)."""
+    if not fused:
+        return 2 + 3 * arrivals
+    launches = max(1, -(-arrivals // KERNEL_ARRIVALS))
+    return arrivals + 2 * launches
+
+
+def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """out <- weight * model + sum_k w_k r_k, added in the order of `received`; returns `out`.
+
+    out, model: [P] of one floating dtype and device, contiguous; out may be the model itself, else they share no
+    memory. received: (r_k [P], w_k) on the same device, of that dtype or a narrower one, which is widened block by
+    block on the way. On the CPU the bits are those of mul and add_ over the whole tensors; on a GPU products are added
+    without rounding in between (fused multiply-add), in float32 for models of 16 bits. Not blocking on a GPU.
+    """
+    if model.device.type == "cuda" and _suits_kernel(out, model, received):
+        kernel = _kernel()
+        if kernel is not None:
+            return _by_kernel(kernel, out, model, weight, received)
+    if model.device.type == "cpu":
+        for a, b in blocks(0, model.numel()):
+            _chain(out[a:b], model[a:b], weight, [(r[a:b], w) for r, w in received])
+        return out
+    _chain(out, model, weight, received)
+    return out
+
+
+def _chain(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> None:
+    torch.mul(model, weight, out=out)
+    scratch = None
+    for tensor, w in received:
+        if tensor.dtype == out.dtype:
+            out.add_(tensor, alpha=w)
+            continue
+        # adding another dtype directly converts element by element, 8 times slower (transport.md section 5)
+        if scratch is None:
+            scratch = torch.empty(min(out.numel(), BLOCK_ELEMENTS), dtype=out.dtype, device=out.device)
+        for a, b in blocks(0, out.numel()):
+            out[a:b].add_(scratch[: b - a].copy_(tensor[a:b]), alpha=w)
+
+
+def _suits_kernel(out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
+    tensors = [out, model, *(tensor for tensor, _ in received)]
+    return model.numel() > 0 and all(t.dtype in _KERNEL_TYPES and t.is_contiguous() for t in tensors)
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any] | None:
+    """The launcher of the Triton kernel; None, with one warning, where Triton is missing."""
+    try:
+        from decentnode.mixing.kernel import launch
+    except ImportError as error:
+        logger.warning("mixing takes several passes over the GPU's memory: %s", error)
+        return None
+    found: Callable[..., Any] = launch
+    return found
+
+
+def _by_kernel(
+    kernel: Callable[..., Any], out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]
+) -> Tensor:
+    kernel(out, model, weight, received[:KERNEL_ARRIVALS])
+    for start in range(KERNEL_ARRIVALS, len(received), KERNEL_ARRIVALS):
+        kernel(out, out, 1.0, received[start : start + KERNEL_ARRIVALS])
+    return out

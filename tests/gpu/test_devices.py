@@ -1,0 +1,48 @@
+"""Models on a GPU over every way between processes: sent from there, and back there before they are mixed.
+
+None of this has run so far.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decentnode.communication.base import Communication
+from decentnode.payload import Payload
+from decentnode.tensors import BLOCK_ELEMENTS
+from tests.communication.contract import flat_schema, nodes, together
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+@pytest.mark.parametrize("elements", [7, 2 * BLOCK_ELEMENTS + 13])
+def test_payloads_come_back_to_the_gpu(transport: str, elements: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with nodes(transport, 2, flat_schema(elements), device=device) as made:
+
+        def run(node: Communication) -> None:
+            other = 1 - node.uid
+            for r in range(3):
+                x = torch.full((elements,), 10.0 * r + node.uid, device=device)
+                exchange = node.exchange(r, {other: Payload({"x": x})}, (other,))
+                x.fill_(-1)
+                for arrival in exchange.arrivals(20):
+                    got = arrival.received[other].tensors["x"]
+                    assert got.device == device and bool((got == 10.0 * r + other).all())
+
+        together(made, run)
+
+
+def test_a_gloo_clique_of_gpus_passes_through_host_memory() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with nodes("collective", 2, flat_schema(1000), device=device, backend="gloo") as made:
+
+        def run(node: Communication) -> None:
+            x = torch.full((1000,), float(node.uid), device=device)
+            (arrival,) = node.exchange(0, {1 - node.uid: Payload({"x": x})}, (1 - node.uid,)).arrivals(20)
+            got = arrival.received[1 - node.uid].tensors["x"]
+            assert got.device == device and bool((got == 1 - node.uid).all())
+
+        together(made, run)

@@ -1,0 +1,82 @@
+"""NCCL at a world of one node, which sends to itself through the path that several GPUs would use.
+
+None of this has run so far: it was written where there is no GPU. Several GPUs are beyond it in any case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from decentnode.communication.base import Counters, Schema
+from decentnode.communication.batched import BatchedPath
+from decentnode.communication.communicator import NcclCommunicator, describe_gpu, refusal
+from decentnode.communication.gloo import connect, listen
+from decentnode.communication.inbox import Inbox, InboxExchange, Status
+from decentnode.payload import Payload, TensorSpec
+
+pytestmark = pytest.mark.gpu
+DENSE = Schema(3_000_000, {"x": TensorSpec(torch.float32, 3_000_000)}, True)
+SPARSE = Schema(3_000_000, {"at": TensorSpec(torch.int32, 1000, False)}, False)
+
+
+@pytest.fixture
+def path() -> Iterator[BatchedPath]:
+    """A node that is its own neighbor."""
+    if not dist.is_nccl_available():
+        pytest.skip("this build of torch has no NCCL")
+    device, status, counters = torch.device("cuda", torch.cuda.current_device()), Status(), Counters()
+    inbox = Inbox((DENSE, SPARSE), 1 << 22, status, counters, lambda uid, size: None, device=device)
+    server = listen("127.0.0.1", 30)
+    communicator = NcclCommunicator(connect("127.0.0.1", server.port, "test/0", 30), 0, (0,), device, 30)
+    made = BatchedPath(communicator, inbox, status, counters, 30.0, lambda tensor: None, peers=frozenset({0}),
+                       start_seconds=30)  # fmt: skip
+    yield made
+    made.close()
+
+
+def test_a_model_comes_back_bit_for_bit_round_after_round(path: BatchedPath) -> None:
+    x = torch.randn(DENSE.elements, device="cuda")
+    for r in range(20):
+        path._inbox.advance(r)
+        sent = x.clone()
+        path.begin((r, 0), [(Payload({"x": x}), [0])], [0])
+        x.add_(1)  # on the same stream, behind the copy
+        got = torch.empty_like(x)
+        for arrival in InboxExchange(path._inbox, r, 0, (0,), frozenset({0})).arrivals(30):
+            assert not arrival.missing
+            got[arrival.start : arrival.stop] = arrival.received[0].tensors["x"]
+        assert torch.equal(got, sent)
+
+
+def test_sizes_that_only_the_header_tells(path: BatchedPath) -> None:
+    for r, size in enumerate((0, 1, 1000, 17)):
+        path._inbox.advance(r)
+        at = torch.arange(size, dtype=torch.int32, device="cuda")
+        path.begin((r, 1), [(Payload({"at": at}, {"scale": r / 2}), [0])], [0])
+        (arrival,) = InboxExchange(path._inbox, r, 1, (0,), frozenset({0})).arrivals(30)
+        assert torch.equal(arrival.received[0].tensors["at"], at) and arrival.received[0].scalars == {"scale": r / 2}
+
+
+def test_speed_of_an_exchange_with_itself(path: BatchedPath) -> None:
+    x = torch.randn(DENSE.elements, device="cuda")
+    for r in range(60):
+        if r == 10:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+        path._inbox.advance(r)
+        path.begin((r, 0), [(Payload({"x": x}), [0])], [0])
+        for _ in InboxExchange(path._inbox, r, 0, (0,), frozenset({0})).arrivals(30):
+            pass
+    seconds = (time.perf_counter() - started) / 50
+    print(f"\nNCCL to itself, {4e-6 * DENSE.elements:.0f} MB: {1e3 * seconds:.2f} ms, "
+          f"{4e-9 * DENSE.elements / seconds:.1f} GB/s on {torch.cuda.get_device_name()}")  # fmt: skip
+
+
+def test_one_gpu_is_one_node() -> None:
+    own = describe_gpu(torch.device("cuda", 0))
+    assert refusal({0: own}) == "" and "nodes 0 and 1 share" in refusal({0: own, 1: own})

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentnode.mixing import KERNEL_ARRIVALS, mix_into, passes
+from decentnode.tensors import BLOCK_ELEMENTS
+
+SIZES = [0, 1, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 13]
+
+
+def case(elements: int, arrivals: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[tuple[Tensor, float]]]:
+    draw = torch.Generator().manual_seed(elements + arrivals)
+    received = [(torch.randn(elements, generator=draw).to(dtype), 0.1 * (k + 1)) for k in range(arrivals)]
+    return torch.randn(elements, generator=draw), received
+
+
+def chained(model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> Tensor:
+    out = model * weight
+    for tensor, w in received:
+        out.add_(tensor.to(out.dtype), alpha=w)
+    return out
+
+
+@pytest.mark.parametrize("elements", SIZES)
+@pytest.mark.parametrize("arrivals", [0, 1, 3, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_bits_are_those_of_mul_and_add(elements: int, arrivals: int, dtype: torch.dtype) -> None:
+    model, received = case(elements, arrivals, dtype)
+    expected, out = chained(model, 0.3, received), torch.empty_like(model)
+    assert mix_into(out, model, 0.3, received) is out and torch.equal(out, expected)
+    mix_into(model, model, 0.3, received)
+    assert torch.equal(model, expected)
+
+
+def test_against_float64() -> None:
+    model, received = case(5000, 4)
+    expected = 0.3 * model.double() + sum(w * r.double() for r, w in received)
+    assert torch.allclose(mix_into(model, model, 0.3, received).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_weights_that_sum_to_one_keep_what_all_agree_on() -> None:
+    same = torch.full((1000,), 0.75)
+    mix_into(same, same, 0.5, [(same.clone(), 0.25), (same.clone(), 0.25)])
+    assert torch.equal(same, torch.full((1000,), 0.75))
+
+
+def test_float64_models_take_float32_arrivals() -> None:
+    model, received = case(1000, 2)
+    expected = chained(model.double(), 0.3, received)
+    assert torch.equal(mix_into(torch.empty(1000).double(), model.double(), 0.3, received), expected)
+
+
+def test_passes_are_counted() -> None:
+    assert [passes(d, fused=True) for d in (0, 1, 4, 8, 9)] == [2, 3, 6, 10, 13]
+    assert [passes(d, fused=False) for d in (0, 1, 4)] == [2, 5, 14]
+    assert passes(KERNEL_ARRIVALS, fused=True) == KERNEL_ARRIVALS + 2
+
+
+INTERPRETED = """
+import torch
+from decentnode.mixing.kernel import launch
+from tests.test_mixing import case, chained
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for arrivals in (0, 1, 5, 8):
+        for elements in (1, 4096, 5000):
+            model, received = case(elements, arrivals, dtype)
+            expected, out = chained(model, 0.3, received), torch.empty_like(model)
+            launch(out, model, 0.3, received)
+            assert torch.allclose(out, expected, rtol=1e-6, atol=1e-6)
+            launch(model, model, 0.3, received)
+            assert torch.equal(model, out)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not here (torch for CUDA brings it)")
+def test_the_kernel_by_tritons_interpreter() -> None:
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", INTERPRETED]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
