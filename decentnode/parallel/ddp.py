@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from decentnode.optim.functions import DECAYED
 from decentnode.parallel.buckets import Bucket, make_buckets
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
+from decentnode.parallel.plan import Plan, SharingRule, make_sharing
 from decentnode.parallel.shared import SharedExchange, usable
 from decentnode.parallel.start import broadcast_all, check_alike, leave
 from decentnode.parallel.topology import Topology, make_topology
@@ -78,6 +79,7 @@ class DecentralizedDataParallel(Module):
         local_world_size: int | None = None,
         *,
         optimizer: Callable[..., Optimizer] | None = None,
+        sharing: SharingRule = "full",
         transport: Literal["auto", "shared_memory", "collective"] = "auto",
         timeout_seconds: float = 300.0,
     ) -> None:
@@ -86,9 +88,10 @@ class DecentralizedDataParallel(Module):
         optim_fn: makes an optimizer from [(name, parameter)]; optimizer: one from an iterable of parameters, such as
         functools.partial(torch.optim.SGD, lr=0.1); exactly one of the two. lr_scheduler_fn: makes a scheduler from the
         optimizer, stepped once per step. scaler: a GradScaler. grad_clip_norm: largest global gradient norm, 0 for
-        any. transport: shared_memory between ranks of one host for CPU tensors, collective for torch.distributed's
+        any. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a class or
+        an object; every step is a round. transport: shared_memory between ranks of one host for CPU tensors, collective for torch.distributed's
         point-to-point and all_reduce operations; auto takes the first where it can. Raises ValueError for arguments
-        that contradict each other, AssemblyError naming a rank that differs.
+        that contradict each other and for a rule that is not elementwise, AssemblyError naming a rank that differs.
         """
         super().__init__()
         if not dist.is_initialized():
@@ -103,6 +106,7 @@ class DecentralizedDataParallel(Module):
             raise ValueError("model must have parameters that require gradients")
         device = self._named[0][1].device
         graph = make_topology(topology, self.world_size, local)
+        plan = Plan(graph, make_sharing(sharing), self.rank)
         rows = [f"{self.world_size} ranks"] + [
             f"round {r}: {source}->{uid} {weight:.12g}" for r in range(min(graph.period or 4, 32))
             for uid in range(min(self.world_size, 64)) for source, weight in graph.weights(uid, r).items()
@@ -111,14 +115,17 @@ class DecentralizedDataParallel(Module):
         parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
         check_alike("list of parameters", parameters, device)
         check_alike("topology", rows, device)
+        check_alike("sharing rule", [plan.describe()], device)
         broadcast_all([*model.parameters(), *model.buffers()])
         self._tag_parameters()
-        self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view)
-        shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, graph, device)
+        self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view,
+                                     plan.rules())  # fmt: skip
+        self._plan = plan
+        shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, plan, device)
         if transport == "shared_memory" and not shared:
             raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
-        self._exchange = (SharedExchange(graph, self.rank, timeout_seconds, self._buckets) if shared
-                          else Exchange(graph, self.rank, timeout_seconds))  # fmt: skip
+        self._exchange = (SharedExchange(plan, timeout_seconds, self._buckets) if shared
+                          else Exchange(plan, timeout_seconds))  # fmt: skip
         named: list[tuple[str, Tensor]] = list(self._named)
         self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
         self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
@@ -126,7 +133,7 @@ class DecentralizedDataParallel(Module):
         self._average_buffers = sync_buffer_in_global_avg
         self._factor = 1.0
         self._accumulating = False
-        self._queued = False
+        self._queued: weakref.ref[Callable[[], None]] | None = None
         self._backup: list[Tensor] | None = None
         self._told_revert = False
         self.steps = 0
@@ -140,6 +147,8 @@ class DecentralizedDataParallel(Module):
 
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
         _alive.add(self)
+        for bucket in self._buckets:
+            bucket.next_round(self._plan, -1)
         self._launch()
 
     def close(self) -> None:
@@ -171,14 +180,17 @@ class DecentralizedDataParallel(Module):
         return self.module(*args, **kwargs)
 
     def _on_gradient(self) -> None:
-        if not self._accumulating and not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        """The engine forgets what was to be called at the end of a backward pass that raises: the reference tells."""
+        if self._accumulating or (self._queued is not None and self._queued() is not None):
+            return
 
-    def _end_of_backward(self) -> None:
-        self._queued = False
-        if self._hooks:
-            self._step()
+        def end_of_backward() -> None:
+            self._queued = None
+            if self._hooks:
+                self._step()
+
+        self._queued = weakref.ref(end_of_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -212,6 +224,7 @@ class DecentralizedDataParallel(Module):
         for bucket in self._buckets:
             bucket.gather()
             self._exchange.finish(bucket, self._factor)
+            bucket.next_round(self._plan, self.steps)
             bucket.scatter()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
@@ -296,9 +309,14 @@ class DecentralizedDataParallel(Module):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Steps, bytes this rank sent, and seconds that exchanges held it up (exposed communication)."""
+        """Steps, bytes this rank sent, seconds that exchanges held it up (exposed communication), memory passes.
+
+        memory_passes: bytes that snapshots and mixing read and wrote per step, in multiples of the parameters' bytes.
+        """
+        moved = sum(bucket.moved_bytes for bucket in self._buckets) / max(1, self.steps)
         return {"steps": self.steps, "bytes_sent": self._exchange.bytes_sent,
-                "exposed_seconds": self._exchange.wait_seconds}  # fmt: skip
+                "exposed_seconds": self._exchange.wait_seconds,
+                "memory_passes": moved / sum(bucket.size_bytes for bucket in self._buckets)}  # fmt: skip
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -308,6 +326,7 @@ class DecentralizedDataParallel(Module):
             "optimizer": self.optimizer.state_dict(), "steps": self.steps, "factor": self._factor,
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "sharing": [bucket.rule.state_dict() for bucket in self._buckets],
         }  # fmt: skip
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -317,6 +336,8 @@ class DecentralizedDataParallel(Module):
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self.steps, self._factor = int(state["steps"]), float(state["factor"])
+        for bucket, kept in zip(self._buckets, state["sharing"], strict=True):
+            bucket.rule.load_state_dict(kept)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """All ranks load, each its own state or all the same one; then the exchange starts anew. Blocking."""

@@ -70,6 +70,20 @@ def test_averages_reverting_and_writing_between_steps() -> None:
         assert found["written"][0] > 6.5 and found["written"][1] < 7.5
 
 
+@pytest.mark.parametrize("where", [0, 2])
+def test_an_exception_in_the_backward_pass_costs_no_later_step(where: int) -> None:
+    for steps, difference in run_ranks(2, work.exception, where):
+        assert steps == 4 and difference == 0.0
+
+
+@pytest.mark.parametrize("way", ["element", "data", "numpy", "swap", "copy", "load"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_a_script_writes_is_never_lost(way: str, n: int) -> None:
+    options = {"transport": "collective" if way in ("data", "load") else "auto"}
+    for gained, difference in run_ranks(n, work.writes, way, options):
+        assert gained == pytest.approx(3.0 / n, abs=1e-3) and difference < 1e-5
+
+
 def test_accumulation() -> None:
     assert max(run_ranks(2, work.accumulation)) < 1e-6
 

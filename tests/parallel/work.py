@@ -101,6 +101,69 @@ def features(rank: int, n: int) -> dict[str, Any]:
     return found
 
 
+class Explode(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of the backward pass")
+
+
+def exception(rank: int, n: int, where: int) -> tuple[int, float]:
+    """A backward pass that raises after the last layer's gradients came; (steps, distance from never having raised)."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    plain = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    for t in range(4):
+        x, y = batch(rank, t)
+        if t == where:
+            layers = wrapped.module
+            try:
+                layers[2:](Explode.apply(layers[:2](x))).sum().backward()
+            except ArithmeticError:
+                wrapped.zero_grad()
+        for each in (wrapped, plain):
+            (each(x) - y).square().mean().backward()
+    return wrapped.steps, float((flat(wrapped.module) - flat(plain.module)).abs().max())
+
+
+def writes(rank: int, n: int, way: str, options: dict[str, Any]) -> tuple[float, float]:
+    """One element (or all) raised by 3 on rank 0 between two steps, with a learning rate of 0 and W = 1/n.
+
+    (what the mean gained, greatest difference between ranks after the next step); the gain must not be lost.
+    """
+    wrapped = DecentralizedDataParallel(
+        nn.Linear(301, 7, bias=False), optimizer=partial(torch.optim.SGD, lr=0.0), topology="complete", **options,
+    )  # fmt: skip
+    p = wrapped.module.weight
+    x = torch.ones(2, 301)
+    wrapped(x).sum().backward()
+    before = flat(wrapped.module).double().sum()
+    if rank == 0:
+        with torch.no_grad():
+            if way == "element":
+                p[3, 58] += 3.0
+            elif way == "data":
+                p.data[3, 58] += 3.0
+            elif way == "numpy":
+                p.detach().numpy()[3, 58] += 3.0
+            elif way == "swap":
+                p.data = p.data + 3.0 / p.numel()
+            elif way == "copy":
+                p.data.copy_(p.data + 3.0 / p.numel())
+            else:
+                wrapped.module.load_state_dict({"weight": p + 3.0 / p.numel()})
+    for _ in range(2):
+        wrapped(x).sum().backward()
+    after = flat(wrapped.module)
+    others = [torch.zeros_like(after) for _ in range(n)]
+    dist.all_gather(others, after)
+    return float(after.double().sum() - before), float((others[0] - others[-1]).abs().max())
+
+
 def accumulation(rank: int, n: int) -> float:
     """Two half batches with no_sync equal one whole; set_accumulate_grad does the same."""
     whole = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
