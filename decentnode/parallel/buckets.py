@@ -29,7 +29,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _fingerprint(block: Tensor) -> int:
     """64 bits of a hash of a CPU tensor's bytes."""
-    return xxhash.xxh3_64_intdigest(block.view(torch.uint8).numpy())
+    return xxhash.xxh3_64_intdigest(block.view(torch.uint8).numpy().data)
 
 
 @dataclass(eq=False)

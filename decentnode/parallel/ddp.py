@@ -63,6 +63,10 @@ class DecentralizedDataParallel(Module):
     whole next forward and backward pass. The step is taken once, at the end of the backward pass, by one optimizer
     over all parameters: clipping and the gradient scaler's decision are global, parameters may be used in any order or
     not at all, and every bucket's exchange still has a full forward and backward pass to hide behind.
+
+    Parameters may be written between steps (load_state_dict, clamping, swapping in an average): the change is kept
+    whole, and the next exchange carries it; see `buckets.Bucket` for what is noticed. When a backward pass raises, the
+    step is not taken and the gradients that had come stay, as with any optimizer: zero_grad() before trying again.
     """
 
     def __init__(
@@ -88,10 +92,11 @@ class DecentralizedDataParallel(Module):
         optim_fn: makes an optimizer from [(name, parameter)]; optimizer: one from an iterable of parameters, such as
         functools.partial(torch.optim.SGD, lr=0.1); exactly one of the two. lr_scheduler_fn: makes a scheduler from the
         optimizer, stepped once per step. scaler: a GradScaler. grad_clip_norm: largest global gradient norm, 0 for
-        any. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a class or
-        an object; every step is a round. transport: shared_memory between ranks of one host for CPU tensors, collective for torch.distributed's
-        point-to-point and all_reduce operations; auto takes the first where it can. Raises ValueError for arguments
-        that contradict each other and for a rule that is not elementwise, AssemblyError naming a rank that differs.
+        any. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a class
+        or an object; every step is a round. transport: shared_memory between ranks of one host for CPU tensors,
+        collective for torch.distributed's point-to-point and all_reduce operations; auto takes the first where it can.
+        Raises ValueError for arguments that contradict each other and for a rule that is not elementwise,
+        AssemblyError naming a rank that differs.
         """
         super().__init__()
         if not dist.is_initialized():

@@ -20,7 +20,9 @@ CHECKED_ROUNDS = 32
 
 
 def make_sharing(given: SharingRule) -> Sharing:
-    """A rule that buckets can use. Raises ValueError for one that is not elementwise or needs what buckets lack.
+    """A rule that buckets can use.
+
+    Raises ValueError for one that is not elementwise or needs what buckets lack, UsageError for an unknown name.
 
     given: a name of the table SHARINGS, a section such as {"name": "ac", "final": 0.2}, "package.module:Class", a
     class, or an object.

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from decentnode.errors import UsageError
 from decentnode.graph.base import Graph
+from decentnode.parallel.plan import Plan, make_sharing
 from decentnode.parallel.topology import make_topology
+from decentnode.sharing.adaptive import AdaptiveConsensus
+from decentnode.sharing.full import Full
 from tests.parallel import work
 from tests.parallel.ranks import run_ranks, run_ranks_raw
 
@@ -82,6 +87,38 @@ def test_what_a_script_writes_is_never_lost(way: str, n: int) -> None:
     options = {"transport": "collective" if way in ("data", "load") else "auto"}
     for gained, difference in run_ranks(n, work.writes, way, options):
         assert gained == pytest.approx(3.0 / n, abs=1e-3) and difference < 1e-5
+
+
+RULES = [
+    (3, "complete", "full", "collective"), (3, "complete", {"name": "ac", "rounds": 4}, "collective"),
+    (3, "ring", {"name": "ac", "factor": 0.8, "final": 0.3}, "auto"), (2, "exp", {"name": "local_sgd"}, "collective"),
+    (4, "ring", {"name": "moshpit", "dimensions": 2}, "auto"), (2, "complete", {"name": "slowmo"}, "auto"),
+    (3, "ring", "object", "collective"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "topology", "rule", "transport"), RULES)
+def test_a_rule_does_what_it_does_in_a_simulation(n: int, topology: str, rule: Any, transport: str) -> None:
+    for difference, moved in run_ranks(n, work.shared_rule, topology, rule, transport, 3):
+        assert difference < 1e-6 < moved
+
+
+@pytest.mark.parametrize(("rule", "says"), [
+    ({"name": "noloco"}, "NoLoCo, which is not elementwise"), ("leader", "Leader, which is not elementwise"),
+    ("relaysgd", "must be an elementwise rule"), ("push_sum", "must be an elementwise rule"),
+    ("full_", "did you mean 'full'"), ({"name": "ac", "factor": 2}, "factor"), (type("Mine", (Full,), {
+        "adjust": lambda *_: None}), "needs the loss"), (type("Tree", (Full,), {"phases": 2}), "2 exchanges"),
+])  # fmt: skip
+def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
+    with pytest.raises((ValueError, UsageError), match=says):
+        make_sharing(rule)
+
+
+def test_a_rule_says_what_it_needs_of_the_topology() -> None:
+    picky = type("Picky", (Full,), {"needs_static": True})
+    with pytest.raises(ValueError, match="topology must be static for Picky"):
+        Plan(make_topology("ring", 4, 4), make_sharing(picky), 0)
+    assert Plan(make_topology("complete", 4, 4), make_sharing(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
 
 
 def test_accumulation() -> None:

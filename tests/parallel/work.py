@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from decentnode.graph.base import Graph
+from decentnode.component import Config
+from decentnode.graph.base import Graph, RoundView
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
+from decentnode.parallel.plan import Plan, make_sharing
 from decentnode.parallel.topology import make_topology
+from decentnode.payload import Payload
+from decentnode.sharing.full import Full
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -47,6 +52,67 @@ def simulate(graph: Graph, n: int, steps: int) -> list[Tensor]:
             torch.nn.utils.vector_to_parameters(mixed.float(), m.parameters())  # type: ignore[union-attr]
             optimizers[rank].step()
     return [flat(m) for m in models]
+
+
+class Clipped(Full):
+    """A user's own rule that is not linear: no neighbor moves an element by more than 0.01."""
+
+    linear = False
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        before = model.clone()
+        for uid, payload in received.items():
+            model.add_((payload.tensors["x"] - before).clamp_(-0.01, 0.01), alpha=view.weights[uid])
+
+
+def rule_of(section: Any) -> Any:
+    return Clipped(Config()) if section == "object" else section
+
+
+def simulate_rule(graph: Graph, section: Any, n: int, steps: int) -> list[Tensor]:
+    """As `simulate`, for any elementwise rule, each rank's on its whole model."""
+    models = [model() for _ in range(n)]
+    optimizers = [SGD(m.parameters()) for m in models]
+    rules = [make_sharing(rule_of(section)) for _ in range(n)]
+    for rank, rule in enumerate(rules):
+        rule.begin(flat(models[rank]), Plan(graph, rule, rank).view(0))
+    for t in range(steps):
+        for rank, m in enumerate(models):
+            x, y = batch(rank, t)
+            m.zero_grad()
+            (m(x) - y).square().mean().backward()
+        before = [flat(m) for m in models]
+        for rank, (m, rule) in enumerate(zip(models, rules, strict=True)):
+            plan, mixed = Plan(graph, rule, rank), before[rank].clone()
+            view = plan.view(t)
+            if view.sources:
+                rule.mix(mixed, {j: Payload({"x": before[j]}) for j in view.sources}, view)
+            rule.finish(mixed, view)
+            rule.begin(mixed, plan.view(t + 1))
+            torch.nn.utils.vector_to_parameters(mixed, m.parameters())
+            optimizers[rank].step()
+    return [flat(m) for m in models]
+
+
+def shared_rule(rank: int, n: int, topology: Any, section: Any, transport: str, cut: int) -> tuple[float, float]:
+    """Train 7 steps with a rule, started anew from its state at step `cut`; (difference from the simulation, moved)."""
+    def make() -> DecentralizedDataParallel:
+        return DecentralizedDataParallel(
+            model(), optimizer=SGD, topology=topology, sharing=rule_of(section), bucket_size_in_mb=0,
+            transport=transport,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    wrapped = make()
+    start = flat(wrapped.module)
+    for t in range(7):
+        if t == cut:
+            state = copy.deepcopy(wrapped.state_dict())
+            wrapped = make()
+            wrapped.load_state_dict(state)
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+    found, expected = flat(wrapped.module), simulate_rule(make_topology(topology, n, n), section, n, 7)[rank]
+    return float((found - expected).abs().max()), float((found - start).abs().max())
 
 
 def train(
