@@ -133,6 +133,12 @@ def test_frozen_tied_unused_reordered_and_channels_last_parameters(clip: float) 
             assert moved == pytest.approx(0.1 * clip, rel=0.02), "the global norm, over all buckets"
 
 
+@pytest.mark.parametrize("what", ["autocast", "mixed", "compiled inside", "compiled outside", "channels_last"])
+def test_kinds_of_models(what: str) -> None:
+    for difference, kept in run_ranks(2, work.variant, what):
+        assert difference < 1e-6 and kept
+
+
 @pytest.mark.parametrize("transport", ["collective", "auto"])
 def test_resume_is_no_interruption(transport: str) -> None:
     assert all(run_ranks(4, work.resume, transport))

@@ -299,6 +299,75 @@ def oddities(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
     return float((both[0] - both[-1]).abs().max()), moved, torch.equal(frozen[0], frozen[-1])
 
 
+class Mixed(nn.Module):
+    """float32 and bfloat16 parameters, one of them without a use in odd steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 3)
+        self.sometimes = nn.Linear(8, 8).bfloat16()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = torch.tanh(self.a(x)).bfloat16()
+        h = torch.tanh(self.b(h))
+        return self.c((self.sometimes(h) if self.calls % 2 else h).float())
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 2))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = torch.cat([x, x.flip(1)], 1).tile(1, 3).view(-1, 2, 3, 6)
+        return self.layers(images.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+
+
+def variant(rank: int, n: int, what: str) -> tuple[float, bool]:
+    """Five steps of a kind of model; (difference from the simulation, types and memory formats kept)."""
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return {"mixed": Mixed, "channels_last": Images}.get(what, model)()
+
+    compiled = partial(torch.compile, backend="aot_eager")
+    inner = make()
+    formats = [(p.dtype, p.stride()) for p in inner.parameters()]
+    given: Any = compiled(inner) if what == "compiled inside" else inner
+    wrapped = DecentralizedDataParallel(
+        given, optimizer=SGD, topology="complete", grad_clip_norm=1.0 if what == "mixed" else 0.0,
+    )  # fmt: skip
+    called: Any = compiled(wrapped) if what == "compiled outside" else wrapped
+    others = [make() for _ in range(n)]
+    optimizers = [SGD(m.parameters()) for m in others]
+
+    def backward(module: Any, r: int, t: int) -> None:
+        x, y = batch(r, t)
+        with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+            loss = (module(x) - y).square().mean()
+        loss.backward()
+
+    for t in range(5):
+        backward(called, rank, t)
+        for r, other in enumerate(others):
+            backward(other, r, t)
+            if what == "mixed":
+                nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        with torch.no_grad():
+            for each in zip(*(m.parameters() for m in others), strict=True):
+                mean = torch.stack([p.float() for p in each]).mean(0)
+                for p in each:
+                    p.copy_(mean)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(inner.parameters(), others[rank].parameters(), strict=True)
+    difference = max(float((p.float() - q.float()).abs().max()) for p, q in pairs)
+    return difference, formats == [(p.dtype, p.stride()) for p in inner.parameters()] and wrapped.steps == 5
+
+
 def resume(rank: int, n: int, transport: str) -> bool:
     """A run cut in the middle and restored into new objects gives the same bits."""
     def make() -> DecentralizedDataParallel:
