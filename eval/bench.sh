@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # bash eval/bench.sh rounds [CASE...]    time per round, start, memory; with the compute floor of the same run beside it
 # bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
-# bash eval/bench.sh ddp                 steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel
+# bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel;
+#                                        AccumAdam, slow links, stragglers
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 what=${1:-rounds}
 [ $# -gt 0 ] && shift
 script=$root/eval/benchmarks/$what.py
-if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ]; then
+if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ]; then
   echo "unknown benchmark '$what'; there is: ddp, link, rounds" >&2
   exit 2
 fi
