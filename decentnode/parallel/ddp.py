@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import dataclasses
 import gc
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,18 @@ def _close_all() -> None:
         _left.clear()
         gc.collect()
         leave()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(output):
+        for part in dataclasses.fields(output):
+            yield from _tensors(getattr(output, part.name))
 
 
 class DecentralizedDataParallel(Module):
@@ -138,6 +151,8 @@ class DecentralizedDataParallel(Module):
         self._average_buffers = sync_buffer_in_global_avg
         self._factor = 1.0
         self._accumulating = False
+        self._arrived = False
+        """Whether a parameter got its gradient in the backward pass under way."""
         self._queued: weakref.ref[Callable[[], None]] | None = None
         self._backup: list[Tensor] | None = None
         self._told_revert = False
@@ -182,18 +197,34 @@ class DecentralizedDataParallel(Module):
             if not self._told_revert:
                 self._told_revert = True
                 logger.warning("training went on after global_avg: the local model was brought back first")
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_output_gradient)
+        return output
+
+    def _on_output_gradient(self, _: Tensor) -> None:
+        """The pass that starts at the outputs is the one whose end counts, not those that checkpoints run inside."""
+        if not self._accumulating:
+            self._await_end_of_backward()
 
     def _on_gradient(self) -> None:
-        """The engine forgets what was to be called at the end of a backward pass that raises: the reference tells."""
-        if self._accumulating or (self._queued is not None and self._queued() is not None):
+        if not self._accumulating:
+            self._await_end_of_backward()
+            self._arrived = True
+
+    def _await_end_of_backward(self) -> None:
+        """The engine forgets what was to be called at the end of a pass that raises: the weak reference tells."""
+        if self._queued is not None and self._queued() is not None:
             return
 
         def end_of_backward() -> None:
             self._queued = None
-            if self._hooks:
+            if self._hooks and self._arrived:
                 self._step()
 
+        self._arrived = False
         self._queued = weakref.ref(end_of_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 

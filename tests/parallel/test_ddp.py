@@ -81,6 +81,11 @@ def test_an_exception_in_the_backward_pass_costs_no_later_step(where: int) -> No
         assert steps == 4 and difference == 0.0
 
 
+def test_a_backward_pass_with_others_inside_is_one_step() -> None:
+    for steps, difference in run_ranks(2, work.checkpointed):
+        assert steps == [3, 3] and difference < 1e-6
+
+
 @pytest.mark.parametrize("way", ["element", "data", "numpy", "swap", "copy", "load"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_a_script_writes_is_never_lost(way: str, n: int) -> None:

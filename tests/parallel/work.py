@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from decentnode.component import Config
 from decentnode.graph.base import Graph, RoundView
@@ -228,6 +230,39 @@ def writes(rank: int, n: int, way: str, options: dict[str, Any]) -> tuple[float,
     others = [torch.zeros_like(after) for _ in range(n)]
     dist.all_gather(others, after)
     return float(after.double().sum() - before), float((others[0] - others[-1]).abs().max())
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class Checkpointed(nn.Module):
+    """All but the first layer run again in the backward pass; says what it found in a dict with a dataclass in it."""
+
+    def __init__(self, layers: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = layers, reentrant
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        assert isinstance(self.layers, nn.Sequential)
+        x = self.layers[0](x)
+        for part in (self.layers[1:3], self.layers[3:]):
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return {"found": [Output(x)]}
+
+
+def checkpointed(rank: int, n: int) -> tuple[list[int], float]:
+    """Steps with both kinds of checkpoints, a gradient of the inputs alone taken in each; their difference."""
+    wrapped = [DecentralizedDataParallel(Checkpointed(model(), kind), optimizer=SGD, topology="complete")
+               for kind in (False, True)]  # fmt: skip
+    for t in range(3):
+        x, y = batch(rank, t)
+        for each in wrapped:
+            (each(x)["found"][0].logits - y).square().mean().backward()
+        x.requires_grad_()
+        torch.autograd.grad(wrapped[0](x)["found"][0].logits.sum(), x)
+    return [each.steps for each in wrapped], float((flat(wrapped[0]) - flat(wrapped[1])).abs().max())
 
 
 def accumulation(rank: int, n: int) -> float:
