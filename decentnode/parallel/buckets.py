@@ -55,8 +55,9 @@ class Bucket:
     received: dict[int, Tensor] = field(default_factory=dict)
     """Peer -> [S] receive buffer, made when first needed."""
     moved_bytes: int = 0
-    """Bytes read from and written to memory, so far, by taking snapshots and mixing; each block counts once per
-    tensor and direction, as what follows finds it in the cache. What transports copy inside is not in it."""
+    """Bytes read from and written to memory, so far, by taking snapshots and mixing. On a CPU a block counts once per
+    tensor and direction, as what follows finds it in the cache; elsewhere every operation counts. What transports copy
+    inside is not in it."""
 
     def __post_init__(self) -> None:
         total = sum(p.numel() for p in self.params)
@@ -124,7 +125,8 @@ class Bucket:
         received = [self.received[uid] for uid in view.sources]
         for number, (flat, sent, *theirs) in enumerate(self._blocks(self.flat, self.sent, *received)):
             written = self._written(number, flat, sent)
-            self._count(flat, 2 + len(theirs) + written)
+            in_one = self._hashes or (len(theirs) == 1 and not written)
+            self._count(flat, 2 + len(theirs) + written if in_one else 2 + written + 3 * len(theirs))
             arrived = dict(zip(view.sources, theirs, strict=True))
             if self.rule.linear:
                 self._mix_linearly(flat, sent if written else None, arrived, view.weights, view.uid)
@@ -141,10 +143,10 @@ class Bucket:
             written = self._written(number, flat, sent)
             if strength == 1.0 and not written:
                 torch.div(mean, n, out=flat)
-                self._count(flat, 2)
+                self._count(flat, 3 if self._hashes else 2)
             else:
                 flat.add_(mean.div_(n), alpha=strength).add_(sent, alpha=-strength)
-                self._count(flat, 5)
+                self._count(flat, 5 if self._hashes else 8)
 
     def next_round(self, plan: Plan, step: int) -> None:
         """Between the mixing of a step and the optimizer's, for rules that look at the whole bucket there.

@@ -170,6 +170,8 @@ class DecentralizedDataParallel(Module):
         for bucket in self._buckets:
             bucket.next_round(self._plan, -1)
         self._launch()
+        for bucket in self._buckets:
+            bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 
     def close(self) -> None:
         """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent."""

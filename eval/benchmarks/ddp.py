@@ -35,6 +35,7 @@ from ddp_digits import digits
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "decentnode.parallel"])
 STEPS, WARM = 14, 4
+WAYS = ("alone", "ddp", "collective", "shared_memory")
 LINK = (1e9, 5e-3)
 """Bits per second, and seconds of latency."""
 HELD_UP_SECONDS, STRAGGLER_SECONDS = 0.02, 8.0
@@ -192,12 +193,11 @@ def show_steps(name: str) -> None:
     heads = f"{'model':12} {'ranks':>5} {'way':>14} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
     print(f"\n{heads} {'passes':>7}  (passes over memory by snapshots and mixing, S: bytes of the parameters)")
     for world in (2, 4):
-        found: dict[str, float] = {}
-        for way in ("alone", "ddp", "collective", "shared_memory"):
-            found[way], _, exposed, passes = max(on_ranks(world, train, name, way, False))
-            print(f"{name:12} {world:5} {way:>14} {1e3 * found[way]:7.1f} ms {found[way] / found['alone']:7.2f} "
-                  f"{found[way] / found.get('ddp', float('nan')):6.2f} {1e3 * exposed:7.1f} ms "
-                  f"{f'{passes:.1f} S' if passes else '':>7}", flush=True)  # fmt: skip
+        found = {way: max(on_ranks(world, train, name, way, False)) for way in WAYS}
+        for way, (step, _, exposed, passes) in found.items():
+            print(f"{name:12} {world:5} {way:>14} {1e3 * step:7.1f} ms {step / found['alone'][0]:7.2f} "
+                  f"{step / found['ddp'][0]:6.2f} {1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7}",
+                  flush=True)  # fmt: skip
 
 
 def show_link() -> None:
