@@ -198,13 +198,23 @@ def exception(rank: int, n: int, where: int) -> tuple[int, float]:
     return wrapped.steps, float((flat(wrapped.module) - flat(plain.module)).abs().max())
 
 
-def writes(rank: int, n: int, way: str, options: dict[str, Any]) -> tuple[float, float]:
+WRITES = {"element": "auto", "data": "collective", "numpy": "auto", "swap": "auto", "copy": "auto",
+          "load": "collective"}  # fmt: skip
+"""How a script writes -> the transport to try it with."""
+
+
+def writes(rank: int, n: int) -> dict[str, tuple[float, float]]:
+    return {way: write(rank, n, way, transport) for way, transport in WRITES.items()}
+
+
+def write(rank: int, n: int, way: str, transport: Any) -> tuple[float, float]:
     """One element (or all) raised by 3 on rank 0 between two steps, with a learning rate of 0 and W = 1/n.
 
     (what the mean gained, greatest difference between ranks after the next step); the gain must not be lost.
     """
     wrapped = DecentralizedDataParallel(
-        nn.Linear(301, 7, bias=False), optimizer=partial(torch.optim.SGD, lr=0.0), topology="complete", **options,
+        nn.Linear(301, 7, bias=False), optimizer=partial(torch.optim.SGD, lr=0.0), topology="complete",
+        transport=transport,
     )  # fmt: skip
     p = wrapped.module.weight
     x = torch.ones(2, 301)
