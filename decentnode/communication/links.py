@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED = 20_000
 """Control messages that wait for one peer; beyond it the peer is given up."""
 HELLOS_PER_CONNECTION, RENEW_SECONDS = 4, 2.0
+DOUBT_SECONDS = 0.005
+"""Least time between two acknowledgements that damaged messages of one peer bring about."""
 ACK_EVERY = (256, 16)
 """Messages of a plane after which the sender is told at once; otherwise it is told at the next tick."""
 
@@ -77,6 +79,7 @@ class _Edge:
         self.asked = False
         self.hellos = 0
         self.renewed = 0.0
+        self.doubted = 0.0
         self.gone = False
         """Nothing is sent to this peer any more."""
         self.left = False
@@ -218,6 +221,7 @@ class Links:
     def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
         """One message as it came from a socket; what is wrong with it is counted."""
         source: int | None = uid
+        header = b""
         try:
             if len(frames) != 1 + (plane == BULK) and not (plane == BULK and len(frames) == 1):
                 raise PeerFault("malformed_multipart", f"{len(frames)} frames")
@@ -237,6 +241,25 @@ class Links:
             self._admit(plane, sequence, kind, message, header, body)
         except PeerFault as fault:
             self.refuse(fault, source)
+            if fault.reason == "checksum_mismatch":
+                self._doubt(plane, header)
+
+    def _doubt(self, plane: int, header: bytes) -> None:
+        """Something was damaged on the way: tell whoever sent it, as far as the header is right, without waiting to be
+        asked; so that it comes again at once, and the longer silence of a link that breaks often is not waited out."""
+        try:
+            message = codec.decode(header)
+            self._session.belongs(message)
+            edge = self._edge(message.source)
+        except PeerFault:
+            return
+        now, came = time.monotonic(), edge.planes[plane].came
+        came.gap = True
+        if now - edge.doubted >= DOUBT_SECONDS:
+            edge.doubted = now
+            self._acknowledge(message.source, edge, plane)
+        else:
+            came.unreported += 1  # the next tick tells
 
     def _admit(
         self, plane: int, sequence: int, kind: int, message: Message, header: bytes, body: memoryview | None
