@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,6 +80,9 @@ class Node:
         while self.round < self.config.rounds and not self._stopping():
             self.begin_round(self.round)
             yield
+            for phase in range(1, self.sharing.phases):
+                self.next_phase(self.round, phase)
+                yield
             self.finish_round(self.round)
             self.round += 1
             every = self.config.evaluate_every
@@ -89,8 +93,7 @@ class Node:
                     logger.info("evaluation after round %d given up: the run is stopping", self.round)
         if self._stopping():
             ahead = range(self.round, self.round + min(self.graph.period or 16, 16))
-            plans = (self.sharing.plan(view(self.graph, self.uid, round, self.seed)) for round in ahead)
-            later = {uid for plan in plans for uid in plan.neighbors}
+            later = {uid for round in ahead for plan in self._planned(round) for uid in plan.neighbors}
             self.communication.depart(self.round, later)
         if self._evaluated != self.round:
             yield from self.evaluate(closing=True)
@@ -109,16 +112,35 @@ class Node:
         """Local steps and the exchange in flight; does not wait for a neighbor."""
         self.doing = "local steps"
         self._started = time.perf_counter()
-        self._view = self.sharing.plan(view(self.graph, self.uid, round, self.seed))
-        self._update = self.schedule.begin(self._view, lambda: self._check_finite(round))
-        self._buffers = self._send_buffers(self._view)
+        self._plans = self._planned(round)
+        self._missing: frozenset[int] = frozenset()
+        self._update = self.schedule.begin(self._plans[0], lambda: self._check_finite(round))
+        if self.sharing.phases == 1:
+            self._buffers = self._send_buffers(self._plans[-1])
         return self._update
 
+    def next_phase(self, round: int, phase: int) -> None:
+        """Blocking: wait for the neighbors of the phase before, mix, and send what `phase` (1 or later) sends."""
+        self.doing = f"exchange, phase {phase} of {self.sharing.phases}"
+        self._account_missing(round, self.schedule.mix(self._plans[phase - 1]))
+        self.schedule.send(self._plans[phase])
+        if phase == self.sharing.phases - 1:
+            self._buffers = self._send_buffers(self._plans[-1])
+
+    def _planned(self, round: int) -> list[RoundView]:
+        """A view per phase, then that of the float buffers: with one phase the rule's, else the graph's own.
+
+        All are known before the first of them sends (H2 in communication/hybrid.py).
+        """
+        seen = view(self.graph, self.uid, round, self.seed)
+        plans = [self.sharing.plan(replace(seen, phase=phase)) for phase in range(self.sharing.phases)]
+        return [*plans, plans[0] if len(plans) == 1 else seen]
+
     def finish_round(self, round: int) -> None:
-        """Blocking: wait for the neighbors, mix, record."""
+        """Blocking: wait for the neighbors of the last phase, mix, record."""
         self.doing = "exchange"
-        mixed = self.schedule.finish(self._view)
-        self._mix_buffers(self._view)
+        mixed = self.schedule.finish(self._plans[-2])
+        self._mix_buffers(self._plans[-1])
         self._account_missing(round, mixed)
         times, update = self.schedule.times, self._update
         seconds = time.perf_counter() - self._started
@@ -134,7 +156,7 @@ class Node:
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
             "data_bytes_sent": counters.data_bytes_sent, "metadata_bytes_sent": counters.metadata_bytes_sent,
             "edges": self._edge_deltas(), **self._slowest(),
-            **({"missing": sorted(mixed.missing)} if mixed.missing else {}),
+            **({"missing": sorted(self._missing)} if self._missing else {}),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
 
@@ -166,6 +188,8 @@ class Node:
             raise Diverged(f"node {self.uid}: the model holds NaN or infinity after the local steps of round {round}")
 
     def _account_missing(self, round: int, mixed: Mixed) -> None:
+        """Note who did not come in one phase. Raises PeerLost where that is not to be borne."""
+        self._missing |= mixed.missing
         lost = mixed.missing - mixed.departed
         if lost and self.config.missing == "fail":
             whom = ", ".join(map(str, sorted(lost)))

@@ -42,6 +42,8 @@ class Sharing(Component, abc.ABC):
     """Over the graph's rounds everybody must hear of everybody, if by others."""
     needs_gradient: ClassVar[bool] = False
     phases: ClassVar[int] = 1
+    """Exchanges per round, one after the other: `plan`, `outgoing`, `mix` are called for each, `view.phase` says for
+    which; what leaves in one phase may depend on what was mixed in the one before. All have the same payload schema."""
     needs_sequential: ClassVar[bool] = False
     """Whether it uses `begin`, `adjust` or `finish`, which an overlapped schedule cannot serve."""
     needs_tree: ClassVar[bool] = False
@@ -54,9 +56,9 @@ class Sharing(Component, abc.ABC):
         """Once, before everything else: the shapes of the parameters that stand one after the other in the model."""
 
     def plan(self, view: RoundView) -> RoundView:
-        """The round as this rule wants it: its own neighbors, sources and weights, or none in a round of rest.
+        """The phase as this rule wants it: its own neighbors, sources and weights, or none in a round of rest.
 
-        Every node must come to the same answer from the view alone.
+        Every node must come to the same answer from the view alone, before anything of the round was sent.
         """
         return view
 
@@ -67,7 +69,7 @@ class Sharing(Component, abc.ABC):
         """After the local steps, in place, before `outgoing`. loss: mean training loss of the round."""
 
     def finish(self, model: Tensor, view: RoundView) -> None:
-        """After mixing, in place, on the whole model."""
+        """After mixing the last phase, in place, on the whole model."""
 
     def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:  # noqa: ARG002
         """Overlapped schedules: add the local update, made meanwhile, to what was mixed; the whole or any slice."""
