@@ -122,7 +122,7 @@ class Node:
     def next_phase(self, round: int, phase: int) -> None:
         """Blocking: wait for the neighbors of the phase before, mix, and send what `phase` (1 or later) sends."""
         self.doing = f"exchange, phase {phase} of {self.sharing.phases}"
-        self._account_missing(round, self.schedule.mix(self._plans[phase - 1]))
+        self._account_missing(self._plans[phase - 1], self.schedule.mix(self._plans[phase - 1]))
         self.schedule.send(self._plans[phase])
         if phase == self.sharing.phases - 1:
             self._buffers = self._send_buffers(self._plans[-1])
@@ -141,7 +141,7 @@ class Node:
         self.doing = "exchange"
         mixed = self.schedule.finish(self._plans[-2])
         self._mix_buffers(self._plans[-1])
-        self._account_missing(round, mixed)
+        self._account_missing(self._plans[-2], mixed)
         times, update = self.schedule.times, self._update
         seconds = time.perf_counter() - self._started
         self._round_seconds.append(seconds)
@@ -187,18 +187,19 @@ class Node:
         if self.config.check_finite and not math.isfinite(float(self.training.model.parameters.sum())):
             raise Diverged(f"node {self.uid}: the model holds NaN or infinity after the local steps of round {round}")
 
-    def _account_missing(self, round: int, mixed: Mixed) -> None:
+    def _account_missing(self, now: RoundView, mixed: Mixed) -> None:
         """Note who did not come in one phase. Raises PeerLost where that is not to be borne."""
         self._missing |= mixed.missing
         lost = mixed.missing - mixed.departed
         if lost and self.config.missing == "fail":
             whom = ", ".join(map(str, sorted(lost)))
             raise PeerLost(
-                f"node {self.uid}: nothing from node {whom} in round {round} within "
-                f"{self.communication.config.timeout_seconds:g} s (communication.timeout_seconds)", sorted(lost),
+                f"node {self.uid}: nothing from node {whom} in round {now.round} within "
+                f"{self.schedule.timeout_seconds(now.phase):g} s (communication.timeout_seconds"
+                f"{f' for each of {now.phase + 1} phases' if now.phase else ''})", sorted(lost),
             )
         if mixed.missing:
-            logger.warning("round %d: went on without %s", round, sorted(mixed.missing))
+            logger.warning("round %d: went on without %s", now.round, sorted(mixed.missing))
 
     # -- float buffers ----------------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class Node:
         if self._buffers is None:
             return
         flat = self.training.model.buffers
-        for arrival in self._buffers.arrivals(self.communication.config.timeout_seconds):
+        for arrival in self._buffers.arrivals(self.schedule.timeout_seconds(self.sharing.phases - 1)):
             weights = now.without(arrival.missing).weights
             part = flat[arrival.start : arrival.stop]
             part.mul_(weights[self.uid])

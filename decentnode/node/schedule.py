@@ -86,6 +86,10 @@ class Schedule(abc.ABC):
     def finish(self, view: RoundView) -> Mixed:
         """Blocking: wait for the last phase's exchange, mix it into the model, and end the round."""
 
+    def timeout_seconds(self, phase: int) -> float:
+        """Longest wait for a neighbor in a phase: in a later one it may itself be waiting in those before."""
+        return self.communication.config.timeout_seconds * (1 + phase)
+
     def _send(self, model: Tensor, view: RoundView) -> Exchange:
         started = time.perf_counter()
         self._outgoing = self.sharing.outgoing(model, view)
@@ -103,7 +107,7 @@ class Schedule(abc.ABC):
         """Arrived slices, cut into blocks, with the view that has the weights of missing sources returned."""
         now, missing = view, frozenset[int]()
         waiting, wait = time.perf_counter(), 0.0
-        for arrival in exchange.arrivals(self.communication.config.timeout_seconds):
+        for arrival in exchange.arrivals(self.timeout_seconds(view.phase)):
             wait += time.perf_counter() - waiting
             if arrival.missing != missing:
                 missing, now = arrival.missing, view.without(arrival.missing)

@@ -49,11 +49,17 @@ class Sharing(Component, abc.ABC):
     needs_tree: ClassVar[bool] = False
     makes_own_edges: ClassVar[bool] = False
     """Whether `plan` chooses other neighbors than the graph's."""
+    needs_groups: ClassVar[bool] = False
+    """Whether its Config has `groups` (machine, or lists of uids of one size); the graph must be lumpable between them
+    (graph/groups.py)."""
     compresses: ClassVar[bool] = False
     """Whether it applies its `compression` itself; otherwise whoever makes the rule wraps it (compressed.py)."""
 
+    def locate(self, machines: Sequence[Sequence[int]]) -> None:
+        """Once, before everything else: the uids on every machine, ascending."""
+
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Once, before everything else: the shapes of the parameters that stand one after the other in the model."""
+        """Once, before the first schema: the shapes of the parameters that stand one after the other in the model."""
 
     def plan(self, view: RoundView) -> RoundView:
         """The phase as this rule wants it: its own neighbors, sources and weights, or none in a round of rest.
