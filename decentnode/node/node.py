@@ -81,7 +81,7 @@ class Node:
             self.begin_round(self.round)
             yield
             for phase in range(1, self.sharing.phases):
-                self.next_phase(self.round, phase)
+                self.next_phase(phase)
                 yield
             self.finish_round(self.round)
             self.round += 1
@@ -119,7 +119,7 @@ class Node:
             self._buffers = self._send_buffers(self._plans[-1])
         return self._update
 
-    def next_phase(self, round: int, phase: int) -> None:
+    def next_phase(self, phase: int) -> None:
         """Blocking: wait for the neighbors of the phase before, mix, and send what `phase` (1 or later) sends."""
         self.doing = f"exchange, phase {phase} of {self.sharing.phases}"
         self._account_missing(self._plans[phase - 1], self.schedule.mix(self._plans[phase - 1]))

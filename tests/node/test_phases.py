@@ -89,7 +89,7 @@ def run(
                     node.run()
             else:
                 node.begin_round(0)
-                node.next_phase(0, 1)
+                node.next_phase(1)
                 node.finish_round(0)
 
         if transport == "inproc":
