@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,9 +56,9 @@ class Groups:
         at, rank = self._places[uid]
         return tuple(sorted(self.members[group][rank] for group in groups if group != at))
 
-    def misfit(self, graph: Graph) -> str:
-        """Where a graph is not lumpable, in words; "" where it is. Looks at one period, or CHECKED_ROUNDS."""
-        for round in range(min(graph.period or CHECKED_ROUNDS, CHECKED_ROUNDS)):
+    def misfit(self, graph: Graph, rounds: int = CHECKED_ROUNDS) -> str:
+        """Where a graph is not lumpable, in words; "" where it is. Looks at one period, at so many rounds at most."""
+        for round in range(min(graph.period or rounds, rounds)):
             for group in self.members:
                 first, *others = group
                 row, toward = self.row(graph.weights(first, round)), self.of(graph.neighbors(first, round))
@@ -87,7 +88,7 @@ def shown(uids: Sequence[int]) -> str:
 def problem_of(members: Sequence[Sequence[int]], num_nodes: int) -> str:
     """What keeps lists of uids from being groups of all nodes, in words; "" when they are."""
     named = [uid for group in members for uid in group]
-    twice = sorted({uid for uid in named if named.count(uid) > 1})
+    twice = sorted(uid for uid, count in Counter(named).items() if count > 1)
     unknown = sorted(uid for uid in named if not 0 <= uid < num_nodes)
     absent = sorted(set(range(num_nodes)) - set(named))
     if unknown:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Communication
+from decentnode.communication.base import Communication, Pending
 from decentnode.errors import Diverged, Interrupted, PeerLost
 from decentnode.graph.base import Graph, RoundView, view
 from decentnode.node.config import NodeConfig
@@ -238,7 +238,7 @@ class Node:
         model = self.training.model
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
         pending = self.communication.mean(f"{key}/model", own, closing)
-        yield
+        yield from self._until_ready(pending)
         self.merged, contributors = pending.wait(timeout)
         merged = self._evaluate_merged(self.merged)
         own_x, mean_x = own[: model.num_parameters].double(), self.merged[: model.num_parameters].double()
@@ -246,7 +246,7 @@ class Node:
             [float((own_x - mean_x).square().sum()), merged.loss * merged.samples,
              merged.accuracy * merged.samples, merged.samples, local.accuracy, local.loss], dtype=torch.float64)
         pending = self.communication.mean(f"{key}/figures", sums, closing)
-        yield
+        yield from self._until_ready(pending)
         mean, _ = pending.wait(timeout)
         self._evaluated = self.round
         self._evaluation = {
@@ -261,6 +261,13 @@ class Node:
             validation = self.training.evaluate("validation")
             self._evaluation |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
         self.record({"kind": "evaluation", "round": self.round, "time": time.time(), **self._evaluation})
+
+    def _until_ready(self, pending: Pending) -> Iterator[None]:
+        """Steps for others to come as far as this node; after a stop they may have all phases of a round to go."""
+        yield
+        for _ in range(self.sharing.phases):
+            if not pending.ready:
+                yield
 
     def _evaluate_merged(self, merged: Tensor) -> Evaluation:
         """The merged model on part uid of num_nodes of the test set; the node's own model is restored."""
