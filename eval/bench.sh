@@ -2,14 +2,15 @@
 # bash eval/bench.sh rounds [CASE...]    time per round, start, memory; with the compute floor of the same run beside it
 # bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
 # bash eval/bench.sh sharing [PARAMETERS]  rules and codecs in multiples of one memory copy of the model
-# bash eval/bench.sh ddp                 steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel
+# bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel;
+#                                        AccumAdam, slow links, stragglers
 # bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other ways
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 what=${1:-rounds}
 [ $# -gt 0 ] && shift
 script=$root/eval/benchmarks/$what.py
-if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ]; then
+if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ]; then
   echo "unknown benchmark '$what'; there is: collective, ddp, link, rounds, sharing" >&2
   exit 2
 fi

@@ -32,4 +32,5 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: Absent | 
         if (missing := sorted(set(absent.uids).intersection(uids)))
     ]
     refused = [f"refused: {reason}" for reason in absent.refusals.values()]
-    return f"{'; '.join([', '.join(parts), *refused])} ({waited:.0f} s)"
+    told = "; ".join(filter(None, [", ".join(parts), *refused]))
+    return f"{told or 'the word to start to reach every node'} ({waited:.0f} s)"

@@ -205,12 +205,14 @@ class Overlapped(Schedule):
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
         self.times = RoundTimes()
         self._before = self.model.parameters
+        if not self.sharing.elementwise:  # such a rule may keep views of what it sends until it mixes
+            self._before = self._before.clone()
         self._exchange = self._send(self._before, view)
         place = self._place(self._before)
-        if place is None:
-            self._before = self._before.clone()
-        else:
+        if place is not None:
             self.model.rebind(place.copy_(self._before))
+        elif self.sharing.elementwise:
+            self._before = self._before.clone()
         update = self._train(view)
         check()
         return update

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decentnode.optim import kernel
+
 BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Elements updated at a time by the fused way: what it needs beside the state stays in the cache."""
 FUSED_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -33,8 +35,11 @@ class AccumAdam(Optimizer):
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, *, accum_iter: int = 4, fused: bool | None = None, maximize: bool = False,
     ) -> None:
-        """fused: in one pass over memory by torch's fused Adam (None: where parameters allow it), else operation by
-        operation for all parameters together. Raises ValueError for values out of range."""
+        """fused: True: by torch's fused Adam, block by block; False: operation by operation, all parameters together.
+
+        None: fused where the parameters allow it, and for float32 on a CPU in one loop over memory, which the first
+        step compiles where a C compiler is found. Raises ValueError for values out of range.
+        """
         for name, value, good in (
             ("lr", lr, lr >= 0), ("eps", eps, eps >= 0), ("weight_decay", weight_decay, weight_decay >= 0),
             ("betas", betas, all(0 <= beta < 1 for beta in betas)),
@@ -128,6 +133,13 @@ class AccumAdam(Optimizer):
             return
         rows = [(p, g, s["exp_avg"], s["exp_avg_sq"], s["accum_grad"]) for p, g, s in
                 zip(params, grads, states, strict=True)]  # fmt: skip
+        if group["fused"] is None and kernel.usable(params):
+            kernel.step(
+                rows, lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], maximize=group["maximize"],
+                l2=0.0 if self._decoupled else decay, shrink=1 - group["lr"] * decay if self._decoupled else 1.0,
+                window=-(-step // size), accum_iter=size, last=step % size == 0,
+            )  # fmt: skip
+            return
         block = BLOCK_ELEMENTS[device.type]
         scratch = torch.empty(2, min(block, sum(p.numel() for p in params)), dtype=params[0].dtype, device=device)
         sign = -1 / size if group["maximize"] else 1 / size

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn import Parameter
 
-SAMPLES = 64
-"""Elements that are looked at to notice that a script wrote its parameters between two steps."""
+from decentnode.graph.base import RoundView
+from decentnode.parallel.plan import Plan
+from decentnode.payload import Payload
+from decentnode.sharing.base import Sharing
+
+BLOCK_BYTES = 1 << 19
+"""On a CPU parameters are copied and mixed in blocks of this size, so that what is done to a block one after the other
+finds it in the cache."""
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -20,24 +27,41 @@ def _dense(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(tensor)
 
 
+def _fingerprint(block: Tensor) -> int:
+    """64 bits of a hash of a CPU tensor's bytes."""
+    return xxhash.xxh3_64_intdigest(block.view(torch.uint8).numpy().data)
+
+
 @dataclass(eq=False)
 class Bucket:
-    """Parameters of one dtype and device; `flat` [S] holds their values."""
+    """Parameters of one dtype and device; `flat` [S] holds their values.
+
+    A snapshot is what goes to the neighbors. What a script writes into the parameters between the snapshot and the
+    mixing is kept whole: x <- mixed snapshot + (x - snapshot). On a CPU every change of a bit is noticed, whoever
+    makes it, by a hash of each block (two different blocks pass for equal once in 2^64). On other devices, where
+    looking would hold up the host, a write is noticed where torch counts it: in-place operations on a parameter and
+    load_state_dict are, `p.data = other` is, in-place operations on `p.data` are not.
+    """
 
     index: int
     params: list[Parameter]
     views: bool
     """Whether the parameters live in `flat`; otherwise they are copied there and back."""
+    rule: Sharing
+    """How arrivals are mixed; its state, if it has any, is of this bucket alone."""
     flat: Tensor = field(init=False)
     sent: Tensor = field(init=False)
     """What was sent last: unchanged until the exchange is over."""
     received: dict[int, Tensor] = field(default_factory=dict)
     """Peer -> [S] receive buffer, made when first needed."""
+    moved_bytes: int = 0
+    """Bytes read from and written to memory, so far, by taking snapshots and mixing. On a CPU a block counts once per
+    tensor and direction, as what follows finds it in the cache; elsewhere every operation counts. What transports copy
+    inside is not in it."""
 
     def __post_init__(self) -> None:
         total = sum(p.numel() for p in self.params)
         self.flat = torch.empty(total, dtype=self.params[0].dtype, device=self.params[0].device)
-        self.sent = torch.empty_like(self.flat)
         self._homes, offset = [], 0
         for p in self.params:
             values = _dense(p.data)
@@ -47,14 +71,20 @@ class Bucket:
                 p.data = home
             self._homes.append(home)
             offset += p.numel()
-        step = max(1, total // SAMPLES)
-        self._sample = torch.arange(0, total, step, device=self.flat.device)
+        self._hashes = self.flat.device.type == "cpu"
+        self._block = BLOCK_BYTES // self.flat.element_size() if self._hashes else max(1, total)
+        self._marks: list[int] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
 
     def gather(self) -> None:
         """Bring the parameters' values into `flat`, wherever a script may have put them."""
         for p, home in zip(self.params, self._homes, strict=True):
             if p.data_ptr() != home.data_ptr() or p.stride() != home.stride():
                 home.copy_(p.data)
+                self._count(home, 2)
                 if self.views:
                     p.data = home
 
@@ -63,33 +93,109 @@ class Bucket:
         if not self.views:
             for p, home in zip(self.params, self._homes, strict=True):
                 p.data.copy_(home)
+                self._count(home, 2)
 
     def buffer(self, peer: int) -> Tensor:
         if peer not in self.received:
             self.received[peer] = torch.empty_like(self.flat)
         return self.received[peer]
 
-    def written(self) -> bool:
-        """Whether somebody wrote parameters since `sent` was taken: by a sample of elements."""
-        return not torch.equal(self.flat[self._sample], self.sent[self._sample])
+    def sent_buffer(self) -> Tensor:
+        """[S] for snapshots that have no other place; made when first needed."""
+        if not hasattr(self, "_sent_buffer"):
+            self._sent_buffer = torch.empty_like(self.flat)
+        return self._sent_buffer
 
-    def mix(self, own: float, others: dict[int, float]) -> None:
-        """flat <- own flat + sum of weight * received, added in ascending order of rank.
+    def snapshot(self, into: Tensor, copy: Tensor | None = None) -> None:
+        """`into` [S] becomes what is sent, and `copy` [S], if there is one, the same."""
+        self.sent = into
+        self._marks = [] if self._hashes else self._versions()
+        for flat, sent, second in self._blocks(self.flat, into, into if copy is None else copy):
+            sent.copy_(flat)
+            if copy is not None:
+                second.copy_(flat)
+            self._count(flat, 2 if copy is None else 3)
+            if self._hashes:
+                self._marks.append(_fingerprint(flat))
 
-        Where the script wrote the parameters meanwhile, what they differ from `sent` is kept whole.
-        """
-        if not others:
+    def mix(self, view: RoundView) -> None:
+        """Mix the payloads of `view.sources` in `received` as the rule says; what a script wrote is kept whole."""
+        if not view.sources:
             return
-        if self.written():
-            self.flat.add_(self.sent, alpha=own - 1.0)
+        received = [self.received[uid] for uid in view.sources]
+        for number, (flat, sent, *theirs) in enumerate(self._blocks(self.flat, self.sent, *received)):
+            written = self._written(number, flat, sent)
+            in_one = self._hashes or (len(theirs) == 1 and not written)
+            self._count(flat, 2 + len(theirs) + written if in_one else 2 + written + 3 * len(theirs))
+            arrived = dict(zip(view.sources, theirs, strict=True))
+            if self.rule.linear:
+                self._mix_linearly(flat, sent if written else None, arrived, view.weights, view.uid)
+            elif not written:
+                self.rule.mix(flat, {uid: Payload({"x": x}) for uid, x in arrived.items()}, view)
+            else:
+                mixed = sent.clone()
+                self.rule.mix(mixed, {uid: Payload({"x": x}) for uid, x in arrived.items()}, view)
+                flat.add_(mixed.sub_(sent))
+
+    def mix_mean(self, total: Tensor, n: int, strength: float) -> None:
+        """As `mix`, for x <- x + strength (total / n - x); total [S]: sum of all n snapshots, used up."""
+        for number, (flat, sent, mean) in enumerate(self._blocks(self.flat, self.sent, total)):
+            written = self._written(number, flat, sent)
+            if strength == 1.0 and not written:
+                torch.div(mean, n, out=flat)
+                self._count(flat, 3 if self._hashes else 2)
+            else:
+                flat.add_(mean.div_(n), alpha=strength).add_(sent, alpha=-strength)
+                self._count(flat, 5 if self._hashes else 8)
+
+    def next_round(self, plan: Plan, step: int) -> None:
+        """Between the mixing of a step and the optimizer's, for rules that look at the whole bucket there.
+
+        step -1: before the first exchange.
+        """
+        if self.rule.needs_sequential:
+            if step >= 0:
+                self.rule.finish(self.flat, plan.view(step))
+            self.rule.begin(self.flat, plan.view(step + 1))
+
+    def _mix_linearly(
+        self, flat: Tensor, sent: Tensor | None, arrived: Mapping[int, Tensor], weights: Mapping[int, float], uid: int
+    ) -> None:
+        """flat <- own weight flat + sum of weight * arrived, in ascending order; sent: where flat was written."""
+        if sent is not None:
+            flat.add_(sent, alpha=weights[uid] - 1.0)
+        elif len(arrived) == 1 and not self._hashes:
+            ((peer, x),) = arrived.items()
+            flat.lerp_(x, weights[peer])
+            return
         else:
-            self.flat.mul_(own)
-        for peer in sorted(others):
-            self.flat.add_(self.received[peer], alpha=others[peer])
+            flat.mul_(weights[uid])
+        for peer, x in arrived.items():
+            flat.add_(x, alpha=weights[peer])
+
+    def _written(self, number: int, flat: Tensor, sent: Tensor) -> bool:
+        if self._hashes:
+            return _fingerprint(flat) != self._marks[number]
+        return self._versions() != self._marks and not torch.equal(flat, sent)
+
+    def _versions(self) -> list[int]:
+        """Counters that every write makes larger which torch knows of."""
+        return [self.flat._version, *(p._version for p in self.params)]
+
+    def _blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(tensor.split(self._block) for tensor in tensors), strict=True)
+
+    def _count(self, tensor: Tensor, passes: int) -> None:
+        self.moved_bytes += passes * tensor.numel() * tensor.element_size()
 
 
-def make_buckets(params: Sequence[Parameter], bytes_per_bucket: int, views: bool) -> list[Bucket]:
-    """Trainable parameters in reverse order (gradients come about so), split by dtype, device and size."""
+def make_buckets(
+    params: Sequence[Parameter], bytes_per_bucket: int, views: bool, rules: Iterator[Sharing]
+) -> list[Bucket]:
+    """Trainable parameters in reverse order (gradients come about so), split by dtype, device and size.
+
+    rules: as many rules as are asked for.
+    """
     groups: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     for p in reversed(params):
         groups.setdefault((p.dtype, p.device), []).append(p)
@@ -101,8 +207,8 @@ def make_buckets(params: Sequence[Parameter], bytes_per_bucket: int, views: bool
             filled.append(p)
             size += p.numel() * p.element_size()
             if size >= bytes_per_bucket:
-                buckets.append(Bucket(len(buckets), filled, views))
+                buckets.append(Bucket(len(buckets), filled, views, next(rules)))
                 filled, size = [], 0
         if filled:
-            buckets.append(Bucket(len(buckets), filled, views))
+            buckets.append(Bucket(len(buckets), filled, views, next(rules)))
     return buckets

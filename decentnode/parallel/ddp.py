@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import dataclasses
 import gc
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from decentnode.optim.functions import DECAYED
 from decentnode.parallel.buckets import Bucket, make_buckets
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
+from decentnode.parallel.plan import Plan, SharingRule, make_sharing
 from decentnode.parallel.shared import SharedExchange, usable
 from decentnode.parallel.start import broadcast_all, check_alike, leave
 from decentnode.parallel.topology import Topology, make_topology
@@ -54,6 +56,18 @@ def _close_all() -> None:
         leave()
 
 
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(output):
+        for part in dataclasses.fields(output):
+            yield from _tensors(getattr(output, part.name))
+
+
 class DecentralizedDataParallel(Module):
     """Wraps a module; every backward pass in train mode ends with mixing, an optimizer step and the next exchange.
 
@@ -62,6 +76,10 @@ class DecentralizedDataParallel(Module):
     whole next forward and backward pass. The step is taken once, at the end of the backward pass, by one optimizer
     over all parameters: clipping and the gradient scaler's decision are global, parameters may be used in any order or
     not at all, and every bucket's exchange still has a full forward and backward pass to hide behind.
+
+    Parameters may be written between steps (load_state_dict, clamping, swapping in an average): the change is kept
+    whole, and the next exchange carries it; see `buckets.Bucket` for what is noticed. When a backward pass raises, the
+    step is not taken and the gradients that had come stay, as with any optimizer: zero_grad() before trying again.
     """
 
     def __init__(
@@ -78,6 +96,7 @@ class DecentralizedDataParallel(Module):
         local_world_size: int | None = None,
         *,
         optimizer: Callable[..., Optimizer] | None = None,
+        sharing: SharingRule = "full",
         transport: Literal["auto", "shared_memory", "collective"] = "auto",
         timeout_seconds: float = 300.0,
     ) -> None:
@@ -86,9 +105,11 @@ class DecentralizedDataParallel(Module):
         optim_fn: makes an optimizer from [(name, parameter)]; optimizer: one from an iterable of parameters, such as
         functools.partial(torch.optim.SGD, lr=0.1); exactly one of the two. lr_scheduler_fn: makes a scheduler from the
         optimizer, stepped once per step. scaler: a GradScaler. grad_clip_norm: largest global gradient norm, 0 for
-        any. transport: shared_memory between ranks of one host for CPU tensors, collective for torch.distributed's
-        point-to-point and all_reduce operations; auto takes the first where it can. Raises ValueError for arguments
-        that contradict each other, AssemblyError naming a rank that differs.
+        any. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a class
+        or an object; every step is a round. transport: shared_memory between ranks of one host for CPU tensors,
+        collective for torch.distributed's point-to-point and all_reduce operations; auto takes the first where it can.
+        Raises ValueError for arguments that contradict each other and for a rule that is not elementwise,
+        AssemblyError naming a rank that differs.
         """
         super().__init__()
         if not dist.is_initialized():
@@ -103,6 +124,7 @@ class DecentralizedDataParallel(Module):
             raise ValueError("model must have parameters that require gradients")
         device = self._named[0][1].device
         graph = make_topology(topology, self.world_size, local)
+        plan = Plan(graph, make_sharing(sharing), self.rank)
         rows = [f"{self.world_size} ranks"] + [
             f"round {r}: {source}->{uid} {weight:.12g}" for r in range(min(graph.period or 4, 32))
             for uid in range(min(self.world_size, 64)) for source, weight in graph.weights(uid, r).items()
@@ -111,14 +133,17 @@ class DecentralizedDataParallel(Module):
         parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
         check_alike("list of parameters", parameters, device)
         check_alike("topology", rows, device)
+        check_alike("sharing rule", [plan.describe()], device)
         broadcast_all([*model.parameters(), *model.buffers()])
         self._tag_parameters()
-        self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view)
-        shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, graph, device)
+        self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view,
+                                     plan.rules())  # fmt: skip
+        self._plan = plan
+        shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, plan, device)
         if transport == "shared_memory" and not shared:
             raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
-        self._exchange = (SharedExchange(graph, self.rank, timeout_seconds, self._buckets) if shared
-                          else Exchange(graph, self.rank, timeout_seconds))  # fmt: skip
+        self._exchange = (SharedExchange(plan, timeout_seconds, self._buckets) if shared
+                          else Exchange(plan, timeout_seconds))  # fmt: skip
         named: list[tuple[str, Tensor]] = list(self._named)
         self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
         self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
@@ -126,7 +151,9 @@ class DecentralizedDataParallel(Module):
         self._average_buffers = sync_buffer_in_global_avg
         self._factor = 1.0
         self._accumulating = False
-        self._queued = False
+        self._arrived = False
+        """Whether a parameter got its gradient in the backward pass under way."""
+        self._queued: weakref.ref[Callable[[], None]] | None = None
         self._backup: list[Tensor] | None = None
         self._told_revert = False
         self.steps = 0
@@ -140,7 +167,11 @@ class DecentralizedDataParallel(Module):
 
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
         _alive.add(self)
+        for bucket in self._buckets:
+            bucket.next_round(self._plan, -1)
         self._launch()
+        for bucket in self._buckets:
+            bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 
     def close(self) -> None:
         """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent."""
@@ -168,17 +199,36 @@ class DecentralizedDataParallel(Module):
             if not self._told_revert:
                 self._told_revert = True
                 logger.warning("training went on after global_avg: the local model was brought back first")
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_output_gradient)
+        return output
+
+    def _on_output_gradient(self, _: Tensor) -> None:
+        """The pass that starts at the outputs is the one whose end counts, not those that checkpoints run inside."""
+        if not self._accumulating:
+            self._await_end_of_backward()
 
     def _on_gradient(self) -> None:
-        if not self._accumulating and not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        if not self._accumulating:
+            self._await_end_of_backward()
+            self._arrived = True
 
-    def _end_of_backward(self) -> None:
-        self._queued = False
-        if self._hooks:
-            self._step()
+    def _await_end_of_backward(self) -> None:
+        """The engine forgets what was to be called at the end of a pass that raises: the weak reference tells."""
+        if self._queued is not None and self._queued() is not None:
+            return
+
+        def end_of_backward() -> None:
+            self._queued = None
+            if self._hooks and self._arrived:
+                self._step()
+
+        self._arrived = False
+        self._queued = weakref.ref(end_of_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -212,6 +262,7 @@ class DecentralizedDataParallel(Module):
         for bucket in self._buckets:
             bucket.gather()
             self._exchange.finish(bucket, self._factor)
+            bucket.next_round(self._plan, self.steps)
             bucket.scatter()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
@@ -296,9 +347,14 @@ class DecentralizedDataParallel(Module):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Steps, bytes this rank sent, and seconds that exchanges held it up (exposed communication)."""
+        """Steps, bytes this rank sent, seconds that exchanges held it up (exposed communication), memory passes.
+
+        memory_passes: bytes that snapshots and mixing read and wrote per step, in multiples of the parameters' bytes.
+        """
+        moved = sum(bucket.moved_bytes for bucket in self._buckets) / max(1, self.steps)
         return {"steps": self.steps, "bytes_sent": self._exchange.bytes_sent,
-                "exposed_seconds": self._exchange.wait_seconds}  # fmt: skip
+                "exposed_seconds": self._exchange.wait_seconds,
+                "memory_passes": moved / sum(bucket.size_bytes for bucket in self._buckets)}  # fmt: skip
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -308,6 +364,7 @@ class DecentralizedDataParallel(Module):
             "optimizer": self.optimizer.state_dict(), "steps": self.steps, "factor": self._factor,
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "sharing": [bucket.rule.state_dict() for bucket in self._buckets],
         }  # fmt: skip
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -317,6 +374,8 @@ class DecentralizedDataParallel(Module):
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self.steps, self._factor = int(state["steps"]), float(state["factor"])
+        for bucket, kept in zip(self._buckets, state["sharing"], strict=True):
+            bucket.rule.load_state_dict(kept)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """All ranks load, each its own state or all the same one; then the exchange starts anew. Blocking."""

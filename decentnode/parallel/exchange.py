@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from decentnode.errors import PeerLost
-from decentnode.graph.base import Graph
 from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.plan import Plan
 
 
 class Exchange:
     """The exchange of all buckets of one step in flight."""
 
-    def __init__(self, graph: Graph, rank: int, timeout_seconds: float) -> None:
-        self.graph, self.rank, self.timeout_seconds = graph, rank, timeout_seconds
+    def __init__(self, plan: Plan, timeout_seconds: float) -> None:
+        self.plan, self.graph, self.rank, self.timeout_seconds = plan, plan.graph, plan.rank, timeout_seconds
         self.step = -1
         """Step whose exchange is in flight; -1: none is."""
         self.bytes_sent = 0
@@ -31,40 +31,28 @@ class Exchange:
         """Exposed communication: how long waits lasted in all."""
         self._works: dict[int, list[tuple[Any, int | None]]] = {}
 
-    def weights(self, step: int, factor: float = 1.0) -> tuple[float, dict[int, float]]:
-        """(own weight, {peer: weight}) of a step; factor a: x <- x + a (W x - x)."""
-        row = self.graph.weights(self.rank, step)
-        others = {peer: factor * weight for peer, weight in row.items() if peer != self.rank}
-        return 1.0 - factor + factor * row[self.rank], others
-
-    def _averages_all(self, step: int) -> bool:
-        """Whether everybody gets the plain mean of everybody: one all_reduce does it."""
-        row = self.graph.weights(self.rank, step)
-        n = self.graph.num_nodes
-        return n > 2 and self.graph.period == 1 and len(row) == n and all(abs(w * n - 1) < 1e-12 for w in row.values())
-
     def launch(self, buckets: Sequence[Bucket], step: int) -> None:
         """Send every bucket as it is now; not blocking."""
         self.step = step
-        targets, sources = self.graph.neighbors(self.rank, step), self.graph.sources(self.rank, step)
+        view = self.plan.view(step)
+        if not view.neighbors and not view.sources:
+            return
+        mean = self.plan.mean_strength(view) is not None
         for bucket in buckets:
-            if not targets and not sources:
-                continue
-            bucket.sent.copy_(bucket.flat)
-            size = bucket.flat.numel() * bucket.flat.element_size()
-            if self._averages_all(step):
+            if mean:
                 total = bucket.buffer(-1)
-                total.copy_(bucket.flat)
+                bucket.snapshot(bucket.sent_buffer(), total)
                 self._works[bucket.index] = [(dist.all_reduce(total, async_op=True), None)]
-                self.bytes_sent += 2 * size * (self.graph.num_nodes - 1) // self.graph.num_nodes
+                self.bytes_sent += 2 * bucket.size_bytes * (self.graph.num_nodes - 1) // self.graph.num_nodes
                 continue
+            bucket.snapshot(bucket.sent_buffer())
             operations, whom = [], []
-            for peer in sorted({*targets, *sources}):
-                if peer in targets:
+            for peer in sorted({*view.neighbors, *view.sources}):
+                if peer in view.neighbors:
                     operations.append(dist.P2POp(dist.isend, bucket.sent, peer))
                     whom.append(peer)
-                    self.bytes_sent += size
-                if peer in sources:
+                    self.bytes_sent += bucket.size_bytes
+                if peer in view.sources:
                     operations.append(dist.P2POp(dist.irecv, bucket.buffer(peer), peer))
                     whom.append(peer)
             works = dist.batch_isend_irecv(operations)
@@ -77,15 +65,12 @@ class Exchange:
         if not works:
             return
         self._wait(works)
-        own, others = self.weights(self.step, factor)
-        if -1 in bucket.received and self._averages_all(self.step):
-            mean = bucket.received[-1].div_(self.graph.num_nodes)
-            if factor == 1.0 and not bucket.written():
-                bucket.flat.copy_(mean)
-            else:
-                bucket.flat.add_(mean, alpha=factor).add_(bucket.sent, alpha=-factor)
-            return
-        bucket.mix(own, others)
+        view = self.plan.view(self.step, factor)
+        strength = self.plan.mean_strength(self.plan.view(self.step))
+        if strength is not None:
+            bucket.mix_mean(bucket.received[-1], self.graph.num_nodes, factor * strength)
+        else:
+            bucket.mix(view)
 
     def _wait(self, works: list[tuple[Any, int | None]]) -> None:
         started = time.perf_counter()

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.errors import PeerLost
-from decentnode.graph.base import Graph
 from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import Exchange
+from decentnode.parallel.plan import Plan
 from decentnode.parallel.start import check_alike
 
 FOLDER = Path("/dev/shm")
@@ -34,17 +34,16 @@ MAX_NEIGHBORS = 8
 POLL_SECONDS = (10e-6, 500e-6)
 
 
-def usable(buckets: Sequence[Bucket], graph: Graph, device: torch.device) -> bool:
+def usable(buckets: Sequence[Bucket], plan: Plan, device: torch.device) -> bool:
     """Blocking, alike on all ranks: whether all of them are on one host with room, and share memory in order.
 
     Only where the processor keeps stores in order (x86), so that a counter is never seen before the bytes it counts.
     """
-    rounds = range(min(graph.period or 16, 64))
-    most = max((len(graph.sources(uid, r)) for r in rounds for uid in range(graph.num_nodes)), default=0)
-    need = PLACES * sum(b.flat.numel() * b.flat.element_size() for b in buckets) + (1 << 20)
+    most = plan.most_sources()
+    need = PLACES * sum(b.size_bytes for b in buckets) + (1 << 20)
     try:
         free = os.statvfs(FOLDER)
-        room = free.f_bavail * free.f_frsize > 2 * need * graph.num_nodes
+        room = free.f_bavail * free.f_frsize > 2 * need * plan.graph.num_nodes
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         host = f"{boot} {os.stat(FOLDER).st_dev} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
@@ -61,10 +60,10 @@ def usable(buckets: Sequence[Bucket], graph: Graph, device: torch.device) -> boo
 class SharedExchange(Exchange):
     """`Exchange` through shared memory; made by all ranks together."""
 
-    def __init__(self, graph: Graph, rank: int, timeout_seconds: float, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, plan: Plan, timeout_seconds: float, buckets: Sequence[Bucket]) -> None:
         """Blocking. Raises OSError when the file cannot be made."""
-        super().__init__(graph, rank, timeout_seconds)
-        n = graph.num_nodes
+        super().__init__(plan, timeout_seconds)
+        n, rank = plan.graph.num_nodes, plan.rank
         self._count = len(buckets)
         header = 8 * (self._count + n)
         at, self._offsets = -(-header // PAGE) * PAGE, []
@@ -72,7 +71,7 @@ class SharedExchange(Exchange):
             starts = []
             for bucket in buckets:
                 starts.append(at)
-                at += -(-bucket.flat.numel() * bucket.flat.element_size() // ALIGNMENT) * ALIGNMENT
+                at += -(-bucket.size_bytes // ALIGNMENT) * ALIGNMENT
             self._offsets.append(starts)
         self._size = max(at, PAGE)
         check_alike("layout of buckets", [str(self._offsets)], torch.device("cpu"))
@@ -123,7 +122,7 @@ class SharedExchange(Exchange):
 
     def launch(self, buckets: Sequence[Bucket], step: int) -> None:
         self.step = step
-        targets = self.graph.neighbors(self.rank, step)
+        targets = self.plan.view(step).neighbors
         use = self._use = self._use + 1
         place = use % PLACES
         before, readers = self._readers[place]
@@ -131,9 +130,8 @@ class SharedExchange(Exchange):
             self._wait_for(partial(self._has_read, reader, before), reader, "to let go of")
         for bucket in buckets:
             home = self._tensors[self.rank][place][bucket.index]
-            home.copy_(bucket.flat)
-            bucket.sent = home
-            self.bytes_sent += len(targets) * home.numel() * home.element_size()
+            bucket.snapshot(home)
+            self.bytes_sent += len(targets) * bucket.size_bytes
             self._published[self.rank][bucket.index] = use
         self._readers[place] = (use, targets)
         self._open = {bucket.index for bucket in buckets}
@@ -141,13 +139,12 @@ class SharedExchange(Exchange):
     def finish(self, bucket: Bucket, factor: float = 1.0) -> None:
         if bucket.index not in self._open:
             return
-        own, others = self.weights(self.step, factor)
-        sources = self.graph.sources(self.rank, self.step)
-        for peer in sources:
+        view = self.plan.view(self.step, factor)
+        for peer in view.sources:
             self._await_bucket(peer, bucket)
             bucket.received[peer] = self._tensors[peer][self._use % PLACES][bucket.index]
-        bucket.mix(own, {peer: others[peer] for peer in sources})
-        self._close(bucket, sources)
+        bucket.mix(view)
+        self._close(bucket, view.sources)
 
     def _await_bucket(self, peer: int, bucket: Bucket) -> None:
         self._wait_for(partial(self._has_published, peer, bucket.index), peer, "for")
@@ -159,13 +156,13 @@ class SharedExchange(Exchange):
                 self._read[peer][self.rank] = self._use
 
     def drain(self) -> None:
+        sources = self.plan.view(self.step).sources if self._open else ()
         for index in sorted(self._open):
-            for peer in self.graph.sources(self.rank, self.step):
+            for peer in sources:
                 self._wait_for(partial(self._has_published, peer, index), peer, "for")
-        if self._open:
-            self._open.clear()
-            for peer in self.graph.sources(self.rank, self.step):
-                self._read[peer][self.rank] = self._use
+        self._open.clear()
+        for peer in sources:
+            self._read[peer][self.rank] = self._use
         self.step = -1
 
     def _has_published(self, peer: int, bucket: int) -> bool:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decentnode import component
+from decentnode import component, mixing
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
@@ -36,9 +36,8 @@ class Full(Sharing):
         self.mix_into(model, model, received, view)
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        torch.mul(model, view.weights[view.uid], out=out)
-        for uid, payload in received.items():
-            out.add_(payload.tensors["x"], alpha=view.weights[uid])
+        arrived = [(payload.tensors["x"], view.weights[uid]) for uid, payload in received.items()]
+        mixing.mix_into(out, model, view.weights[view.uid], arrived)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {"x": TensorSpec(dtype, elements)}

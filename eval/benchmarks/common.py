@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -96,6 +97,9 @@ class Run:
     bytes_per_node_round: float
     pss_mb: float
     """Proportional set size per node process, the median of the samples taken during the run."""
+    threads: int
+    descriptors: int
+    """Most threads and open descriptors that any node had at the last sample."""
 
 
 class _Memory(threading.Thread):
@@ -105,6 +109,7 @@ class _Memory(threading.Thread):
         super().__init__(daemon=True)
         self._root, self._nodes = psutil.Process(pid), nodes
         self.samples: list[float] = []
+        self.threads = self.descriptors = 0
         self.stop = threading.Event()
 
     def run(self) -> None:
@@ -113,9 +118,13 @@ class _Memory(threading.Thread):
                 pids = [p.pid for p in self._root.children(recursive=True)]
             except psutil.NoSuchProcess:
                 return
-            sizes = sorted((self._pss(pid) for pid in pids), reverse=True)[: self._nodes]
-            if len(sizes) == self._nodes:
-                self.samples.append(sum(sizes) / self._nodes)
+            found = sorted(((self._pss(pid), pid) for pid in pids), reverse=True)[: self._nodes]
+            if len(found) == self._nodes:
+                self.samples.append(sum(size for size, _ in found) / self._nodes)
+                with contextlib.suppress(psutil.Error):
+                    nodes = [psutil.Process(pid) for _, pid in found]
+                    self.threads = max(node.num_threads() for node in nodes)
+                    self.descriptors = max(node.num_fds() for node in nodes)
 
     @staticmethod
     def _pss(pid: int) -> float:
@@ -150,5 +159,5 @@ def run_rounds(overrides: list[str], nodes: int) -> Run:
         statistics.median(s for s, _ in seconds), summary["start_seconds"], summary["accuracy_mean"],
         statistics.mean(w for _, w in seconds),
         summary["bytes_sent_total"] / nodes / max(summary["rounds"], 1),
-        statistics.median(memory.samples) if memory.samples else float("nan"),
+        statistics.median(memory.samples) if memory.samples else float("nan"), memory.threads, memory.descriptors,
     )

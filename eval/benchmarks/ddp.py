@@ -1,7 +1,9 @@
 """Step times of data parallel training on one host: alone, PyTorch's DDP, DecentralizedDataParallel.
 
 Same model, data and fused optimizer; one thread per rank, gloo. "alone" is all ranks training at once without talking.
-AccumAdam's step is timed beside torch's fused Adam, memory bandwidth beside both.
+Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M parameters, 2 and 4 ranks),
+link (4 ranks whose links are limited to 1 Gbit/s and 5 ms), straggler (4 ranks, one of them at random held up in every
+step: loss after the same time).
 """
 
 from __future__ import annotations
@@ -10,22 +12,33 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import machine, memory_ceilings
+from delayed import DelayedLink
 from torch import Tensor, nn
 
 from decentnode.optim import AccumAdam
 from decentnode.parallel import DecentralizedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from ddp_digits import digits
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "decentnode.parallel"])
 STEPS, WARM = 14, 4
+WAYS = ("alone", "ddp", "collective", "shared_memory")
+LINK = (1e9, 5e-3)
+"""Bits per second, and seconds of latency."""
+HELD_UP_SECONDS, STRAGGLER_SECONDS = 0.02, 8.0
 ADAM = partial(torch.optim.Adam, lr=1e-3, fused=True)
 
 
@@ -52,18 +65,32 @@ def make(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return Transformer(), torch.randint(0, 4000, (4, 32)), torch.randint(0, 4000, (4 * 32,))
 
 
-def train(rank: int, world: int, store: str, name: str, way: str, pipe: Any) -> None:
+def wrap(model: nn.Module, way: str, optimizer: Callable[..., Any], link: DelayedLink | None) -> tuple[nn.Module, Any]:
+    """(the module to call, the optimizer to step if the module does not do it itself)."""
+    if way in ("alone", "ddp"):
+        own = optimizer(model.parameters())
+        if way == "ddp":
+            parallel = nn.parallel.DistributedDataParallel(model)
+            if link is not None:
+                parallel.register_comm_hook(None, link.hook)
+            model = parallel
+        return model, own
+    if link is not None:
+        dist.batch_isend_irecv = link.batch_isend_irecv
+    return DecentralizedDataParallel(model, optimizer=optimizer, topology="one-peer-exp", transport=way), None  # type: ignore[arg-type]
+
+
+def join(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+
+
+def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str, limited: bool) -> None:
+    """Sends (median step, seconds per step of the whole, exposed communication per step, memory passes per step)."""
+    join(rank, world, folder)
     model, x, y = make(name)
-    optimizer: Any = None
-    if way == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
-    elif way != "alone":
-        model = DecentralizedDataParallel(model, optimizer=ADAM, topology="one-peer-exp", transport=way)  # type: ignore[arg-type]
-    if not isinstance(model, DecentralizedDataParallel):
-        optimizer = ADAM(model.parameters())
+    model, optimizer = wrap(model, way, ADAM, DelayedLink(*LINK) if limited else None)
     times = []
     for _ in range(STEPS + WARM):
         started = time.perf_counter()
@@ -72,64 +99,141 @@ def train(rank: int, world: int, store: str, name: str, way: str, pipe: Any) -> 
             optimizer.step()
             optimizer.zero_grad()
         times.append(time.perf_counter() - started)
-    exposed = model.metrics["exposed_seconds"] / (STEPS + WARM) if optimizer is None else 0.0  # type: ignore[union-attr,operator]
+    metrics: Any = model.metrics if optimizer is None else {"exposed_seconds": 0.0, "memory_passes": 0.0}
     dist.barrier()
-    pipe.send((statistics.median(times[WARM:]), exposed))
+    pipe.send((statistics.median(times[WARM:]), statistics.mean(times[WARM:]),
+               metrics["exposed_seconds"] / (STEPS + WARM), metrics["memory_passes"]))  # fmt: skip
     os._exit(0)
 
 
-def measure(world: int, name: str, way: str) -> tuple[float, float]:
-    """(median step, exposed communication) of the slowest rank, seconds."""
+def straggle(rank: int, world: int, folder: str, pipe: Any, way: str, seconds: float) -> None:
+    """Train digits for so long, one random rank held up in every step; sends (steps, loss of the mean model)."""
+    join(rank, world, folder)
+    images, labels, _, _ = digits()
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    model, optimizer = wrap(inner, way, partial(torch.optim.SGD, lr=0.02), None)
+    whom, mine = torch.Generator().manual_seed(1), torch.Generator().manual_seed(rank)
+    stop, last, step = Path(folder) / "stop", 1 << 60, 0
+    dist.barrier()
+    started = time.perf_counter()
+    kept: list[Tensor] = []
+    while step <= last:
+        if int(torch.randint(world, (1,), generator=whom)) == rank:
+            time.sleep(HELD_UP_SECONDS)
+        part = torch.randint(rank, len(images) - world, (16,), generator=mine) // world * world + rank
+        nn.functional.cross_entropy(model(images[part]), labels[part]).backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        if not kept and time.perf_counter() - started > seconds:
+            kept, taken = [p.detach().clone() for p in inner.parameters()], step
+            if rank == 0:  # ranks are a few steps apart at most; everybody goes on to the same one
+                (Path(folder) / "new").write_text(str(step + 4 * world))
+                (Path(folder) / "new").rename(stop)
+        if last == 1 << 60 and stop.exists():
+            last = int(stop.read_text())
+    dist.barrier()
+    for p in kept:
+        dist.all_reduce(p)
+        p.div_(world)
+    with torch.no_grad():
+        for p, mean in zip(inner.parameters(), kept, strict=True):
+            p.copy_(mean)
+        loss = float(nn.functional.cross_entropy(inner(images), labels))
+    pipe.send((taken, loss))
+    os._exit(0)
+
+
+def on_ranks(world: int, work: Callable[..., None], *args: Any) -> list[Any]:
+    """What every rank sends, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
             mine, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=train, args=(rank, world, f"{folder}/store", name, way, theirs))
+            process = CONTEXT.Process(target=work, args=(rank, world, folder, theirs, *args))
             process.start()
+            theirs.close()
             pipes.append(mine)
             processes.append(process)
         found = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join()
-    return max(found)
+    return found
 
 
 def optimizer_steps() -> dict[str, float]:
-    """Seconds of one optimizer step on 10 M parameters, one thread."""
+    """Seconds of one optimizer step on 10 M parameters, one thread: median of windows of 4 steps, taken by turns."""
     torch.set_num_threads(1)
     params = [torch.randn(1000, 1000, requires_grad=True) for _ in range(10)]
     for p in params:
         p.grad = torch.randn_like(p)
-    found = {}
-    for name, optimizer in (("fused Adam", ADAM(params)), ("AccumAdam, window 1", AccumAdam(params, accum_iter=1)),
-                            ("AccumAdam, window 4", AccumAdam(params, accum_iter=4))):  # fmt: skip
-        times = []
-        for _ in range(16):
+    optimizers: dict[str, Any] = {
+        "fused Adam": ADAM(params), "AccumAdam, window 1": AccumAdam(params, accum_iter=1),
+        "AccumAdam, window 4": AccumAdam(params, accum_iter=4),
+        "  without a compiler": AccumAdam(params, accum_iter=4, fused=True),
+    }  # fmt: skip
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    for _ in range(9):
+        for name, optimizer in optimizers.items():
             started = time.perf_counter()
-            optimizer.step()
-            times.append(time.perf_counter() - started)
-        found[name] = statistics.mean(times[4:])
-    return found
+            for _ in range(4):
+                optimizer.step()
+            times[name].append((time.perf_counter() - started) / 4)
+    return {name: statistics.median(each[1:]) for name, each in times.items()}
+
+
+def show_optimizers() -> None:
+    for name, seconds in (steps := optimizer_steps()).items():
+        print(f"step of {name:20} {1e3 * seconds:7.2f} ms  {seconds / steps['fused Adam']:5.2f} of fused Adam")
+
+
+def show_steps(name: str) -> None:
+    heads = f"{'model':12} {'ranks':>5} {'way':>14} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
+    print(f"\n{heads} {'passes':>7}  (passes over memory by snapshots and mixing, S: bytes of the parameters)")
+    for world in (2, 4):
+        found = {way: max(on_ranks(world, train, name, way, False)) for way in WAYS}
+        for way, (step, _, exposed, passes) in found.items():
+            print(f"{name:12} {world:5} {way:>14} {1e3 * step:7.1f} ms {step / found['alone'][0]:7.2f} "
+                  f"{step / found['ddp'][0]:6.2f} {1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7}",
+                  flush=True)  # fmt: skip
+
+
+def show_link() -> None:
+    print(f"\nlinks of {LINK[0] / 1e9:g} Gbit/s and {1e3 * LINK[1]:g} ms, transformer, 4 ranks: seconds per step")
+    alone = max(each[1] for each in on_ranks(4, train, "transformer", "alone", False))
+    ways = ("ddp", "collective")
+    found = {way: max(each[1] for each in on_ranks(4, train, "transformer", way, True)) for way in ways}
+    for way, seconds in (("alone", alone), ("ddp", found["ddp"]), ("decentnode, one-peer-exp", found["collective"])):
+        print(f"{way:>26} {1e3 * seconds:7.1f} ms {found['ddp'] / seconds:6.2f} of DDP's throughput", flush=True)
+
+
+def show_stragglers() -> None:
+    print(f"\none of 4 ranks at random held up for {1e3 * HELD_UP_SECONDS:g} ms in every step, digits, "
+          f"{STRAGGLER_SECONDS:g} s: loss of the mean model")  # fmt: skip
+    for way in ("ddp", "collective", "shared_memory"):
+        taken, loss = zip(*on_ranks(4, straggle, way, STRAGGLER_SECONDS), strict=True)
+        print(f"{way:>26} {statistics.mean(taken):7.0f} steps, loss {loss[0]:.4f}", flush=True)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "optimizer": show_optimizers, "transformer": partial(show_steps, "transformer"), "mlp": partial(show_steps, "mlp"),
+    "link": show_link, "straggler": show_stragglers,
+}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=["transformer", "mlp"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=", ".join(CASES))
     options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"case must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
     ceilings = memory_ceilings()
     print(machine())
     print(f"ceilings: memory copy {ceilings['copy']:.1f} GB/s, axpy {ceilings['axpy']:.1f} GB/s (one thread)\n")
-    for name, seconds in (steps := optimizer_steps()).items():
-        print(f"step of {name:20} {1e3 * seconds:7.2f} ms  {seconds / steps['fused Adam']:5.2f} of fused Adam")
-    print(f"\n{'model':12} {'ranks':>5} {'way':>14} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}")
-    for name in options.models:
-        for world in (2, 4):
-            alone, _ = measure(world, name, "alone")
-            ddp, _ = measure(world, name, "ddp")
-            for way in ("alone", "ddp", "collective", "shared_memory"):
-                step, exposed = {"alone": (alone, 0.0), "ddp": (ddp, 0.0)}.get(way) or measure(world, name, way)
-                print(f"{name:12} {world:5} {way:>14} {1e3 * step:7.1f} ms {step / alone:7.2f} {step / ddp:6.2f} "
-                      f"{1e3 * exposed:7.1f} ms", flush=True)  # fmt: skip
+    for case in options.cases:
+        CASES[case]()
 
 
 if __name__ == "__main__":

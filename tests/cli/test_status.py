@@ -79,8 +79,10 @@ def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
         assert process.returncode == 5 and "node 2" in output, output
         assert time.monotonic() - stopped < 40
         (run,) = (tmp_path / "quickstart").glob("latest")
-        events = [json.loads(line) for line in (run / "nodes" / "000" / "events.jsonl").read_text().splitlines()]
-        assert events[0]["kind"] == "joined" and any(e["kind"] == "peer_lost" and e["peer"] == 2 for e in events)
+        told = [[json.loads(line) for line in (run / "nodes" / uid / "events.jsonl").read_text().splitlines()]
+                for uid in ("000", "001", "003")]  # fmt: skip
+        assert all(events[0]["kind"] == "joined" for events in told)
+        assert any(e["kind"] == "peer_lost" and e["peer"] == 2 for events in told for e in events), told
         text = CliRunner().invoke(main, ["status", str(tmp_path / "quickstart"), "--edges"])
         assert text.exit_code == 0 and "failed" in text.output
     finally:

@@ -115,7 +115,7 @@ def test_a_peer_that_never_comes_is_named_with_its_machine() -> None:
         with pytest.raises(
             AssemblyError, match=r"1 of 3 nodes did not join in time: node 2 \(machine 1, 127.0.0.1:1\)"
         ):
-            node.start(0.7)
+            node.start(2)
 
     try:
         together([first, second], run)

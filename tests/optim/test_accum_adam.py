@@ -9,6 +9,7 @@ from torch import Tensor
 from decentnode.optim import (
     AccumAdam,
     AccumAdamW,
+    kernel,
     lr_scheduler_fn_cosine_with_warmup,
     optim_fn_accum_adam,
     optim_fn_accum_adamw,
@@ -84,6 +85,46 @@ def test_equals_the_definition(cls: type, decay: float, s: int, fused: bool) -> 
     for p, start, kept in zip(params, starts, seen, strict=True):
         expected = reference(start, kept, s, 0.02, decay, cls is AccumAdamW)
         torch.testing.assert_close(p.detach().double(), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.skipif(kernel.library() is None, reason="no C compiler")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("cls", "decay", "maximize"), [
+    (AccumAdam, 0.0, False), (AccumAdam, 0.1, True), (AccumAdamW, 0.1, False),
+])  # fmt: skip
+def test_the_compiled_loop_equals_operation_by_operation(
+    cls: type, decay: float, maximize: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "SMALLEST", 1)
+    monkeypatch.setattr(kernel, "CHUNK", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    steps, call = [], kernel.step
+    monkeypatch.setattr(kernel, "step", lambda rows, **kwargs: (steps.append(kwargs["last"]), call(rows, **kwargs)))
+    a, b = parameters(), parameters()
+    options = {"lr": 0.02, "weight_decay": decay, "accum_iter": 3, "maximize": maximize}
+    mine, other = cls(a, **options), cls(b, **options, fused=False)
+    g, h = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for _ in range(8):
+        gradients(a, g)
+        gradients(b, h)
+        mine.step()
+        other.step()
+    assert steps == [False, False, True, False, False, True, False, False]
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+        for name in ("exp_avg", "exp_avg_sq", "accum_grad"):
+            torch.testing.assert_close(mine.state[p][name], other.state[q][name], rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_compiler_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/bin/false")
+    assert kernel.library.__wrapped__() is None
+    monkeypatch.setattr(kernel, "library", lambda: None)
+    p = torch.zeros(kernel.SMALLEST, requires_grad=True)
+    optimizer = AccumAdam([p], lr=0.1)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full_like(p, -0.1))
 
 
 @pytest.mark.parametrize("s", [1, 4, 16])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from decentnode.errors import UsageError
 from decentnode.graph.base import Graph
+from decentnode.parallel.plan import Plan, make_sharing
 from decentnode.parallel.topology import make_topology
+from decentnode.sharing.ac import AdaptiveConsensus
+from decentnode.sharing.full import Full
 from tests.parallel import work
 from tests.parallel.ranks import run_ranks, run_ranks_raw
 
@@ -30,6 +35,8 @@ def test_equals_d_psgd(n: int, topology: object, transport: str) -> None:
     for _, difference, metrics in run_ranks(n, work.train, topology, 7, options):
         assert difference < 1e-6
         assert metrics["steps"] == 7 and (metrics["bytes_sent"] > 0) == (n > 1)
+        if topology in ("exp", "one-peer-exp") and n != 3:
+            assert metrics["memory_passes"] == 5, "a snapshot is read and written; two are read and one written to mix"
 
 
 @pytest.mark.parametrize(("name", "n", "local", "says"), [
@@ -70,6 +77,56 @@ def test_averages_reverting_and_writing_between_steps() -> None:
         assert found["written"][0] > 6.5 and found["written"][1] < 7.5
 
 
+@pytest.mark.parametrize("where", [0, 2])
+def test_an_exception_in_the_backward_pass_costs_no_later_step(where: int) -> None:
+    for steps, difference in run_ranks(2, work.exception, where):
+        assert steps == 4 and difference == 0.0
+
+
+def test_a_backward_pass_with_others_inside_is_one_step() -> None:
+    for steps, difference in run_ranks(2, work.checkpointed):
+        assert steps == [3, 3] and difference < 1e-6
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_a_script_writes_is_never_lost(n: int) -> None:
+    for found in run_ranks(n, work.writes):
+        for way, (gained, difference) in found.items():
+            assert gained == pytest.approx(3.0 / n, abs=1e-3) and difference < 1e-5, way
+
+
+RULES = [
+    (3, "complete", "full", "collective"), (3, "complete", {"name": "ac", "rounds": 4}, "collective"),
+    (3, "ring", {"name": "ac", "factor": 0.8, "final": 0.3}, "auto"), (2, "exp", {"name": "local_sgd"}, "collective"),
+    (4, "ring", {"name": "moshpit", "dimensions": 2}, "auto"), (2, "complete", {"name": "slowmo"}, "auto"),
+    (3, "ring", "object", "collective"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "topology", "rule", "transport"), RULES)
+def test_a_rule_does_what_it_does_in_a_simulation(n: int, topology: str, rule: Any, transport: str) -> None:
+    for difference, moved in run_ranks(n, work.shared_rule, topology, rule, transport, 3):
+        assert difference < 1e-6 < moved
+
+
+@pytest.mark.parametrize(("rule", "says"), [
+    ({"name": "noloco"}, "NoLoCo, which is not elementwise"), ("leader", "Leader, which is not elementwise"),
+    ("relaysgd", "must be an elementwise rule"), ("push_sum", "must be an elementwise rule"),
+    ("full_", "did you mean 'full'"), ({"name": "ac", "factor": 2}, "factor"), (type("Mine", (Full,), {
+        "adjust": lambda *_: None}), "needs the loss"), (type("Tree", (Full,), {"phases": 2}), "2 exchanges"),
+])  # fmt: skip
+def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
+    with pytest.raises((ValueError, UsageError), match=says):
+        make_sharing(rule)
+
+
+def test_a_rule_says_what_it_needs_of_the_topology() -> None:
+    picky = type("Picky", (Full,), {"needs_static": True})
+    with pytest.raises(ValueError, match="topology must be static for Picky"):
+        Plan(make_topology("ring", 4, 4), make_sharing(picky), 0)
+    assert Plan(make_topology("complete", 4, 4), make_sharing(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
+
+
 def test_accumulation() -> None:
     assert max(run_ranks(2, work.accumulation)) < 1e-6
 
@@ -80,6 +137,12 @@ def test_frozen_tied_unused_reordered_and_channels_last_parameters(clip: float) 
         assert spread < 1e-5 and frozen
         if clip:
             assert moved == pytest.approx(0.1 * clip, rel=0.02), "the global norm, over all buckets"
+
+
+@pytest.mark.parametrize("what", ["autocast", "mixed", "compiled inside", "compiled outside", "channels_last"])
+def test_kinds_of_models(what: str) -> None:
+    for difference, kept in run_ranks(2, work.variant, what):
+        assert difference < 1e-6 and kept
 
 
 @pytest.mark.parametrize("transport", ["collective", "auto"])

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from decentnode.graph.base import Graph
+from decentnode.component import Config
+from decentnode.graph.base import Graph, RoundView
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
+from decentnode.parallel.plan import Plan, make_sharing
 from decentnode.parallel.topology import make_topology
+from decentnode.payload import Payload
+from decentnode.sharing.full import Full
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -47,6 +54,67 @@ def simulate(graph: Graph, n: int, steps: int) -> list[Tensor]:
             torch.nn.utils.vector_to_parameters(mixed.float(), m.parameters())  # type: ignore[union-attr]
             optimizers[rank].step()
     return [flat(m) for m in models]
+
+
+class Clipped(Full):
+    """A user's own rule that is not linear: no neighbor moves an element by more than 0.01."""
+
+    linear = False
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        before = model.clone()
+        for uid, payload in received.items():
+            model.add_((payload.tensors["x"] - before).clamp_(-0.01, 0.01), alpha=view.weights[uid])
+
+
+def rule_of(section: Any) -> Any:
+    return Clipped(Config()) if section == "object" else section
+
+
+def simulate_rule(graph: Graph, section: Any, n: int, steps: int) -> list[Tensor]:
+    """As `simulate`, for any elementwise rule, each rank's on its whole model."""
+    models = [model() for _ in range(n)]
+    optimizers = [SGD(m.parameters()) for m in models]
+    rules = [make_sharing(rule_of(section)) for _ in range(n)]
+    for rank, rule in enumerate(rules):
+        rule.begin(flat(models[rank]), Plan(graph, rule, rank).view(0))
+    for t in range(steps):
+        for rank, m in enumerate(models):
+            x, y = batch(rank, t)
+            m.zero_grad()
+            (m(x) - y).square().mean().backward()
+        before = [flat(m) for m in models]
+        for rank, (m, rule) in enumerate(zip(models, rules, strict=True)):
+            plan, mixed = Plan(graph, rule, rank), before[rank].clone()
+            view = plan.view(t)
+            if view.sources:
+                rule.mix(mixed, {j: Payload({"x": before[j]}) for j in view.sources}, view)
+            rule.finish(mixed, view)
+            rule.begin(mixed, plan.view(t + 1))
+            torch.nn.utils.vector_to_parameters(mixed, m.parameters())
+            optimizers[rank].step()
+    return [flat(m) for m in models]
+
+
+def shared_rule(rank: int, n: int, topology: Any, section: Any, transport: str, cut: int) -> tuple[float, float]:
+    """Train 7 steps with a rule, started anew from its state at step `cut`; (difference from the simulation, moved)."""
+    def make() -> DecentralizedDataParallel:
+        return DecentralizedDataParallel(
+            model(), optimizer=SGD, topology=topology, sharing=rule_of(section), bucket_size_in_mb=0,
+            transport=transport,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    wrapped = make()
+    start = flat(wrapped.module)
+    for t in range(7):
+        if t == cut:
+            state = copy.deepcopy(wrapped.state_dict())
+            wrapped = make()
+            wrapped.load_state_dict(state)
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+    found, expected = flat(wrapped.module), simulate_rule(make_topology(topology, n, n), section, n, 7)[rank]
+    return float((found - expected).abs().max()), float((found - start).abs().max())
 
 
 def train(
@@ -99,6 +167,112 @@ def features(rank: int, n: int) -> dict[str, Any]:
     step(7)
     found["written"] = (float(flat(wrapped.module).min()), float(flat(wrapped.module).max()))
     return found
+
+
+class Explode(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of the backward pass")
+
+
+def exception(rank: int, n: int, where: int) -> tuple[int, float]:
+    """A backward pass that raises after the last layer's gradients came; (steps, distance from never having raised)."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    plain = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    for t in range(4):
+        x, y = batch(rank, t)
+        if t == where:
+            layers = wrapped.module
+            try:
+                layers[2:](Explode.apply(layers[:2](x))).sum().backward()
+            except ArithmeticError:
+                wrapped.zero_grad()
+        for each in (wrapped, plain):
+            (each(x) - y).square().mean().backward()
+    return wrapped.steps, float((flat(wrapped.module) - flat(plain.module)).abs().max())
+
+
+WRITES = {"element": "auto", "data": "collective", "numpy": "auto", "swap": "auto", "copy": "auto",
+          "load": "collective"}  # fmt: skip
+"""How a script writes -> the transport to try it with."""
+
+
+def writes(rank: int, n: int) -> dict[str, tuple[float, float]]:
+    return {way: write(rank, n, way, transport) for way, transport in WRITES.items()}
+
+
+def write(rank: int, n: int, way: str, transport: Any) -> tuple[float, float]:
+    """One element (or all) raised by 3 on rank 0 between two steps, with a learning rate of 0 and W = 1/n.
+
+    (what the mean gained, greatest difference between ranks after the next step); the gain must not be lost.
+    """
+    wrapped = DecentralizedDataParallel(
+        nn.Linear(301, 7, bias=False), optimizer=partial(torch.optim.SGD, lr=0.0), topology="complete",
+        transport=transport,
+    )  # fmt: skip
+    p = wrapped.module.weight
+    x = torch.ones(2, 301)
+    wrapped(x).sum().backward()
+    before = flat(wrapped.module).double().sum()
+    if rank == 0:
+        with torch.no_grad():
+            if way == "element":
+                p[3, 58] += 3.0
+            elif way == "data":
+                p.data[3, 58] += 3.0
+            elif way == "numpy":
+                p.detach().numpy()[3, 58] += 3.0
+            elif way == "swap":
+                p.data = p.data + 3.0 / p.numel()
+            elif way == "copy":
+                p.data.copy_(p.data + 3.0 / p.numel())
+            else:
+                wrapped.module.load_state_dict({"weight": p + 3.0 / p.numel()})
+    for _ in range(2):
+        wrapped(x).sum().backward()
+    after = flat(wrapped.module)
+    others = [torch.zeros_like(after) for _ in range(n)]
+    dist.all_gather(others, after)
+    return float(after.double().sum() - before), float((others[0] - others[-1]).abs().max())
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class Checkpointed(nn.Module):
+    """All but the first layer run again in the backward pass; says what it found in a dict with a dataclass in it."""
+
+    def __init__(self, layers: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = layers, reentrant
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        assert isinstance(self.layers, nn.Sequential)
+        x = self.layers[0](x)
+        for part in (self.layers[1:3], self.layers[3:]):
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return {"found": [Output(x)]}
+
+
+def checkpointed(rank: int, n: int) -> tuple[list[int], float]:
+    """Steps with both kinds of checkpoints, a gradient of the inputs alone taken in each; their difference."""
+    wrapped = [DecentralizedDataParallel(Checkpointed(model(), kind), optimizer=SGD, topology="complete")
+               for kind in (False, True)]  # fmt: skip
+    for t in range(3):
+        x, y = batch(rank, t)
+        for each in wrapped:
+            (each(x)["found"][0].logits - y).square().mean().backward()
+        x.requires_grad_()
+        torch.autograd.grad(wrapped[0](x)["found"][0].logits.sum(), x)
+    return [each.steps for each in wrapped], float((flat(wrapped[0]) - flat(wrapped[1])).abs().max())
 
 
 def accumulation(rank: int, n: int) -> float:
@@ -168,6 +342,75 @@ def oddities(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
         both = [torch.zeros_like(after) for _ in range(n)]
         dist.all_gather(both, after)
     return float((both[0] - both[-1]).abs().max()), moved, torch.equal(frozen[0], frozen[-1])
+
+
+class Mixed(nn.Module):
+    """float32 and bfloat16 parameters, one of them without a use in odd steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 3)
+        self.sometimes = nn.Linear(8, 8).bfloat16()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = torch.tanh(self.a(x)).bfloat16()
+        h = torch.tanh(self.b(h))
+        return self.c((self.sometimes(h) if self.calls % 2 else h).float())
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 2))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = torch.cat([x, x.flip(1)], 1).tile(1, 3).view(-1, 2, 3, 6)
+        return self.layers(images.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+
+
+def variant(rank: int, n: int, what: str) -> tuple[float, bool]:
+    """Five steps of a kind of model; (difference from the simulation, types and memory formats kept)."""
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return {"mixed": Mixed, "channels_last": Images}.get(what, model)()
+
+    compiled = partial(torch.compile, backend="aot_eager")
+    inner = make()
+    formats = [(p.dtype, p.stride()) for p in inner.parameters()]
+    given: Any = compiled(inner) if what == "compiled inside" else inner
+    wrapped = DecentralizedDataParallel(
+        given, optimizer=SGD, topology="complete", grad_clip_norm=1.0 if what == "mixed" else 0.0,
+    )  # fmt: skip
+    called: Any = compiled(wrapped) if what == "compiled outside" else wrapped
+    others = [make() for _ in range(n)]
+    optimizers = [SGD(m.parameters()) for m in others]
+
+    def backward(module: Any, r: int, t: int) -> None:
+        x, y = batch(r, t)
+        with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+            loss = (module(x) - y).square().mean()
+        loss.backward()
+
+    for t in range(5):
+        backward(called, rank, t)
+        for r, other in enumerate(others):
+            backward(other, r, t)
+            if what == "mixed":
+                nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        with torch.no_grad():
+            for each in zip(*(m.parameters() for m in others), strict=True):
+                mean = torch.stack([p.float() for p in each]).mean(0)
+                for p in each:
+                    p.copy_(mean)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(inner.parameters(), others[rank].parameters(), strict=True)
+    difference = max(float((p.float() - q.float()).abs().max()) for p, q in pairs)
+    return difference, formats == [(p.dtype, p.stride()) for p in inner.parameters()] and wrapped.steps == 5
 
 
 def resume(rank: int, n: int, transport: str) -> bool:

@@ -292,6 +292,19 @@ def test_compressed_runs_learn_and_count_their_bytes(sharing: str) -> None:
     assert accuracy > 0.7 and counters.data_bytes_sent + counters.metadata_bytes_sent < 0.6 * full
 
 
+def test_overlapped_rules_mix_what_they_sent() -> None:
+    """Sending everything equals full sharing under an overlapped schedule too, where training goes on meanwhile."""
+    models = []
+    for sharing in ("{name: full}", "{name: topk, fraction: 1.0}", "{name: wavelet, fraction: 1.0}"):
+        sets = [f"sharing={sharing}", "graph={name: ring, nodes: 4}", "mapping.nodes_per_machine=4",
+                "node={rounds: 8, evaluate_every: 0, schedule: overlapped}"]  # fmt: skip
+        nodes = build_in_process(load(ROOT / "configs" / "quickstart.yaml", sets))
+        step_all(nodes)
+        models.append(torch.stack([node.training.model.parameters for node in nodes]))
+    for other in models[1:]:
+        torch.testing.assert_close(other, models[0], atol=1e-4, rtol=0)
+
+
 def test_the_table_of_rules_is_sorted_by_file() -> None:
     for name, target in SHARINGS.items():
         found: Callable[..., object] = load_class(name, SHARINGS, "sharing")

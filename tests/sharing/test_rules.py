@@ -42,20 +42,20 @@ RING = make("ring", nodes=16)
 
 def test_bias_is_corrected_on_a_ring() -> None:
     """The order of algorithms.md 4.5: plain gossip is biased, the correcting rules go to the optimum."""
-    plain = quadratics("full", RING, 2000, 0.05)
+    plain = quadratics("full", RING, 1200, 0.05)
     assert plain > 1e-3
     for name in ("d2", "gradient_tracking"):
-        assert quadratics(name, RING, 2000, 0.05) < 1e-18, name
-    assert quadratics("momentum_tracking", RING, 2000, 0.01, momentum=0.8) < 1e-18
-    lam = [quadratics("decentlam", RING, 3000, lr, momentum=0.5) for lr in (0.02, 0.01)]
+        assert quadratics(name, RING, 1200, 0.05) < 1e-10, name
+    assert quadratics("momentum_tracking", RING, 1200, 0.01, momentum=0.8) < 1e-10
+    lam = [quadratics("decentlam", RING, 1500, lr, momentum=0.5) for lr in (0.02, 0.01)]
     assert lam[1] < lam[0] < plain
 
 
 def test_tracking_works_on_one_peer_sequences_and_d2_is_refused_there() -> None:
     sequence = make("one_peer_exponential", nodes=16)
-    assert quadratics("gradient_tracking", sequence, 2000, 0.05) < 1e-18
-    assert quadratics("momentum_tracking", sequence, 2000, 0.01, momentum=0.8) < 1e-18
-    assert quadratics("qg_momentum", sequence, 1000, 0.05) < quadratics("full", sequence, 1000, 0.05)
+    assert quadratics("gradient_tracking", sequence, 400, 0.05) < 1e-9
+    assert quadratics("momentum_tracking", sequence, 1000, 0.01, momentum=0.8) < 1e-9
+    assert quadratics("qg_momentum", sequence, 400, 0.05) < quadratics("full", sequence, 400, 0.05)
     for name in ("d2", "decentlam"):
         diverged = quadratics(name, sequence, 600, 0.05)
         assert not diverged < 1e-3, "this is why it is refused"

@@ -1,0 +1,96 @@
+"""Any message in any state: the session and the inbox take it or refuse it with a typed fault, in bounded memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from decentnode.communication.base import Counters, Schema
+from decentnode.communication.inbox import Inbox, Status
+from decentnode.errors import PeerFault
+from decentnode.payload import TensorSpec
+from decentnode.wire import codec
+from decentnode.wire.messages import FIELDS, MESSAGES, Chunk, Message
+from decentnode.wire.session import Session
+from tests.conftest import scale
+
+RUN = b"run-id-8"
+SMALL = (0, 1, 2, 3, 5, 255)
+
+
+def draw_field(limits: Any, draw: random.Random) -> object:
+    if "limit" in limits:
+        return draw.choice([*[n for n in SMALL if n < limits["limit"]], draw.randrange(limits["limit"])])
+    if "blob" in limits:
+        size = limits["blob"] if limits["exact"] else draw.choice([0, 1, 8, min(64, limits["blob"])])
+        return draw.choice([RUN, bytes(8)]) if size == 8 else draw.randbytes(size)
+    if "text" in limits:
+        return draw.choice(["", "a", "mean/0", "same", "x" * min(40, limits["text"])])
+    return {f"s{i}": draw.choice([0, 1.5, -3, "text", float("nan")]) for i in range(draw.randrange(3))}
+
+
+def draw_message(draw: random.Random) -> Message:
+    kind = draw.choice(list(MESSAGES.values()))
+    values = [draw_field(each.metadata, draw) for each in FIELDS[kind]]
+    if draw.random() < 0.9:  # mostly of this run and generation, from a node that exists
+        values[:3] = [RUN, 0, draw.randrange(8)]
+    return kind(*values)
+
+
+@pytest.mark.parametrize("uid", [0, 1, 6])
+def test_sessions_take_or_refuse_any_message(uid: int) -> None:
+    draw = random.Random(uid)
+    session = Session(uid, 7, "same", RUN if uid == 0 else None)
+    said = 0
+    for count in range(scale(4000, 100_000)):
+        message = draw_message(draw)
+        assert repr(codec.decode(codec.encode(message))) == repr(message)  # NaN is not equal to itself
+        try:
+            events = session.receive(message)
+        except PeerFault as fault:
+            assert fault.reason
+            events = []
+        assert len(events) <= 8
+        if count % 50 == 0:
+            session.tick(float(count))
+        said += len(session.outbox)
+        assert len(session.outbox) <= 64, "an answer to one message stays small"
+        session.outbox.clear()
+    held = sum(len(value) for value in vars(session).values() if isinstance(value, dict | set | list))
+    assert held <= 64, "nothing of what strangers say piles up"
+    assert said > 0
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_the_inbox_takes_or_refuses_any_chunk(elementwise: bool) -> None:
+    draw = random.Random(int(elementwise))
+    specs = {"x": TensorSpec(torch.float32, 600_000)} if elementwise else {
+        "i": TensorSpec(torch.uint8, 900, exact=False), "v": TensorSpec(torch.float32, 700, exact=False)}  # fmt: skip
+    consumed = [0]
+
+    def count(_uid: int, size: int) -> None:
+        consumed[0] += size
+
+    counters = Counters()
+    inbox = Inbox((Schema(600_000, specs, elementwise),), 1 << 20, Status(), counters, count)
+    totals = (0, 1, 10, 700, 900, 901, 600_000, 1 << 40)
+    taken = refused = 0
+    for step in range(scale(4000, 100_000)):
+        round = max(0, step // 100 + draw.randrange(-2, 3))
+        message = Chunk(RUN, 0, draw.randrange(4), round, draw.choice((0, 0, 0, 1, 255)), draw.choice((0, 0, 1, 2)),
+                        draw.choice((0, 1, 2, 9)), draw.choice(totals), {})  # fmt: skip
+        size = draw.choice((0, 1, 4, 40, 2800, 900, 600_000 * 4 - (1 << 20), 1 << 20))
+        try:
+            inbox.put(message, memoryview(bytearray(size)))
+            taken += 1
+        except PeerFault as fault:
+            assert fault.reason in ("wrong_shape", "wrong_size", "stale_round", "duplicate_chunk", "wrong_type")
+            refused += 1
+        if step % 100 == 0:
+            inbox.advance(step // 100)
+    inbox.advance(1 << 30)
+    assert taken and refused and not inbox._incoming, "what is over is let go"
+    assert inbox._floor == 1 << 30 and len(inbox._finished) <= 64

@@ -1,0 +1,53 @@
+"""Rules and codecs on a GPU: the same numbers as on the CPU, up to rounding, without leaving the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentnode.compression import indices, select
+from tests.compression.contract import CODECS, values
+from tests.graph.contract import make
+from tests.sharing.contract import RULES, bound, codec_of, draw, one_round
+
+pytestmark = pytest.mark.gpu
+
+
+def after_rounds(name: str, device: str) -> list[Tensor]:
+    models = [model.to(device) for model in draw(4, 500)]
+    graph = make("line" if RULES[name]().needs_tree else "ring", nodes=4)
+    rules = bound(RULES[name], models)
+    for r in range(3):
+        one_round(rules, models, graph, r)
+    assert all(model.device.type == device for model in models)
+    return [model.cpu() for model in models]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name: str) -> None:
+    codec = codec_of(RULES[name]())
+    here, there = after_rounds(name, "cpu"), after_rounds(name, "cuda")
+    if codec is not None and codec.unbiased:
+        return  # the two draw differently
+    for a, b in zip(here, there, strict=True):
+        torch.testing.assert_close(a, b, atol=0.05 if codec is not None else 1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codecs(name: str) -> None:
+    each, given = CODECS[name](), values(5000).cuda()
+    coded = each.encode(given, torch.Generator("cuda").manual_seed(1))
+    assert all(tensor.is_cuda for tensor in coded.values())
+    back = each.decode(coded, 5000, given.dtype)
+    assert back.is_cuda and bool(back.isfinite().all())
+
+
+def test_choosing_and_coding() -> None:
+    scores = values(1_000_003).abs()
+    for count in (10, 10_000, 400_000):
+        here, there = select.largest(scores, count), select.largest(scores.cuda(), count)
+        assert torch.equal(here, there.cpu())
+        stream = indices.encode(there, scores.numel())
+        assert stream.is_cuda and torch.equal(stream.cpu(), indices.encode(here, scores.numel()))
+        assert torch.equal(indices.decode(stream, scores.numel()), there)
