@@ -15,6 +15,7 @@ from decentnode.component import load_class
 from decentnode.data import shares
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
+from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
 from decentnode.node.node import Node, Record
 from decentnode.payload import TensorSpec
@@ -58,6 +59,11 @@ def make_model(experiment: Experiment, input_shape: tuple[int, ...], num_classes
     return module
 
 
+def machines_of(mapping: Mapping) -> list[tuple[int, ...]]:
+    """The uids on every machine, ascending."""
+    return [mapping.local(machine) for machine in range(mapping.num_machines)]
+
+
 def schemas_of(sharing: Sharing, model: FlatModel) -> tuple[Schema, ...]:
     """What every phase of a round exchanges: the rule's own, then float buffers where the model has any."""
     own = Schema(model.num_parameters, sharing.payload_schema(model.num_parameters, model.dtype), sharing.elementwise)
@@ -84,7 +90,7 @@ def build(
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
         experiment.training, model, dataset.train(parts[uid]), dataset.test(), seed=experiment.seed, uid=uid
     )
-    sharing = make_sharing(experiment.sharing)
+    sharing = make_sharing(experiment.sharing, machines_of(mapping))
     sharing.bind(model.shapes)
     communication = make_communication(schemas_of(sharing, model))
     return Node(uid, experiment.node, graph, training, sharing, communication, seed=experiment.seed, record=record)

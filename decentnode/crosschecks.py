@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from decentnode.data.base import Dataset
 from decentnode.errors import UsageError
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
+from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
 from decentnode.problems import Problem, raised
@@ -140,6 +141,30 @@ def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("sharing",), f": {name} {message}", other=("graph",))
 
 
+def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
+    """For rules with groups: of one size, with every node once, and all of a group give every other group the same."""
+    rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
+    graph, mapping = _graph(experiment), _mapping(experiment)
+    if not getattr(rule, "needs_groups", False) or graph is None or mapping is None:
+        return
+    chosen: Any = experiment.sharing
+    members = members_of(chosen.groups, [mapping.local(machine) for machine in range(mapping.num_machines)])
+    problem = problem_of(members, mapping.num_nodes)
+    if problem:
+        by_machine = chosen.groups == "machine"
+        yield Problem(("sharing", "groups"), problem, other=("mapping",),
+                      hint="lists of uids of one length would do" if by_machine else "")  # fmt: skip
+    elif graph.num_nodes == mapping.num_nodes:
+        groups = Groups(tuple(map(tuple, members)))
+        misfit = groups.misfit(graph) if graph.num_nodes <= MAX_CHECKED_NODES else groups.misfit(graph, rounds=1)
+        in_a_row = [uid for group in groups.members for uid in group] == list(range(graph.num_nodes))
+        instead = (f"{{name: grouped, nodes: {graph.num_nodes}, between: {{name: ring, nodes: {len(members)}}}}}"
+                   if in_a_row else f"{{name: complete, nodes: {graph.num_nodes}}}")  # fmt: skip
+        if misfit:
+            yield Problem(("sharing",), f": {chosen.name} needs a graph that treats all nodes of a group alike, but "
+                          f"{misfit}; {instead} would do", other=("graph",))  # fmt: skip
+
+
 def _misses(rule: type, graph: Graph) -> Iterator[str]:
     if getattr(rule, "needs_static", False) and graph.period != 1:
         instead = "{name: tree}" if getattr(rule, "needs_tree", False) else "{name: ring}"
@@ -219,6 +244,7 @@ CHECKS: tuple[Check, ...] = (
     every_node_gets_data,
     model_takes_the_data,
     sharing_suits_the_graph,
+    groups_suit_the_graph,
     inproc_is_one_machine,
     edges_have_their_ways,
 )

@@ -103,6 +103,11 @@ class Exchange(abc.ABC):
 class Pending(abc.ABC):
     """A collective call in flight: `wait` blocks, everything before it does not."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` may be called: always, but in process, where it cannot block until others are stepped."""
+        return True
+
     @abc.abstractmethod
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         """(mean, number of contributors). Raises PeerLost naming who was waited for, Interrupted on a stop."""

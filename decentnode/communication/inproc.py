@@ -89,6 +89,11 @@ class InprocPending(Pending):
     def __init__(self, owner: Inproc, key: str, closing: bool) -> None:
         self._owner, self._key, self._closing = owner, key, closing
 
+    @property
+    def ready(self) -> bool:
+        hub = self._owner.hub
+        return len(hub.means[self._key]) == hub.num_nodes or bool(hub.failed) or (hub.stopping and not self._closing)
+
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:  # noqa: ARG002
         hub = self._owner.hub
         self._owner.raise_if_failed()

@@ -10,7 +10,7 @@ from decentnode.component import Config, load_class
 if TYPE_CHECKING:
     from decentnode.graph.base import Graph
 
-GRAPHS: dict[str, str] = {
+FAMILIES: dict[str, str] = {
     "ring": "decentnode.graph.families:Ring",
     "torus": "decentnode.graph.families:Torus",
     "star": "decentnode.graph.families:Star",
@@ -31,6 +31,8 @@ GRAPHS: dict[str, str] = {
     "random_regular": "decentnode.graph.schedules:RandomRegular",
     "base_k_plus_1": "decentnode.graph.schedules:Base",
 }
+"""Graphs that are not made of others."""
+GRAPHS: dict[str, str] = {**FAMILIES, "grouped": "decentnode.graph.grouped:Grouped"}
 
 WEIGHTS: dict[str, str] = {
     "metropolis_hastings": "decentnode.graph.weights:MetropolisHastings",

@@ -21,16 +21,15 @@ import msgpack
 import psutil
 import zmq
 
-from decentnode.build import make_model, schemas_of, threads_of
+from decentnode.build import machines_of, make_model, schemas_of, threads_of
 from decentnode.communication.board import FOLDER, Layout
 from decentnode.communication.security import load_keyring
 from decentnode.communication.zeromq_config import ZeroMQConfig
-from decentnode.component import load_class
 from decentnode.data import shares
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
 from decentnode.launch.prepare import size
-from decentnode.sharing import SHARINGS
+from decentnode.sharing.compressed import make_sharing
 from decentnode.tensors import FlatModel
 
 ASK_SECONDS = 2.0
@@ -59,7 +58,7 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
     need, free = 3 * model.parameters.nbytes * len(uids), psutil.virtual_memory().available
     yield Finding("memory", need < free, f"{len(uids)} nodes need about {size(need)} for models and gradients, "
                                          f"{size(free)} are free")  # fmt: skip
-    sharing = load_class(experiment.sharing.name, SHARINGS, "sharing")(experiment.sharing)
+    sharing = make_sharing(experiment.sharing, machines_of(mapping))
     yield from _shared_memory(experiment, schemas_of(sharing, model), len(uids))
     yield _descriptors(experiment, uids)
     yield from _keys(experiment, uids)

@@ -6,12 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Communication
+from decentnode.communication.base import Communication, Pending
 from decentnode.errors import Diverged, Interrupted, PeerLost
 from decentnode.graph.base import Graph, RoundView, view
 from decentnode.node.config import NodeConfig
@@ -79,6 +80,9 @@ class Node:
         while self.round < self.config.rounds and not self._stopping():
             self.begin_round(self.round)
             yield
+            for phase in range(1, self.sharing.phases):
+                self.next_phase(phase)
+                yield
             self.finish_round(self.round)
             self.round += 1
             every = self.config.evaluate_every
@@ -89,8 +93,7 @@ class Node:
                     logger.info("evaluation after round %d given up: the run is stopping", self.round)
         if self._stopping():
             ahead = range(self.round, self.round + min(self.graph.period or 16, 16))
-            plans = (self.sharing.plan(view(self.graph, self.uid, round, self.seed)) for round in ahead)
-            later = {uid for plan in plans for uid in plan.neighbors}
+            later = {uid for round in ahead for plan in self._planned(round) for uid in plan.neighbors}
             self.communication.depart(self.round, later)
         if self._evaluated != self.round:
             yield from self.evaluate(closing=True)
@@ -109,17 +112,36 @@ class Node:
         """Local steps and the exchange in flight; does not wait for a neighbor."""
         self.doing = "local steps"
         self._started = time.perf_counter()
-        self._view = self.sharing.plan(view(self.graph, self.uid, round, self.seed))
-        self._update = self.schedule.begin(self._view, lambda: self._check_finite(round))
-        self._buffers = self._send_buffers(self._view)
+        self._plans = self._planned(round)
+        self._missing: frozenset[int] = frozenset()
+        self._update = self.schedule.begin(self._plans[0], lambda: self._check_finite(round))
+        if self.sharing.phases == 1:
+            self._buffers = self._send_buffers(self._plans[-1])
         return self._update
 
+    def next_phase(self, phase: int) -> None:
+        """Blocking: wait for the neighbors of the phase before, mix, and send what `phase` (1 or later) sends."""
+        self.doing = f"exchange, phase {phase} of {self.sharing.phases}"
+        self._account_missing(self._plans[phase - 1], self.schedule.mix(self._plans[phase - 1]))
+        self.schedule.send(self._plans[phase])
+        if phase == self.sharing.phases - 1:
+            self._buffers = self._send_buffers(self._plans[-1])
+
+    def _planned(self, round: int) -> list[RoundView]:
+        """A view per phase, then that of the float buffers: with one phase the rule's, else the graph's own.
+
+        All are known before the first of them sends (H2 in communication/hybrid.py).
+        """
+        seen = view(self.graph, self.uid, round, self.seed)
+        plans = [self.sharing.plan(replace(seen, phase=phase)) for phase in range(self.sharing.phases)]
+        return [*plans, plans[0] if len(plans) == 1 else seen]
+
     def finish_round(self, round: int) -> None:
-        """Blocking: wait for the neighbors, mix, record."""
+        """Blocking: wait for the neighbors of the last phase, mix, record."""
         self.doing = "exchange"
-        mixed = self.schedule.finish(self._view)
-        self._mix_buffers(self._view)
-        self._account_missing(round, mixed)
+        mixed = self.schedule.finish(self._plans[-2])
+        self._mix_buffers(self._plans[-1])
+        self._account_missing(self._plans[-2], mixed)
         times, update = self.schedule.times, self._update
         seconds = time.perf_counter() - self._started
         self._round_seconds.append(seconds)
@@ -134,7 +156,7 @@ class Node:
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
             "data_bytes_sent": counters.data_bytes_sent, "metadata_bytes_sent": counters.metadata_bytes_sent,
             "edges": self._edge_deltas(), **self._slowest(),
-            **({"missing": sorted(mixed.missing)} if mixed.missing else {}),
+            **({"missing": sorted(self._missing)} if self._missing else {}),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
 
@@ -165,16 +187,19 @@ class Node:
         if self.config.check_finite and not math.isfinite(float(self.training.model.parameters.sum())):
             raise Diverged(f"node {self.uid}: the model holds NaN or infinity after the local steps of round {round}")
 
-    def _account_missing(self, round: int, mixed: Mixed) -> None:
+    def _account_missing(self, now: RoundView, mixed: Mixed) -> None:
+        """Note who did not come in one phase. Raises PeerLost where that is not to be borne."""
+        self._missing |= mixed.missing
         lost = mixed.missing - mixed.departed
         if lost and self.config.missing == "fail":
             whom = ", ".join(map(str, sorted(lost)))
             raise PeerLost(
-                f"node {self.uid}: nothing from node {whom} in round {round} within "
-                f"{self.communication.config.timeout_seconds:g} s (communication.timeout_seconds)", sorted(lost),
+                f"node {self.uid}: nothing from node {whom} in round {now.round} within "
+                f"{self.schedule.timeout_seconds(now.phase):g} s (communication.timeout_seconds"
+                f"{f' for each of {now.phase + 1} phases' if now.phase else ''})", sorted(lost),
             )
         if mixed.missing:
-            logger.warning("round %d: went on without %s", round, sorted(mixed.missing))
+            logger.warning("round %d: went on without %s", now.round, sorted(mixed.missing))
 
     # -- float buffers ----------------------------------------------------------------------------------------
 
@@ -192,7 +217,7 @@ class Node:
         if self._buffers is None:
             return
         flat = self.training.model.buffers
-        for arrival in self._buffers.arrivals(self.communication.config.timeout_seconds):
+        for arrival in self._buffers.arrivals(self.schedule.timeout_seconds(self.sharing.phases - 1)):
             weights = now.without(arrival.missing).weights
             part = flat[arrival.start : arrival.stop]
             part.mul_(weights[self.uid])
@@ -213,7 +238,7 @@ class Node:
         model = self.training.model
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
         pending = self.communication.mean(f"{key}/model", own, closing)
-        yield
+        yield from self._until_ready(pending)
         self.merged, contributors = pending.wait(timeout)
         merged = self._evaluate_merged(self.merged)
         own_x, mean_x = own[: model.num_parameters].double(), self.merged[: model.num_parameters].double()
@@ -221,7 +246,7 @@ class Node:
             [float((own_x - mean_x).square().sum()), merged.loss * merged.samples,
              merged.accuracy * merged.samples, merged.samples, local.accuracy, local.loss], dtype=torch.float64)
         pending = self.communication.mean(f"{key}/figures", sums, closing)
-        yield
+        yield from self._until_ready(pending)
         mean, _ = pending.wait(timeout)
         self._evaluated = self.round
         self._evaluation = {
@@ -236,6 +261,13 @@ class Node:
             validation = self.training.evaluate("validation")
             self._evaluation |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
         self.record({"kind": "evaluation", "round": self.round, "time": time.time(), **self._evaluation})
+
+    def _until_ready(self, pending: Pending) -> Iterator[None]:
+        """Steps for others to come as far as this node; after a stop they may have all phases of a round to go."""
+        yield
+        for _ in range(self.sharing.phases):
+            if not pending.ready:
+                yield
 
     def _evaluate_merged(self, merged: Tensor) -> Evaluation:
         """The merged model on part uid of num_nodes of the test set; the node's own model is restored."""

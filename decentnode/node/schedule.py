@@ -1,4 +1,8 @@
-"""In which order a round's parts happen. Nothing else in the project decides this."""
+"""In which order a round's parts happen. Nothing else in the project decides this.
+
+A round of a rule with several phases is one exchange after the other: `begin` sends the first, `mix` and `send` go from
+each to the next, `finish` takes in the last. A rule with one phase knows only `begin` and `finish`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ class Mixed:
 
 
 class Schedule(abc.ABC):
-    """One round in two halves: everything before the neighbors must act, and everything after."""
+    """One round, cut where the neighbors must act before it can go on. `view` is that of the phase under way."""
 
     def __init__(self, training: Training, sharing: Sharing, communication: Communication) -> None:
         self.training = training
@@ -67,30 +71,43 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
-        """Local steps, and the exchange in flight. `check` runs after the local steps, before their result leaves."""
+        """Local steps, and the first phase's exchange in flight. `check` runs after the local steps, before their
+        result leaves."""
+
+    @abc.abstractmethod
+    def mix(self, view: RoundView) -> Mixed:
+        """Blocking: wait for the exchange of a phase that is not the last, and mix it into the model."""
+
+    def send(self, view: RoundView) -> None:
+        """The exchange of a phase after the first in flight, of the model as `mix` left it."""
+        self._exchange = self._send(self.model.parameters, view)
 
     @abc.abstractmethod
     def finish(self, view: RoundView) -> Mixed:
-        """Blocking: wait for the exchange and mix it into the model."""
+        """Blocking: wait for the last phase's exchange, mix it into the model, and end the round."""
+
+    def timeout_seconds(self, phase: int) -> float:
+        """Longest wait for a neighbor in a phase: in a later one it may itself be waiting in those before."""
+        return self.communication.config.timeout_seconds * (1 + phase)
 
     def _send(self, model: Tensor, view: RoundView) -> Exchange:
         started = time.perf_counter()
         self._outgoing = self.sharing.outgoing(model, view)
-        exchange = self.communication.exchange(view.round, self._outgoing, view.sources)
-        self.times.send = time.perf_counter() - started
+        exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase)
+        self.times.send += time.perf_counter() - started
         return exchange
 
     def _train(self, view: RoundView) -> Update:
         started = time.perf_counter()
         update = self.training.local_update(view.round)
-        self.times.train = time.perf_counter() - started
+        self.times.train += time.perf_counter() - started
         return update
 
     def _slices(self, exchange: Exchange, view: RoundView) -> Iterator[tuple[int, int, dict[int, Payload], RoundView]]:
         """Arrived slices, cut into blocks, with the view that has the weights of missing sources returned."""
         now, missing = view, frozenset[int]()
         waiting, wait = time.perf_counter(), 0.0
-        for arrival in exchange.arrivals(self.communication.config.timeout_seconds):
+        for arrival in exchange.arrivals(self.timeout_seconds(view.phase)):
             wait += time.perf_counter() - waiting
             if arrival.missing != missing:
                 missing, now = arrival.missing, view.without(arrival.missing)
@@ -103,7 +120,7 @@ class Schedule(abc.ABC):
                 received = self._unpacked(arrival.received, view)
                 yield arrival.start, arrival.stop, received, now.without(self._refused)
             waiting = time.perf_counter()
-        self.times.wait = wait + time.perf_counter() - waiting
+        self.times.wait += wait + time.perf_counter() - waiting
 
     def _unpacked(self, received: Mapping[int, Payload], view: RoundView) -> dict[int, Payload]:
         """What the rule made of the payloads; sources whose bytes it could not read go to `_refused`."""
@@ -125,8 +142,23 @@ class Schedule(abc.ABC):
             return None
         return self.communication.claim(model, self.communication.config.timeout_seconds)
 
+    def _mix_in_place(self, view: RoundView) -> None:
+        """Blocking: the arrivals of the exchange in flight into the model, which may move to another place."""
+        started, waited = time.perf_counter(), self.times.wait
+        model = self.model.parameters
+        place = self._place(model)
+        with torch.no_grad():
+            for a, b, received, now in self._slices(self._exchange, view):
+                if place is None:
+                    self.sharing.mix(model[a:b], received, now)
+                else:
+                    self.sharing.mix_into(place[a:b], model[a:b], received, now)
+        if place is not None:
+            self.model.rebind(place)
+        self.times.mix += time.perf_counter() - started - (self.times.wait - waited)
+
     def _settle(self, exchange: Exchange) -> Mixed:
-        self.times.flight = exchange.seconds
+        self.times.flight += exchange.seconds
         for uid in exchange.undelivered:
             self.sharing.undelivered(uid, self._outgoing[uid])
         self._outgoing = {}
@@ -138,6 +170,7 @@ class Sequential(Schedule):
     """Local steps, then exchange, then mix: x <- W (x + delta)."""
 
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
+        self.times = RoundTimes()
         with torch.no_grad():
             self.sharing.begin(self.model.parameters, view)
         update = self._train(view)
@@ -147,27 +180,30 @@ class Sequential(Schedule):
         self._exchange = self._send(self.model.parameters, view)
         return update
 
+    def mix(self, view: RoundView) -> Mixed:
+        self._mix_in_place(view)
+        return self._settle(self._exchange)
+
     def finish(self, view: RoundView) -> Mixed:
+        self._mix_in_place(view)
         started = time.perf_counter()
-        model = self.model.parameters
-        place = self._place(model)
-        for a, b, received, now in self._slices(self._exchange, view):
-            if place is None:
-                self.sharing.mix(model[a:b], received, now)
-            else:
-                self.sharing.mix_into(place[a:b], model[a:b], received, now)
-        if place is not None:
-            self.model.rebind(place)
         with torch.no_grad():
             self.sharing.finish(self.model.parameters, view)
-        self.times.mix = time.perf_counter() - started - self.times.wait
+        self.times.mix += time.perf_counter() - started
         return self._settle(self._exchange)
 
 
 class Overlapped(Schedule):
-    """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta (algorithms.md 1.1, AWC)."""
+    """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta (algorithms.md 1.1, AWC).
+
+    Of several phases the first flies during the local steps, the others follow it.
+    """
+
+    _delta: Tensor | None = None
+    """[P] the local update, put aside while phases are mixed one after the other."""
 
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
+        self.times = RoundTimes()
         self._before = self.model.parameters
         if not self.sharing.elementwise:  # such a rule may keep views of what it sends until it mixes
             self._before = self._before.clone()
@@ -181,8 +217,27 @@ class Overlapped(Schedule):
         check()
         return update
 
+    def mix(self, view: RoundView) -> Mixed:
+        if self._delta is None:
+            self._delta = self.model.parameters - self._before
+            self.model.parameters.copy_(self._before)
+        self._mix_in_place(view)
+        return self._settle(self._exchange)
+
     def finish(self, view: RoundView) -> Mixed:
-        started = time.perf_counter()
+        if self._delta is None:
+            self._mix_and_advance(view)
+            return self._settle(self._exchange)
+        self._mix_in_place(view)
+        mixed = self._settle(self._exchange)
+        with torch.no_grad():
+            self.sharing.advance(self.model.parameters, self._delta, view.without(mixed.missing))
+        self._delta = None
+        return mixed
+
+    def _mix_and_advance(self, view: RoundView) -> None:
+        """Blocking: slice by slice, so that neither the mixed model nor the update needs memory of its own."""
+        started, waited = time.perf_counter(), self.times.wait
         model, before = self.model.parameters, self._before
         with torch.no_grad():
             for a, b, received, now in self._slices(self._exchange, view):
@@ -191,8 +246,7 @@ class Overlapped(Schedule):
                 x.copy_(before[a:b])
                 self.sharing.mix(x, received, now)
                 self.sharing.advance(x, delta, now)
-        self.times.mix = time.perf_counter() - started - self.times.wait
-        return self._settle(self._exchange)
+        self.times.mix += time.perf_counter() - started - (self.times.wait - waited)
 
 
 SCHEDULES: dict[str, type[Schedule]] = {"sequential": Sequential, "overlapped": Overlapped}

@@ -12,6 +12,7 @@ SHARINGS: dict[str, str] = {
     "exact_diffusion": "decentnode.sharing.d2:D2",
     "fft": "decentnode.sharing.fft:FFT",
     "gradient_tracking": "decentnode.sharing.gradient_tracking:GradientTracking",
+    "hierarchical": "decentnode.sharing.hierarchical:Hierarchical",
     "jwins": "decentnode.sharing.jwins:JWINS",
     "leader": "decentnode.sharing.leader:Leader",
     "local_sgd": "decentnode.sharing.local_sgd:LocalSGD",

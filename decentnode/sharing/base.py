@@ -42,21 +42,29 @@ class Sharing(Component, abc.ABC):
     """Over the graph's rounds everybody must hear of everybody, if by others."""
     needs_gradient: ClassVar[bool] = False
     phases: ClassVar[int] = 1
+    """Exchanges per round, one after the other: `plan`, `outgoing`, `mix` are called for each, `view.phase` says for
+    which; what leaves in one phase may depend on what was mixed in the one before. All have the same payload schema."""
     needs_sequential: ClassVar[bool] = False
     """Whether it uses `begin`, `adjust` or `finish`, which an overlapped schedule cannot serve."""
     needs_tree: ClassVar[bool] = False
     makes_own_edges: ClassVar[bool] = False
     """Whether `plan` chooses other neighbors than the graph's."""
+    needs_groups: ClassVar[bool] = False
+    """Whether its Config has `groups` (machine, or lists of uids of one size); the graph must be lumpable between them
+    (graph/groups.py)."""
     compresses: ClassVar[bool] = False
     """Whether it applies its `compression` itself; otherwise whoever makes the rule wraps it (compressed.py)."""
 
+    def locate(self, machines: Sequence[Sequence[int]]) -> None:
+        """Once, before everything else: the uids on every machine, ascending."""
+
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Once, before everything else: the shapes of the parameters that stand one after the other in the model."""
+        """Once, before the first schema: the shapes of the parameters that stand one after the other in the model."""
 
     def plan(self, view: RoundView) -> RoundView:
-        """The round as this rule wants it: its own neighbors, sources and weights, or none in a round of rest.
+        """The phase as this rule wants it: its own neighbors, sources and weights, or none in a round of rest.
 
-        Every node must come to the same answer from the view alone.
+        Every node must come to the same answer from the view alone, before anything of the round was sent.
         """
         return view
 
@@ -67,7 +75,7 @@ class Sharing(Component, abc.ABC):
         """After the local steps, in place, before `outgoing`. loss: mean training loss of the round."""
 
     def finish(self, model: Tensor, view: RoundView) -> None:
-        """After mixing, in place, on the whole model."""
+        """After mixing the last phase, in place, on the whole model."""
 
     def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:  # noqa: ARG002
         """Overlapped schedules: add the local update, made meanwhile, to what was mixed; the whole or any slice."""

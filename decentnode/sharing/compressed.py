@@ -22,22 +22,26 @@ COUNT = ".count"
 """Ending of the scalar that says how many values a tensor of free length had."""
 
 
-def make_sharing(config: Any) -> Sharing:
+def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing:
     """The rule of a section, within its compression where it does not compress by itself.
 
+    machines: the uids on every machine; without them the rule is still to be told (`locate`).
     Raises EnvironmentFault when a codec's library is not installed.
     """
     made: Sharing = load_class(config.name, SHARINGS, "sharing")(config)
+    if machines:
+        made.locate(machines)
     if made.compresses or getattr(config, "compression", None) is None:
         return made
     return Compressed(made, make_codec(config.compression))
 
 
 def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
-    """The codec's draws of this node and round; None where it makes none."""
+    """The codec's draws of this node, round and phase; None where it makes none."""
     if not codec.unbiased:
         return None
-    return torch.Generator(device).manual_seed(rng.torch_seed(view.seed, view.uid, "compression", view.round))
+    purpose = f"compression, phase {view.phase}" if view.phase else "compression"
+    return torch.Generator(device).manual_seed(rng.torch_seed(view.seed, view.uid, purpose, view.round))
 
 
 class Compressed(Sharing):
@@ -55,10 +59,13 @@ class Compressed(Sharing):
         for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
                      "needs_connected",
                      "smallest_eigenvalue", "needs_gradient", "phases", "needs_sequential", "needs_tree",
-                     "makes_own_edges"):  # fmt: skip
+                     "makes_own_edges", "needs_groups"):  # fmt: skip
             setattr(self, name, getattr(rule, name))
         self.elementwise = rule.elementwise and codec.elementwise  # type: ignore[misc]
         self._specs: dict[str, TensorSpec] = {}
+
+    def locate(self, machines: Sequence[Sequence[int]]) -> None:
+        self.rule.locate(machines)
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.rule.bind(shapes)

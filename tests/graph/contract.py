@@ -21,6 +21,9 @@ CASES: list[tuple[str, dict[str, object]]] = [
     ("alternating_ring", {"nodes": 2}), ("alternating_exponential_ring", {"nodes": 12, "nodes_per_machine": 3}),
     ("random_matching", {"nodes": 9}), ("random_regular", {"nodes": 10, "degree": 3}),
     ("base_k_plus_1", {"nodes": 7}), ("base_k_plus_1", {"nodes": 25, "peers": 4}),
+    ("grouped", {"nodes": 12, "between": {"name": "ring", "nodes": 4}}),
+    ("grouped", {"nodes": 3, "between": {"name": "line", "nodes": 3}}),
+    ("grouped", {"nodes": 8, "between": {"name": "directed_one_peer_exponential", "nodes": 4}}),
 ]  # fmt: skip
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from decentnode.compression.base import Codec
 from decentnode.compression.lossless import Lossless
 from decentnode.graph.base import RoundView, view
 from decentnode.graph.topology import Topology
-from decentnode.payload import Payload
+from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import Compressed, make_sharing
@@ -36,7 +38,8 @@ RULES |= {
     f"{name}+{codec}": rule(name, **OPTIONS.get(name, {}), compression={"name": codec})
     for name, codec in (("topk", "int8"), ("fft", "float16"), ("jwins", "zstd"), ("subsample", "int4"),
                         ("choco", "int8"), ("deepsqueeze", "int8"), ("gradient_tracking", "bfloat16"),
-                        ("push_sum", "bfloat16"), ("ac", "bfloat16"), ("local_sgd", "float16"))
+                        ("push_sum", "bfloat16"), ("ac", "bfloat16"), ("local_sgd", "float16"),
+                        ("hierarchical", "bfloat16"))
 }  # fmt: skip
 RULES["full+zstd of int4"] = rule("full", compression={"name": "zstd", "of": {"name": "int4", "unbiased": True}})
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
@@ -73,10 +76,20 @@ def gossip(
 def bound(make_rule: Make, models: list[Tensor]) -> list[Sharing]:
     """A rule per model, told what nodes tell it before the first round."""
     rules = [make_rule() for _ in models]
+    n = len(models)
+    machines = [range(n // 2), range(n // 2, n)] if n % 2 == 0 else [range(u, u + 1) for u in range(n)]
     for each, model in zip(rules, models, strict=True):
+        each.locate(machines)
         each.bind([(model.numel() - model.numel() // 3,), (model.numel() // 3,)])
         each.payload_schema(model.numel(), model.dtype)
     return rules
+
+
+def suited(each: Sharing, nodes: int, otherwise: str = "ring", **options: object) -> Topology:
+    """A graph that a rule takes: a line for relays, one that treats machines alike for groups, else `otherwise`."""
+    if each.needs_tree or each.needs_groups:
+        return make("line" if each.needs_tree else "complete", nodes=nodes)
+    return make(otherwise, nodes=nodes, **options)
 
 
 def _copy(payload: Payload) -> Payload:
@@ -94,7 +107,7 @@ def check_identical_stay_identical(make_rule: Make) -> None:
     if codec is not None and codec.unbiased:
         return  # every node rounds its own way
     models = [draw(1, 33)[0] for _ in range(6)]
-    gossip(make_rule, make("line" if each.needs_tree else "ring", nodes=6), models, 5)
+    gossip(make_rule, suited(each, 6), models, 5)
     if name_of(make_rule) in ("choco", "deepsqueeze") and getattr(each.operator, "choose", "") == "random":
         return  # every node chooses its own
     for model in models[1:]:
@@ -112,7 +125,7 @@ def check_mean_is_kept(make_rule: Make) -> None:
         return
     models = draw(8, 41)
     before = torch.stack(models).double().mean(0)
-    gossip(make_rule, make("regular", nodes=8, degree=3), models, 6)
+    gossip(make_rule, suited(make_rule(), 8, "regular", degree=3), models, 6)
     noise = noise_of(make_rule())
     torch.testing.assert_close(torch.stack(models).double().mean(0), before, atol=1e-6 + noise, rtol=0)
 
@@ -142,17 +155,23 @@ def check_slices_equal_the_whole(make_rule: Make) -> None:
 def check_schema_fits(make_rule: Make) -> None:
     for elements in (1, 2, 64, 101):
         for dtype in (torch.float32, torch.float64):
-            each = bound(make_rule, draw(1, elements, dtype))[0]
+            each = bound(make_rule, draw(4, elements, dtype))[0]
             schema = each.payload_schema(elements, dtype)
-            seen = each.plan(view(make("ring", nodes=4), 0, 0, 1))
-            outgoing = each.outgoing(draw(1, elements, dtype)[0], seen)
-            assert set(outgoing) == set(seen.neighbors)
-            for payload in outgoing.values():
-                assert payload.tensors.keys() == schema.keys()
-                for name, tensor in payload.tensors.items():
-                    spec = schema[name]
-                    assert tensor.dim() == 1 and tensor.dtype == spec.dtype and tensor.numel() <= spec.max_elements
-                    assert not spec.exact or tensor.numel() == spec.max_elements
+            for phase in range(each.phases):
+                seen = each.plan(replace(view(make("ring", nodes=4), 0, 0, 1), phase=phase))
+                assert seen.phase == phase and sum(seen.weights.values()) == pytest.approx(1)
+                outgoing = each.outgoing(draw(1, elements, dtype)[0], seen)
+                assert set(outgoing) == set(seen.neighbors)
+                for payload in outgoing.values():
+                    check_payload(payload, schema)
+
+
+def check_payload(payload: Payload, schema: dict[str, TensorSpec]) -> None:
+    assert payload.tensors.keys() == schema.keys()
+    for name, tensor in payload.tensors.items():
+        spec = schema[name]
+        assert tensor.dim() == 1 and tensor.dtype == spec.dtype and tensor.numel() <= spec.max_elements
+        assert not spec.exact or tensor.numel() == spec.max_elements
 
 
 def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
@@ -173,8 +192,7 @@ def check_repeats_bit_for_bit(make_rule: Make) -> None:
     for _ in range(2):
         models = draw(6, 50)
         each = make_rule()
-        graph = make("line", nodes=6) if each.needs_tree else make("ring", nodes=6) if each.needs_static else make(
-            "random_regular", nodes=6, degree=3)  # fmt: skip
+        graph = suited(each, 6) if each.needs_static else suited(each, 6, "random_regular", degree=3)
         gossip(make_rule, graph, models, 4)
         runs.append(models)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
@@ -183,7 +201,7 @@ def check_repeats_bit_for_bit(make_rule: Make) -> None:
 def check_state_round_trip(make_rule: Make) -> None:
     """Cut after three of six rounds and restored into new rules, the run gives the same bits."""
     each = make_rule()
-    graph = make("line" if each.needs_tree else "ring", nodes=6)
+    graph = suited(each, 6)
     straight, cut = draw(6, 30), draw(6, 30)
     a, b = bound(make_rule, straight), bound(make_rule, cut)
     for r in range(6):
@@ -202,14 +220,27 @@ def one_round(
     missing: frozenset[int] = frozenset(), step: Callable[[int, Tensor], object] | None = None,
 ) -> None:
     """One round in place, by hand. missing: sent nothing. step: local work; else toward a target of each node."""
-    views = [each.plan(view(graph, uid, r, 1)) for uid, each in enumerate(rules)]
-    for uid, (each, model, seen) in enumerate(zip(rules, models, views, strict=True)):
+    phases = [
+        [each.plan(replace(view(graph, uid, r, 1), phase=phase)) for uid, each in enumerate(rules)]
+        for phase in range(rules[0].phases)
+    ]
+    for uid, (each, model, seen) in enumerate(zip(rules, models, phases[0], strict=True)):
         each.begin(model, seen)
         if step is not None:
             step(uid, model)
         elif pull:
             model.sub_(model - float(uid), alpha=pull)
         each.adjust(model, seen, float(uid))
+    for views in phases:
+        one_phase(rules, models, views, missing)
+    for each, model, seen in zip(rules, models, phases[-1], strict=True):
+        each.finish(model, seen)
+
+
+def one_phase(
+    rules: list[Sharing], models: list[Tensor], views: list[RoundView], missing: frozenset[int] = frozenset()
+) -> None:
+    """One exchange of all nodes, mixed in place."""
     sent = [
         {to: _copy(p) for to, p in each.outgoing(model, seen).items()}
         for each, model, seen in zip(rules, models, views, strict=True)
@@ -218,7 +249,6 @@ def one_round(
         here = [j for j in views[uid].sources if j not in missing]
         received = {j: sent[j][uid] if each.elementwise else each.unpack(sent[j][uid], j, views[uid]) for j in here}
         each.mix(model, received, views[uid].without(missing & set(views[uid].sources)))
-        each.finish(model, views[uid])
 
 
 def matrix_reference(graph: Topology, models: list[Tensor], rounds: int) -> np.ndarray:

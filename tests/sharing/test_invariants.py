@@ -20,7 +20,7 @@ from decentnode.models.base import Model
 from decentnode.sharing import SHARINGS
 from tests.conftest import scale
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, Make, bound, draw, name_of, one_round, rule
+from tests.sharing.contract import RULES, Make, bound, draw, name_of, one_round, rule, suited
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +80,7 @@ def test_stated_errors_on_one_peer_graphs() -> None:
     {"name": "slowmo", "every": 1, "outer_momentum": 0.0}, {"name": "moshpit", "dimensions": 1},
     {"name": "topk", "fraction": 1.0}, {"name": "fft", "fraction": 1.0},
     {"name": "choco", "choose": "all", "step_size": 1.0}, {"name": "deepsqueeze", "choose": "all", "step_size": 1.0},
+    {"name": "hierarchical"},
 ])  # fmt: skip
 def test_on_a_complete_graph_it_is_centralized(options: dict[str, object]) -> None:
     """T3: SGD on the mean gradient, from a common start."""
@@ -95,7 +96,8 @@ def test_on_a_complete_graph_it_is_centralized(options: dict[str, object]) -> No
         torch.testing.assert_close(model, central, atol=1e-3 if options["name"] == "ac" else 1e-10, rtol=0)
 
 
-DRAWS_BY_UID = ("noloco", "subsample", "jwins", "moshpit", "powergossip", "leader")
+DRAWS_BY_UID = ("noloco", "subsample", "jwins", "moshpit", "powergossip", "leader", "hierarchical")
+"""Rules in which a uid decides something; coded, the owner of a shard knows it better than others."""
 
 
 @pytest.mark.parametrize("name", [n for n in RULES if name_of(RULES[n]) not in DRAWS_BY_UID])
@@ -105,7 +107,7 @@ def test_names_of_nodes_do_not_matter(name: str) -> None:
     codec = getattr(each, "codec", None) or getattr(getattr(each, "operator", None), "codec", None)
     if (codec is not None and codec.unbiased) or getattr(getattr(each, "operator", None), "choose", "") == "random":
         return
-    graph = make("line", nodes=6)
+    graph = suited(each, 6, "line")
     runs = []
     for backwards in (False, True):
         models = draw(6, 30, torch.float64)
@@ -123,7 +125,7 @@ def test_names_of_nodes_do_not_matter(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_models(name: str, dtype: torch.dtype) -> None:
     models = draw(4, 77, dtype)
-    graph = make("line" if RULES[name]().needs_tree else "ring", nodes=4)
+    graph = suited(RULES[name](), 4)
     rules = bound(RULES[name], models)
     for r in range(3):
         one_round(rules, models, graph, r)

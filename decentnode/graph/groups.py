@@ -1,0 +1,104 @@
+"""Nodes in groups of one size, and what a graph looks like between the groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from decentnode.graph.base import Graph
+
+CHECKED_ROUNDS = 64
+"""Rounds of a graph without a shorter period that are looked at."""
+EQUAL = 1e-9
+"""Weights that differ by no more are the same."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Disjoint groups of uids; a node's rank is its position in its group.
+
+    W is `lumpable` (Kemeny and Snell 1960, theorem 6.3.2) when all nodes of a group give the same weight in sum to
+    every other group. Then W_between[g, h] = sum over j in h of W_ij, whichever i of g, and with P the mean in every
+    group, P W P = W_between kron (the mean in one group).
+    """
+
+    members: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {uid: (at, rank) for at, group in enumerate(self.members) for rank, uid in enumerate(group)}
+
+    @property
+    def size(self) -> int:
+        """Nodes in a group."""
+        return len(self.members[0])
+
+    def place(self, uid: int) -> tuple[int, int]:
+        """(group, rank) of a node."""
+        return self._places[uid]
+
+    def row(self, weights: Mapping[int, float]) -> dict[int, float]:
+        """What a row of W gives to every group in sum; groups ascending, none that gets nothing."""
+        found: dict[int, float] = {}
+        for uid, weight in weights.items():
+            at = self._places[uid][0]
+            found[at] = found.get(at, 0.0) + weight
+        return dict(sorted(found.items()))
+
+    def of(self, uids: Iterable[int]) -> tuple[int, ...]:
+        """The groups that these nodes are in, ascending."""
+        return tuple(sorted({self._places[uid][0] for uid in uids}))
+
+    def mates(self, uid: int, groups: Collection[int]) -> tuple[int, ...]:
+        """The nodes of a node's rank in other `groups`, ascending."""
+        at, rank = self._places[uid]
+        return tuple(sorted(self.members[group][rank] for group in groups if group != at))
+
+    def misfit(self, graph: Graph, rounds: int = CHECKED_ROUNDS) -> str:
+        """Where a graph is not lumpable, in words; "" where it is. Looks at one period, at so many rounds at most."""
+        for round in range(min(graph.period or rounds, rounds)):
+            for group in self.members:
+                first, *others = group
+                row, toward = self.row(graph.weights(first, round)), self.of(graph.neighbors(first, round))
+                for uid in others:
+                    found = self.row(graph.weights(uid, round))
+                    for other in sorted(row.keys() | found.keys()):
+                        a, b = row.get(other, 0.0), found.get(other, 0.0)
+                        if abs(a - b) > EQUAL:
+                            return (f"nodes {first} and {uid} of one group give weights {a:.3f} and {b:.3f} to nodes "
+                                    f"{shown(self.members[other])} in round {round}")  # fmt: skip
+                    mine = self._places[first][0]
+                    if set(self.of(graph.neighbors(uid, round))) - {mine} != set(toward) - {mine}:
+                        return f"nodes {first} and {uid} of one group send to other groups in round {round}"
+        return ""
+
+
+def members_of(groups: str | Sequence[Sequence[int]], machines: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """The groups that a config names: machine, or lists of uids."""
+    return machines if isinstance(groups, str) else groups
+
+
+def shown(uids: Sequence[int]) -> str:
+    """A few uids in words."""
+    return ", ".join(map(str, uids[:6])) + (" ..." if len(uids) > 6 else "")
+
+
+def problem_of(members: Sequence[Sequence[int]], num_nodes: int) -> str:
+    """What keeps lists of uids from being groups of all nodes, in words; "" when they are."""
+    named = [uid for group in members for uid in group]
+    twice = sorted(uid for uid, count in Counter(named).items() if count > 1)
+    unknown = sorted(uid for uid in named if not 0 <= uid < num_nodes)
+    absent = sorted(set(range(num_nodes)) - set(named))
+    if unknown:
+        return f"must name nodes of the run, got {unknown[0]} of {num_nodes} nodes"
+    if twice:
+        return f"must name every node once, got node {twice[0]} twice"
+    if absent:
+        return f"must name every node, got none with node {shown(absent)}"
+    sizes = {len(group) for group in members}
+    if len(sizes) > 1:
+        least, most = min(members, key=len), max(members, key=len)
+        return f"must have one size, got {len(least)} (nodes {shown(least)}) and {len(most)} (nodes {shown(most)})"
+    return ""

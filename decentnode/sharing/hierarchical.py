@@ -1,0 +1,120 @@
+"""Exact averages inside groups of nodes, shards of the model between groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decentnode import component
+from decentnode.graph.base import RoundView
+from decentnode.graph.groups import Groups, members_of, problem_of
+from decentnode.mixing import mix_into
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing, SharingConfig
+
+REDUCE, BETWEEN, GATHER = range(3)
+"""The phases of a round."""
+
+
+class HierarchicalConfig(SharingConfig):
+    groups: Literal["machine"] | list[list[int]] = Field("machine")
+    """Who averages exactly: machine, the nodes of every machine; or lists of uids of one length, every node in one. The
+    k-th of a list exchanges with the k-th of the others."""
+
+
+class Hierarchical(Sharing):
+    """x <- (W_between kron J_within) x: every group's exact mean, mixed with those of the neighboring groups.
+
+    With L nodes in a group, node k owns shard k, one L-th of the model. A round has three phases: in the group, node k
+    gets everybody's shard k and takes the mean (reduce-scatter); node k exchanges this shard with node k of the
+    neighboring groups and mixes by W_between; in the group everybody gets the mixed shards (all-gather). Between two
+    groups every byte of the model crosses once, on L links side by side; inside a group a node sends 2 (L - 1) / L
+    models. W_between is the graph's W, summed over groups (graph/groups.py). The scheme is that of hierarchical
+    all-reduce (BlueConnect, Cho et al. 2019; transport.md section 7) with gossip in place of its middle step.
+
+    Float buffers are averaged by the graph's own W. Of a node that falls silent, its weight returns: in the first phase
+    to the owner of a shard, in the second to the own group, and in the third the others keep their own values of its
+    shard. Means are added in ascending order of uid: the same bits on every transport and on all nodes of a group.
+    """
+
+    Config: ClassVar[type[component.Config]] = HierarchicalConfig
+    phases: ClassVar[int] = 3
+    needs_groups: ClassVar[bool] = True
+    makes_own_edges: ClassVar[bool] = True
+
+    def __init__(self, config: component.Config) -> None:
+        assert isinstance(config, HierarchicalConfig)
+        self.config = config
+        self._groups: Groups | None = None
+
+    def locate(self, machines: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError for groups that differ in size or miss a node."""
+        members = members_of(self.config.groups, machines)
+        problem = problem_of(members, sum(map(len, machines)))
+        if problem:
+            raise ValueError(f"groups {problem}")
+        self._groups = Groups(tuple(map(tuple, members)))
+
+    @property
+    def groups(self) -> Groups:
+        """Known from `locate` on."""
+        assert self._groups is not None, "locate comes before everything else"
+        return self._groups
+
+    def plan(self, view: RoundView) -> RoundView:
+        groups = self.groups
+        at, _ = groups.place(view.uid)
+        if view.phase == BETWEEN:
+            row = groups.row(view.weights)
+            weights = {view.uid: 0.0} | dict.fromkeys(groups.mates(view.uid, row), 0.0)
+            for other, weight in row.items():
+                mate = next((uid for uid in groups.mates(view.uid, [other]) if uid in view.members), view.uid)
+                weights[mate] += weight
+            neighbors = self._alive(groups.mates(view.uid, groups.of(view.neighbors)), view)
+            sources = self._alive(groups.mates(view.uid, groups.of(view.sources)), view)
+            weights = {uid: weights[uid] for uid in sorted((view.uid, *sources))}
+            out = 1.0 / (1 + len(neighbors))
+            return replace(view, neighbors=neighbors, sources=sources, weights=weights,
+                           out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), out))  # fmt: skip
+        group = self._alive(sorted(groups.members[at]), view)
+        peers = tuple(uid for uid in group if uid != view.uid)
+        equal = dict.fromkeys(group, 1.0 / len(group))
+        return replace(view, neighbors=peers, sources=peers, weights=equal, out_weights=equal)
+
+    @staticmethod
+    def _alive(uids: Sequence[int], view: RoundView) -> tuple[int, ...]:
+        return tuple(uid for uid in uids if uid in view.members)
+
+    def _shard(self, elements: int, uid: int) -> slice:
+        """Where the shard of a node lies. All are of one length: where it does not divide the last ones begin earlier,
+        with elements whose values count only from the node before."""
+        length = self._length(elements)
+        start = min(self.groups.place(uid)[1] * length, elements - length)
+        return slice(start, start + length)
+
+    def _length(self, elements: int) -> int:
+        return -(-elements // self.groups.size)
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        if view.phase == REDUCE:
+            return {uid: Payload({"x": model[self._shard(model.numel(), uid)]}) for uid in view.neighbors}
+        return dict.fromkeys(view.neighbors, Payload({"x": model[self._shard(model.numel(), view.uid)]}))
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        if view.phase == GATHER:
+            for uid, payload in received.items():
+                shard = self._shard(model.numel(), uid)
+                start = min(self.groups.place(uid)[1] * self._length(model.numel()), shard.stop)
+                model[start : shard.stop].copy_(payload.tensors["x"][start - shard.start :])
+            return
+        part = model[self._shard(model.numel(), view.uid)]
+        arrivals = [(payload.tensors["x"], view.weights[uid]) for uid, payload in sorted(received.items())]
+        mix_into(part, part, view.weights[view.uid], arrivals)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec(dtype, self._length(elements))}

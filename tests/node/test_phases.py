@@ -1,0 +1,183 @@
+"""Rules of several phases per round: every phase has its own exchange, in order, on every transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from decentnode import component
+from decentnode.build import schemas_of, step_all
+from decentnode.communication.base import Communication
+from decentnode.errors import PeerLost
+from decentnode.graph.base import RoundView
+from decentnode.graph.topology import Topology
+from decentnode.node.config import NodeConfig
+from decentnode.node.node import Node
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.full import Full
+from tests.communication.contract import BATCHED, NETWORKED, nodes, together
+from tests.graph.contract import make
+from tests.node.fakes import Quadratic, stacked
+
+
+class Twice(Full):
+    """x <- W W x, slice by slice; the second exchange rests in odd rounds."""
+
+    phases = 2
+
+    def plan(self, view: RoundView) -> RoundView:
+        if view.phase == 1 and view.round % 2:
+            return replace(view, neighbors=(), sources=(), weights={view.uid: 1.0}, out_weights={view.uid: 1.0})
+        return view
+
+
+class Relay(Sharing):
+    """Three phases of whole payloads: what a node hears of its next one in one phase, it tells in the following."""
+
+    phases = 3
+
+    def __init__(self) -> None:
+        self.config = component.Config()
+        self.heard: list[tuple[int, int, float]] = []
+
+    def plan(self, view: RoundView) -> RoundView:
+        n = len(view.members)
+        weights = {view.uid: 0.0, (view.uid + 1) % n: 1.0}
+        return replace(view, neighbors=((view.uid - 1) % n,), sources=((view.uid + 1) % n,), weights=weights)
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        return {view.neighbors[0]: Payload({"x": model}, {"phase": view.phase})}
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        for payload in received.values():
+            self.heard.append((view.round, view.phase, float(payload.scalars["phase"])))
+            model.copy_(payload.tensors["x"])
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec(dtype, elements)}
+
+
+def run(
+    kind: type[Sharing], graph: Topology, rounds: int = 4, transport: str = "inproc", elements: int = 30,
+    lr: float = 0.1, buffers: int = 0, records: list[dict[str, Any]] | None = None, silent: int | None = None,
+    **options: object,
+) -> list[Node]:
+    """A run of quadratics; `silent` sends in the first phase of the first round and in none after."""
+    config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 0, **options})
+    trainings = [Quadratic(u, elements, lr, buffers=buffers) for u in range(graph.num_nodes)]
+    rules = [kind() if kind is Relay else kind(Full.Config()) for _ in trainings]  # type: ignore[call-arg]
+    timeout = {} if silent is None else {"timeout_seconds": 0.4}
+    with nodes(transport, graph.num_nodes, schemas_of(rules[0], trainings[0].model), **timeout) as made:
+        record = (lambda r: records.append(r)) if records is not None else (lambda _: None)
+        built = [Node(u, config, graph, trainings[u], rules[u], c, seed=1, record=record) for u, c in enumerate(made)]
+
+        def work(communication: Communication) -> None:
+            node = built[communication.uid]
+            if silent is None:
+                node.run()
+            elif node.uid == silent:
+                node.begin_round(0)
+            elif config.missing == "fail":
+                with pytest.raises(PeerLost, match=rf"node {silent} in round 0 within 0.8 s .* each of 2 phases"):
+                    node.run()
+            else:
+                node.begin_round(0)
+                node.next_phase(1)
+                node.finish_round(0)
+
+        if transport == "inproc":
+            step_all(built)
+        else:
+            together(made, work)
+        return built
+
+
+def models(built: list[Node]) -> np.ndarray:
+    return stacked([node.training for node in built]).double().numpy()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+@pytest.mark.parametrize("family", ["ring", "directed_one_peer_exponential"])
+def test_two_exchanges_per_round_follow_the_formula(schedule: str, family: str) -> None:
+    graph = make(family, nodes=6)
+    trainings = [Quadratic(u, 30) for u in range(6)]
+    x, target = stacked(trainings).double().numpy(), stacked(trainings, "target").double().numpy()
+    for r in range(4):
+        w = graph.matrix(r) if r % 2 else graph.matrix(r) @ graph.matrix(r)
+        delta = -0.1 * (x - target)
+        x = w @ x + delta if schedule == "overlapped" else w @ (x + delta)
+    np.testing.assert_allclose(models(run(Twice, graph, schedule=schedule)), x, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: str) -> None:
+    graph = make("regular", nodes=6, degree=3)
+    twin = run(Twice, graph, buffers=3, schedule=schedule)
+    networked = run(Twice, graph, transport=transport, buffers=3, schedule=schedule)
+    assert np.array_equal(models(twin), models(networked))
+    both = [stacked([n.training for n in built], "buffers") for built in (twin, networked)]  # type: ignore[misc]
+    assert torch.equal(*both) and both[0].unique().numel() > 1, "buffers take one exchange of the graph's own"
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shared_memory", "tcp"])
+def test_what_one_phase_brought_leaves_in_the_next(transport: str) -> None:
+    built = run(Relay, make("ring", nodes=5), 2, transport, lr=0.0)
+    start = np.stack([Quadratic(u, 30).initial.numpy() for u in range(5)])
+    np.testing.assert_array_equal(models(built), start[[(u + 6) % 5 for u in range(5)]].astype(float))
+    for node in built:
+        assert node.sharing.heard == [(r, p, p) for r in range(2) for p in range(3)]  # type: ignore[attr-defined]
+
+
+def test_times_are_those_of_all_phases() -> None:
+    records: list[dict[str, Any]] = []
+    run(Twice, make("ring", nodes=4), 2, records=records)
+    rounds = [r for r in records if r["kind"] == "round"]
+    assert len(rounds) == 8 and all(r["mix_seconds"] > 0 and r["send_seconds"] > 0 for r in rounds)
+    assert {r["data_bytes_sent"] for r in rounds if r["round"] == 0} == {2 * 2 * 120}
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc", "shared_memory"])
+def test_a_stop_ends_all_nodes_between_rounds(transport: str) -> None:
+    graph = make("complete", nodes=4)
+    config = NodeConfig.model_validate({"rounds": 100_000, "evaluate_every": 0})
+    trainings = [Quadratic(u, 10, buffers=2) for u in range(4)]
+    rules = [Twice(Full.Config()) for _ in trainings]
+    with nodes(transport, 4, schemas_of(rules[0], trainings[0].model)) as made:
+        built: list[Node] = []
+
+        def record(r: dict[str, Any]) -> None:
+            if r["kind"] == "round" and r["round"] == 7:
+                built[3].ask_stop()
+
+        built += [
+            Node(u, config, graph, trainings[u], rules[u], c, seed=1, record=record if u == 3 else lambda _: None)
+            for u, c in enumerate(made)
+        ]
+        if transport == "inproc":
+            step_all(built)
+        else:
+            together(made, lambda communication: built[communication.uid].run())
+    assert all(8 <= node.round <= 16 for node in built)
+    assert all(node.figures()["contributors"] == 4 for node in built)
+
+
+@pytest.mark.parametrize("missing", ["fail", "return_weight"])
+def test_a_neighbor_that_falls_silent_between_phases(missing: str) -> None:
+    records: list[dict[str, Any]] = []
+    built = run(Twice, make("complete", nodes=3), 1, "ipc", silent=2, missing=missing, records=records)
+    if missing == "fail":
+        return
+    assert [r["missing"] for r in records] == [[2], [2]]
+    first = stacked([Quadratic(u, 30) for u in range(3)]).double()
+    target = stacked([Quadratic(u, 30) for u in range(3)], "target").double()
+    mean = (first - 0.1 * (first - target)).mean(0)
+    for node in built[:2]:
+        torch.testing.assert_close(node.training.model.parameters.double(), mean, atol=1e-6, rtol=0)
