@@ -9,6 +9,7 @@ import importlib
 from importlib.resources import files
 
 from decentnode.communication import COMMUNICATIONS
+from decentnode.compression import CODECS
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.graph import GRAPHS, WEIGHTS
@@ -18,7 +19,7 @@ from decentnode.sharing import SHARINGS
 from decentnode.training import TRAININGS
 
 gc.disable()
-TABLES = (COMMUNICATIONS, DATASETS, PARTITIONS, GRAPHS, WEIGHTS, MAPPINGS, MODELS, SHARINGS, TRAININGS)
+TABLES = (COMMUNICATIONS, CODECS, DATASETS, PARTITIONS, GRAPHS, WEIGHTS, MAPPINGS, MODELS, SHARINGS, TRAININGS)
 
 
 def components() -> list[str]:

@@ -99,7 +99,7 @@ class Run:
     """Proportional set size per node process, the median of the samples taken during the run."""
     threads: int
     descriptors: int
-    """Most threads and open descriptors that any node had at the last sample."""
+    """Threads and open descriptors of the median node at the last sample."""
 
 
 class _Memory(threading.Thread):
@@ -123,8 +123,8 @@ class _Memory(threading.Thread):
                 self.samples.append(sum(size for size, _ in found) / self._nodes)
                 with contextlib.suppress(psutil.Error):
                     nodes = [psutil.Process(pid) for _, pid in found]
-                    self.threads = max(node.num_threads() for node in nodes)
-                    self.descriptors = max(node.num_fds() for node in nodes)
+                    self.threads = statistics.median_low(node.num_threads() for node in nodes)
+                    self.descriptors = statistics.median_low(node.num_fds() for node in nodes)
 
     @staticmethod
     def _pss(pid: int) -> float:
