@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import socket
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share two cores with the processes they start
 
@@ -8,3 +11,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share two c
 def scale(small: int, full: int) -> int:
     """The count of a stress test: small by default, full under `bash tests/run.sh --stress`."""
     return full if os.environ.get("DECENTNODE_STRESS") else small
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` consecutive ports that are free on 127.0.0.1 and .2: below those that the system hands out
+    for outgoing connections, and drawn anew by every process, so that runs side by side do not meet."""
+    draw = random.Random(f"{os.getpid()} {os.urandom(8).hex()}")
+    while True:
+        first = draw.randrange(12_000, 32_000 - count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                for host in ("127.0.0.1", "127.0.0.2"):
+                    stack.enter_context(socket.socket()).bind((host, port))
+            return first

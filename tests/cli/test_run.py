@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import decentnode
+from tests.conftest import free_ports
 from tests.launch.faults import experiment
 
 ROOT = Path(decentnode.__file__).parent.parent
@@ -139,7 +140,7 @@ def test_no_orphan_survives(tmp_path: Path, number: int) -> None:
 
 
 def test_two_machines_on_two_addresses(tmp_path: Path) -> None:
-    port = 21000 + os.getpid() % 5000 * 4
+    port = free_ports(8)
     mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"], "base_port": port}
     config = write(tmp_path, mapping=mapping)
     with started(tmp_path, "launch", config, "--machine", "0") as zero:

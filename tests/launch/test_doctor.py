@@ -15,14 +15,9 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.launch.doctor import Desk, Patient
+from tests.conftest import free_ports
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def mapping(port: int) -> str:
@@ -53,9 +48,7 @@ def test_what_would_fail_is_an_error() -> None:
 
 
 def test_two_machines_examine_each_other() -> None:
-    port = free_port()
-    if port > 60000:
-        pytest.skip("no room for the ports after it")
+    port = free_ports(16)
     config = str(ROOT / "configs" / "two_machines.yaml")
     processes = [
         subprocess.Popen([sys.executable, "-m", "decentnode", "doctor", config, "-m", str(m), "-s", mapping(port),
@@ -73,13 +66,13 @@ def test_two_machines_examine_each_other() -> None:
 
 def test_a_machine_that_does_not_answer_is_named() -> None:
     config = str(ROOT / "configs" / "two_machines.yaml")
-    port = free_port() // 2 + 1000
+    port = free_ports(16)
     result = CliRunner().invoke(main, ["doctor", config, "-m", "1", "--wait", "0.5", "-s", mapping(port)])
     assert result.exit_code == 3 and "machine 0 (127.0.0.1" in result.output and "no answer" in result.output
 
 
 def test_the_desk_answers_nothing_but_its_questions() -> None:
-    port = free_port()
+    port = free_ports(4)
     with Desk("127.0.0.1", port, 4), zmq.Context() as context:
         with context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
