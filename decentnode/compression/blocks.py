@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field, field_validator
@@ -189,9 +189,3 @@ class Sign(Blockwise):
         if tail:  # the mean over the values that are there, not over the padding
             coded["scale"][-1] *= self.block / tail
         return coded
-
-
-def as_codec(name: str, **keys: Any) -> Codec:
-    """One of this module's codecs by its class name, for rules that bring their own."""
-    found = {"int8": Int8, "int4": Int4, "qsgd": QSGD, "sign": Sign}[name]
-    return found(found.Config.model_validate({"name": name, **keys}))

@@ -131,6 +131,10 @@ class Compressed(Sharing):
         return Payload(tensors, scalars, frozenset(metadata))
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
+        return self.rule.unpack(self._decoded(payload), uid, view)
+
+    def _decoded(self, payload: Payload) -> Payload:
+        """The rule's payload as receivers see it. Raises PeerFault for bytes that no encoder made."""
         tensors: dict[str, Tensor] = {}
         scalars = dict(payload.scalars)
         for name, spec in self._specs.items():
@@ -144,7 +148,7 @@ class Compressed(Sharing):
             tensors[name] = self.codec.decode(
                 {part: payload.tensors[self._name(name, part)] for part in parts}, count, spec.dtype
             )
-        return self.rule.unpack(Payload(tensors, scalars, payload.metadata), uid, view)
+        return Payload(tensors, scalars, payload.metadata)
 
     def _slice(self, payload: Payload) -> Payload:
         """One slice of a payload whose codec works element by element."""
@@ -163,18 +167,7 @@ class Compressed(Sharing):
 
     def undelivered(self, uid: int, payload: Payload) -> None:
         """The rule gets what would have arrived."""
-        whole = replace(payload, tensors=dict(payload.tensors))
-        decoded = self._slice(whole) if self.elementwise else self.unpack_own(whole)
-        self.rule.undelivered(uid, decoded)
-
-    def unpack_own(self, payload: Payload) -> Payload:
-        tensors: dict[str, Tensor] = {}
-        for name, spec in self._specs.items():
-            count = spec.max_elements if spec.exact else int(payload.scalars[name + COUNT])
-            tensors[name] = payload.tensors[name] if not self._coded(name) else self.codec.decode(
-                {part: payload.tensors[self._name(name, part)] for part in self.codec.schema(count, spec.dtype)},
-                count, spec.dtype)  # fmt: skip
-        return Payload(tensors, payload.scalars, payload.metadata)
+        self.rule.undelivered(uid, self._decoded(payload))
 
     def state_dict(self) -> dict[str, Any]:
         return self.rule.state_dict()

@@ -63,7 +63,6 @@ class TopK(Tensors, Sharing):
         """With training: summed changes by training since each was last sent."""
         self._own = torch.empty(0)
         self._sent = torch.empty(0, dtype=torch.int64)
-        self._elements = 0
 
     # -- the domain in which entries are chosen and mixed: the model itself
 
@@ -92,7 +91,6 @@ class TopK(Tensors, Sharing):
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._own = own = self.transform(model)
-        self._elements = model.numel()
         if self.reference is None:
             self.reference = torch.zeros_like(own)
         change = own - self.reference
