@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -48,17 +49,17 @@ class Blockwise(Codec):
             "scale": TensorSpec(torch.float32, -(-count // self.block)),
         }
 
+    @abc.abstractmethod
     def scales(self, values: Tensor) -> Tensor:
         """values: [B, block] float32 -> [B]."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
         """relative: [K] values over their scale, may be overwritten -> [K] integers in [0, 2^width)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def restore(self, numbers: Tensor) -> Tensor:
         """[K] integers -> [K] float32 relative to the scale."""
-        raise NotImplementedError
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
         scales, packed = [], []
@@ -92,17 +93,26 @@ class Blockwise(Codec):
         return out
 
 
+class Counted(Blockwise):
+    """Base: whole numbers from -levels to levels, counted from -levels."""
+
+    levels: int
+
+    def restore(self, numbers: Tensor) -> Tensor:
+        return numbers.to(torch.float32).sub_(self.levels)
+
+
 class RoundedConfig(BlockConfig):
     unbiased: bool = False
     """Round up or down at random, so that the mean is the value; otherwise to the nearest."""
 
 
-class Int8(Blockwise):
+class Int8(Counted):
     """Per-block absolute maximum over 127: values as whole numbers from -127 to 127."""
 
     Config: ClassVar[type[component.Config]] = RoundedConfig
     width = 8
-    levels: ClassVar[int] = 127
+    levels = 127
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)
@@ -116,15 +126,12 @@ class Int8(Blockwise):
         relative = _rounded_at_random(relative, draws) if self.unbiased else relative.round_()
         return _counted(relative, self.levels)
 
-    def restore(self, numbers: Tensor) -> Tensor:
-        return numbers.to(torch.float32).sub_(self.levels)
-
 
 class Int4(Int8):
     """Per-block absolute maximum over 7: values as whole numbers from -7 to 7, two in a byte."""
 
     width = 4
-    levels: ClassVar[int] = 7
+    levels = 7
 
 
 def _counted(relative: Tensor, levels: int) -> Tensor:
@@ -146,7 +153,7 @@ class QSGDConfig(BlockConfig):
     """Values that share a norm; a power of two. Smaller blocks have less noise and more scales."""
 
 
-class QSGD(Blockwise):
+class QSGD(Counted):
     """norm(v) sign(v_i) l_i / s, with |v_i| s / norm(v) rounded up or down at random to l_i (arXiv 1610.02132, 3.1)."""
 
     Config: ClassVar[type[component.Config]] = QSGDConfig
@@ -164,9 +171,6 @@ class QSGD(Blockwise):
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
         return _counted(_rounded_at_random(relative, draws), self.levels)
-
-    def restore(self, numbers: Tensor) -> Tensor:
-        return numbers.to(torch.float32).sub_(self.levels)
 
 
 class Sign(Blockwise):
