@@ -90,10 +90,16 @@ def build(
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
         experiment.training, model, dataset.train(parts[uid]), dataset.test(), seed=experiment.seed, uid=uid
     )
-    sharing = make_sharing(experiment.sharing, machines_of(mapping))
-    sharing.bind(model.shapes)
+
+    def make_rule() -> Sharing:
+        sharing = make_sharing(experiment.sharing, machines_of(mapping))
+        sharing.bind(model.shapes)
+        return sharing
+
+    sharing = make_rule()
     communication = make_communication(schemas_of(sharing, model))
-    return Node(uid, experiment.node, graph, training, sharing, communication, seed=experiment.seed, record=record)
+    return Node(uid, experiment.node, graph, training, sharing, communication, seed=experiment.seed, record=record,
+                renew=make_rule)  # fmt: skip
 
 
 def build_in_process(

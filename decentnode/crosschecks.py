@@ -17,6 +17,7 @@ import torch
 
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.hybrid_config import HybridConfig
+from decentnode.communication.zeromq_config import ZeroMQConfig
 from decentnode.component import load_class
 from decentnode.data import DATASETS, shares
 from decentnode.data.base import Dataset
@@ -236,6 +237,23 @@ def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
                       other=("mapping",))  # fmt: skip
 
 
+def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
+    """node.missing: regroup needs a transport that can, and a least number of nodes that there are."""
+    node, graph, config = experiment.node, _graph(experiment), experiment.communication
+    if node.missing != "regroup":
+        if node.restarts or node.min_nodes is not None:
+            key = "restarts" if node.restarts else "min_nodes"
+            message = f": {key} needs missing: regroup, got {node.missing}"
+            yield Problem(("node", key), message, other=("node", "missing"))
+        return
+    if not isinstance(config, ZeroMQConfig) and config.name != "inproc":
+        yield Problem(("node", "missing"), f": {config.name} has no generations of members; auto, zeromq, "
+                      "shared_memory and collective have", other=("communication", "name"))  # fmt: skip
+    if graph is not None and node.min_nodes is not None and node.min_nodes > graph.num_nodes:
+        yield Problem(("node", "min_nodes"), f"must be at most the number of nodes, {graph.num_nodes}, "
+                      f"got {node.min_nodes}", other=("graph",))  # fmt: skip
+
+
 CHECKS: tuple[Check, ...] = (
     graph_can_be_made,
     mapping_can_be_made,
@@ -247,4 +265,5 @@ CHECKS: tuple[Check, ...] = (
     groups_suit_the_graph,
     inproc_is_one_machine,
     edges_have_their_ways,
+    generations_can_be_had,
 )

@@ -7,6 +7,7 @@ DecentnodeError                 exit code
   EnvironmentFault              3    the machine: port in use, file limit, missing extra
   AssemblyError                 4    nodes that did not join before the deadline
   PeerLost                      5    a neighbor that stopped answering during the run
+    Regrouping                       the generation of members ended; a node then takes part in the next one
   Diverged                      6    NaN or infinity in a model
   CheckpointError               7    a checkpoint that cannot be used
   NodeFailed                    8    a node's own code raised
@@ -73,6 +74,10 @@ class PeerLost(DecentnodeError):
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
+
+
+class Regrouping(PeerLost):
+    pass
 
 
 class Diverged(DecentnodeError):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decentnode.component import Component, Config
 from decentnode.payload import Payload, TensorSpec
+from decentnode.wire.membership import Generation
 
 
 @dataclass
@@ -113,6 +114,19 @@ class Pending(abc.ABC):
         """(mean, number of contributors). Raises PeerLost naming who was waited for, Interrupted on a stop."""
 
 
+class PendingGeneration(abc.ABC):
+    """The next generation of members, asked for by `Communication.regroup`: `wait` blocks, nothing before it does."""
+
+    @property
+    def ready(self) -> bool:
+        """As `Pending.ready`."""
+        return True
+
+    @abc.abstractmethod
+    def wait(self) -> Generation:
+        """The generation in force, its ways open. Raises PeerLost where none can be had within the time-outs."""
+
+
 @dataclass(frozen=True)
 class Schema:
     """What every payload of a run looks like; receivers size and validate by it, never by a message."""
@@ -129,7 +143,9 @@ class CommunicationConfig(Config):
     timeout_seconds: float = Field(60.0, gt=0)
     """Longest wait of one round or collective for a node before it counts as lost, in seconds."""
     start_timeout_seconds: float = Field(60.0, gt=0)
-    """Longest wait for all nodes to join at the start, in seconds."""
+    """Longest wait for all nodes to join at the start, and in a new generation, in seconds."""
+    suspect_seconds: float = Field(10.0, gt=0)
+    """With `node.missing: regroup`: a process that is asked and says nothing for so long is left out, in seconds."""
 
 
 class Communication(Component, abc.ABC):
@@ -183,6 +199,34 @@ class Communication(Component, abc.ABC):
     @abc.abstractmethod
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
         """On the lowest uid: the figures of every node that reported in time, by uid. Empty elsewhere."""
+
+    # generations of members: without them, all nodes of the run take part to its end
+
+    @property
+    def generation(self) -> Generation | None:
+        """The one in force; None where there is but one, of all nodes."""
+        return None
+
+    def enter(self, round: int) -> None:
+        """A round begins here. Raises Regrouping when the generation has ended."""
+
+    def suspect(self, uids: Collection[int], reason: str) -> None:
+        """Any thread: these members failed or do not answer; the others go on without them."""
+        raise NotImplementedError(f"{type(self).__name__} has no generations of members ({reason}: {sorted(uids)})")
+
+    def regroup(self) -> PendingGeneration:
+        """After Regrouping was raised, with no exchange under way: take part in the next generation. Not blocking.
+
+        Places that `claim` gave, and all that `Exchange` gave, are no longer to be used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no generations of members")
+
+    def caught_up(self) -> None:
+        """This node, one of `Generation.fresh`, now has a model."""
+
+    def join(self) -> None:
+        """Instead of `start`: this process comes to a run that has begun. Not blocking; `regroup` follows."""
+        raise NotImplementedError(f"{type(self).__name__} has no generations of members")
 
     @abc.abstractmethod
     def announce_stop(self) -> None:

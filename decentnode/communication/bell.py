@@ -22,8 +22,9 @@ class DatagramBell:
         self._on_datagram = on_datagram
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._socket.bind(self._path(uid))
         self._own = self._path(uid)
+        Path(self._own).unlink(missing_ok=True)  # of a process that was killed
+        self._socket.bind(self._own)
         self._listener = 0
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)

@@ -77,8 +77,16 @@ def _tensors(memory: mmap.mmap, layout: Layout, base: int) -> list[list[list[Ten
 
 
 def path_of(run: str, uid: int) -> Path:
-    """Where node `uid` of a run publishes, before the file is unlinked; never taken from a message."""
+    """Where node `uid` publishes, before the file is unlinked; never taken from a message.
+
+    run: the name of the run's private folder on this host and the generation of members, as `run_of` makes it.
+    """
     return FOLDER / f"decentnode-{run}-{uid}"
+
+
+def run_of(folder: Path, generation: int) -> str:
+    """launch/sockets.py removes by this name what nodes leave behind that are killed before all have mapped it."""
+    return f"{folder.name.removeprefix('decentnode-')}-{generation}"
 
 
 class Board:

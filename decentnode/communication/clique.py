@@ -61,7 +61,7 @@ class CliquePath(abc.ABC):
     def close(self) -> None:
         """Blocking until what was sent has left, for CLOSE_SECONDS at most; not at all once the run has failed."""
         status = self._status
-        deadline = time.monotonic() + (0.0 if status.failure is not None else CLOSE_SECONDS)
+        deadline = time.monotonic() + (0.0 if status.failure is not None or status.regrouping else CLOSE_SECONDS)
         with status.changed:
             while self._sends_under_way() and (remaining := deadline - time.monotonic()) > 0:
                 status.wait(min(remaining, 0.5))
@@ -86,7 +86,10 @@ class CliquePath(abc.ABC):
                 if remaining <= 0:
                     self._counters.fault("send_window", uid, f"round {round}")
                     return False
-                self._status.wait(min(remaining, 1.0))
+                if self._status.regrouping:
+                    return False
+                with self._status.waits_for([uid]):
+                    self._status.wait(min(remaining, 1.0))
 
     def _sent(self, uid: int) -> None:
         """Any thread: a payload to `uid` has left."""

@@ -53,7 +53,7 @@ class Collectives:
 
     def mean(self, key: str, tensor: Tensor, closing: bool) -> Pending:
         """What `Communication.mean` does."""
-        self._status.raise_if_failed()
+        self._status.raise_if_over()
         share = own_share(tensor)
         self._call(lambda: self._emit(self.means.begin(key, share)))
         return PendingMean(self, key, closing, tensor.shape)
@@ -65,7 +65,7 @@ class Collectives:
         with self._status.changed:
             while True:
                 self._status.waiting = None
-                self._status.raise_if_failed()
+                self._status.raise_if_over()
                 result = self.means.take(key)
                 if result is not None:
                     return result
@@ -85,24 +85,29 @@ class Collectives:
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
         """What `Communication.barrier` does."""
-        self._status.raise_if_failed()
+        self._status.raise_if_over()
         tree = self._session.tree
         self._call(lambda: self.arrive(name, 0, self._uid))
-        deadline = time.monotonic() + timeout_seconds
+        began = time.monotonic()
+        deadline = began + timeout_seconds
         with self._status.changed:
             while self._uid not in self._arrived.get((name, 1), ()):
-                self._status.raise_if_failed()
+                self._status.waiting = None
+                self._status.raise_if_over()
                 remaining = deadline - time.monotonic()
+                here = self._arrived.get((name, 0), set())
+                late = [child for child in tree.children if child not in here]
+                late = late or ([] if tree.parent is None else [tree.parent])
                 if remaining <= 0:
-                    here = self._arrived.get((name, 0), set())
-                    late = [child for child in tree.children if child not in here] or [tree.parent or 0]
                     names = ", ".join(map(self._describe, late))
                     raise PeerLost(
                         f"node {self._uid}: barrier {name!r} not passed within {timeout_seconds:g} s, waiting for "
                         f"{names}",
                         late,
                     )
+                self._status.waiting = (tuple(late), began)
                 self._status.changed.wait(min(remaining, 1.0))
+            self._status.waiting = None
             del self._arrived[name, 1]
             self._arrived.pop((name, 0), None)
 
@@ -131,14 +136,15 @@ class Collectives:
             self._call(lambda: self._send(parent, Report, self._uid, dict(figures)))
 
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
-        """Elsewhere than on uid 0 this waits for the subtree, whose reports pass through here."""
+        """Elsewhere than on the lowest uid this waits for the subtree, whose reports pass through here."""
         below = set(self._session.subtree())
         limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self._status.stopping else timeout_seconds
         deadline = time.monotonic() + limit
         with self._status.changed:
-            while not below <= self._reports.keys() and self._status.failure is None:
+            while not below <= self._reports.keys() and self._status.failure is None and not self._status.regrouping:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
                 self._status.changed.wait(min(remaining, 1.0))
-            return {uid: dict(self._reports[uid]) for uid in sorted(self._reports)} if self._uid == 0 else {}
+            root = self._session.tree.parent is None
+            return {uid: dict(self._reports[uid]) for uid in sorted(self._reports)} if root else {}

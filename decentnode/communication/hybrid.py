@@ -46,6 +46,7 @@ from decentnode.communication.tagged import TaggedPath
 from decentnode.communication.zeromq import ZeroMQ, grouped
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload
+from decentnode.wire.membership import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,9 @@ class Hybrid(ZeroMQ):
             port = round(float(mean[first]) * contributors)
             prefix = f"{self.run_id.hex()}/{self._session.generation}"
             try:
-                self._path = self._join(host, port, prefix, members, via, timeout_seconds)
+                others = tuple(uid for uid in members if uid != self.uid)
+                with self._status.waits_for(others):
+                    self._path = self._join(host, port, prefix, members, via, timeout_seconds)
             except RuntimeError as error:
                 raise AssemblyError(
                     f"node {self.uid} could not join the communicator of nodes {', '.join(map(str, members))} at "
@@ -168,7 +171,7 @@ class Hybrid(ZeroMQ):
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
     ) -> Exchange:
         path = self._path
-        if path is None:
+        if path is None or self._status.regrouping:
             return super().exchange(round, outgoing, expected, phase)
         self._status.raise_if_failed()
         self._inbox.advance(round)
@@ -180,6 +183,12 @@ class Hybrid(ZeroMQ):
         groups = grouped({uid: outgoing[uid] for uid in sorted(inside)})
         dropped = path.begin((round, phase), groups, sorted(sources))
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), dropped)
+
+    def _put_away(self, generation: Generation) -> None:
+        if self._path is not None:
+            self._path.leave(clean=False)
+        self._path, self._store, self._inside = None, None, frozenset()
+        super()._put_away(generation)
 
     def close(self) -> None:
         if not self._closed and self._path is not None:

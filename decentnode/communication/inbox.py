@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from decentnode.communication.base import Arrival, Counters, Exchange, Schema
 from decentnode.communication.board import Reader
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, from_buffer, plans
-from decentnode.errors import PeerFault
+from decentnode.errors import PeerFault, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars, Slot
 
@@ -45,6 +46,8 @@ class Status:
     """Rounds that a departed uid took part in."""
     failure: Exception | None = None
     """What every wait raises from now on."""
+    regrouping: str = ""
+    """Why the generation of members ended: nothing of it is waited for any more. Empty while it is in force."""
     waiting: tuple[tuple[int, ...], float] | None = None
     """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
     bell: Bell | None = None
@@ -70,9 +73,24 @@ class Status:
             self.changed.acquire()
             self._sleeping = False
 
+    @contextlib.contextmanager
+    def waits_for(self, uids: Collection[int]) -> Iterator[None]:
+        """Training thread: a wait, if it comes to one, is for these."""
+        self.waiting = (tuple(uids), time.monotonic())
+        try:
+            yield
+        finally:
+            self.waiting = None
+
     def raise_if_failed(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+    def raise_if_over(self) -> None:
+        """Raises Regrouping once the generation has ended, and whatever every wait raises."""
+        self.raise_if_failed()
+        if self.regrouping:
+            raise Regrouping(self.regrouping)
 
 
 class _Incoming:
@@ -305,6 +323,18 @@ class Inbox:
                     for source, incoming in sources.items():
                         self._absorb(key, source, incoming)
 
+    def reset(self, round: int) -> None:
+        """A new generation begins with `round`: what came in the one before is let go of."""
+        with self.status.changed:
+            for sources in self._incoming.values():
+                for incoming in sources.values():
+                    incoming.let_go()
+            self._incoming.clear()
+            self._finished.clear()
+            self.together.clear()
+            self._wanted = set()
+            self._floor = round
+
     def finish(self, key: Key) -> None:
         with self.status.changed:
             self._finished.add(key)
@@ -331,7 +361,7 @@ class Inbox:
                 waiting = [s for s in waiting if not self._departed(s, key) and not self._held_up(s, key)]
                 limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self.status.stopping else timeout_seconds
                 remaining = last + limit - time.monotonic()
-                if not waiting or remaining <= 0:
+                if not waiting or remaining <= 0 or self.status.regrouping:
                     break
                 self._wanted = {(key, source, chunk) for source in waiting}
                 self.status.waiting = (tuple(waiting), began)
@@ -463,7 +493,7 @@ class InboxExchange(Exchange):
     @property
     def departed(self) -> frozenset[int]:
         status = self._inbox.status
-        if status.stopping:
+        if status.stopping or status.regrouping:
             return self._missing
         round = self._key[0]
         return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}

@@ -14,12 +14,14 @@ from decentnode.communication.base import (
     Counters,
     Exchange,
     Pending,
+    PendingGeneration,
     Schema,
 )
 from decentnode.communication.plan import plans
 from decentnode.component import Config
-from decentnode.errors import Interrupted, PeerLost
+from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.payload import Payload
+from decentnode.wire.membership import Generation
 from decentnode.wire.session import Tree
 
 Key = tuple[int, int, int, int]  # round, phase, source, destination
@@ -37,20 +39,39 @@ class Hub:
         self.stopping = False
         self.departed: dict[int, int] = {}
         self.failed: dict[int, str] = {}
+        self.generation = Generation(0, tuple(range(num_nodes)))
+        """In force as soon as every member asked for it."""
+        self.asked: dict[int, tuple[int, bool]] = {}
+        """Who asked for it already: rounds that are over there, and whether it has no model."""
+
+    def lose(self, uid: int) -> None:
+        """The node `uid` is stepped no more: the others go on in another generation."""
+        self._begin({*self.generation.members} - {uid})
+
+    def admit(self, uid: int) -> None:
+        """A new node `uid`, made by `Communication.join`, takes part in the next generation."""
+        self._begin({*self.generation.members} | {uid})
+
+    def _begin(self, members: set[int]) -> None:
+        self.generation = Generation(self.generation.number + 1, tuple(sorted(members)))
+        self.asked.clear()
+        self.payloads.clear()
+        self.means.clear()
+        self.taken.clear()
 
     def tree_mean(self, key: str) -> tuple[Tensor, int]:
         """The mean, added up along the control tree exactly as the networked transports do."""
-        tensors = self.means[key]
+        tensors, members = self.means[key], self.generation.members
 
         def total(uid: int) -> tuple[Tensor, int]:
             sum_, count = tensors[uid].clone(), 1
-            for child in Tree.of(uid, self.num_nodes).children:
+            for child in Tree.among(uid, members).children:
                 below, contributors = total(child)
                 sum_.add_(below)
                 count += contributors
             return sum_, count
 
-        sum_, count = total(0)
+        sum_, count = total(members[0])
         return sum_.div_(count), count
 
 
@@ -68,6 +89,8 @@ class InprocExchange(Exchange):
             if payload is not None:
                 received[source] = payload
                 owner.count(owner.counters.edge(source), payload, self._phase, sent=False)
+        if owner.regrouping:
+            received.clear()
         self._missing = frozenset(self._expected) - received.keys()
         yield Arrival(0, owner.schemas[self._phase].elements, received, self._missing)
 
@@ -81,6 +104,8 @@ class InprocExchange(Exchange):
 
     @property
     def departed(self) -> frozenset[int]:
+        if self._owner.regrouping:
+            return self._missing
         gone = self._owner.hub.departed
         return frozenset(uid for uid in self._missing if gone.get(uid, self._round + 1) <= self._round)
 
@@ -92,21 +117,45 @@ class InprocPending(Pending):
     @property
     def ready(self) -> bool:
         hub = self._owner.hub
-        return len(hub.means[self._key]) == hub.num_nodes or bool(hub.failed) or (hub.stopping and not self._closing)
+        ended = bool(hub.failed) or self._owner.regrouping or (hub.stopping and not self._closing)
+        return ended or len(hub.means[self._key]) == len(hub.generation.members)
 
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:  # noqa: ARG002
         hub = self._owner.hub
-        self._owner.raise_if_failed()
+        self._owner.raise_if_over()
         if hub.stopping and not self._closing:
             raise Interrupted(f"{self._key} given up: the run is stopping")
-        missing = sorted(set(range(hub.num_nodes)) - hub.means[self._key].keys())
+        missing = sorted(set(hub.generation.members) - hub.means[self._key].keys())
         if missing:
             raise PeerLost(f"node {self._owner.uid}: nothing from node {missing} for {self._key!r}", missing)
         mean, count = hub.tree_mean(self._key)
         hub.taken[self._key] = hub.taken.get(self._key, 0) + 1
-        if hub.taken[self._key] == hub.num_nodes:
+        if hub.taken[self._key] == len(hub.generation.members):
             del hub.means[self._key], hub.taken[self._key]
         return mean, count
+
+
+class InprocGeneration(PendingGeneration):
+    def __init__(self, owner: Inproc) -> None:
+        self._owner = owner
+
+    @property
+    def ready(self) -> bool:
+        hub = self._owner.hub
+        self._owner.ask()
+        return bool(hub.failed) or hub.asked.keys() == {*hub.generation.members}
+
+    def wait(self) -> Generation:
+        owner = self._owner
+        owner.raise_if_failed()
+        if not self.ready:
+            missing = sorted({*owner.hub.generation.members} - owner.hub.asked.keys())
+            raise PeerLost(f"node {owner.uid}: nothing from node {missing} for the next generation", missing)
+        asked, hub = owner.hub.asked, owner.hub.generation
+        fresh = frozenset(uid for uid, (_, fresh) in asked.items() if fresh)
+        first = max((position for uid, (position, _) in asked.items() if uid not in fresh), default=0)
+        owner.taken = Generation(hub.number, hub.members, first, fresh)
+        return owner.taken
 
 
 class Inproc(Communication):
@@ -117,6 +166,9 @@ class Inproc(Communication):
     def __init__(self, config: CommunicationConfig, *, uid: int, hub: Hub, schemas: tuple[Schema, ...]) -> None:
         self.config, self.uid, self.hub, self.schemas = config, uid, hub, schemas
         self.counters = Counters()
+        self.taken = Generation(0, tuple(range(hub.num_nodes)))
+        """The generation that this node takes part in."""
+        self._position, self._fresh = 0, False
 
     def start(self, timeout_seconds: float) -> None:
         """Nobody to wait for: all nodes of the process are there."""
@@ -125,6 +177,8 @@ class Inproc(Communication):
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
     ) -> Exchange:
         self.raise_if_failed()
+        if self.regrouping:
+            return InprocExchange(self, round, phase, expected)
         copies: dict[int, Payload] = {}
         for uid, payload in outgoing.items():
             self._check(payload, phase)
@@ -160,7 +214,46 @@ class Inproc(Communication):
         for uid, reason in self.hub.failed.items():
             raise PeerLost(f"node {uid} failed: {reason}", [uid])
 
+    @property
+    def regrouping(self) -> bool:
+        """Whether another generation has begun."""
+        return self.hub.generation.number != self.taken.number
+
+    def raise_if_over(self) -> None:
+        self.raise_if_failed()
+        if self.regrouping:
+            raise Regrouping(f"generation {self.taken.number} is over")
+
+    @property
+    def generation(self) -> Generation | None:
+        return self.taken
+
+    def enter(self, round: int) -> None:
+        self.raise_if_over()
+        self._position = round + 1
+
+    def suspect(self, uids: Collection[int], reason: str) -> None:  # noqa: ARG002
+        for uid in {*uids} & {*self.hub.generation.members}:
+            self.hub.lose(uid)
+
+    def regroup(self) -> PendingGeneration:
+        self.ask()
+        return InprocGeneration(self)
+
+    def ask(self) -> None:
+        """For the next generation, whichever it is by now."""
+        if self.uid in self.hub.generation.members:
+            self.hub.asked[self.uid] = (self._position, self._fresh)
+
+    def caught_up(self) -> None:
+        self._fresh = False
+
+    def join(self) -> None:
+        self._fresh = True
+        self.hub.admit(self.uid)
+
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
+        self.raise_if_over()
         own = self.hub.means.setdefault(key, {})
         if self.uid in own:
             raise ValueError(f"mean key must be new, got {key!r} again")
@@ -174,7 +267,7 @@ class Inproc(Communication):
         self.hub.reports[self.uid] = dict(figures)
 
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:  # noqa: ARG002
-        return dict(sorted(self.hub.reports.items())) if self.uid == 0 else {}
+        return dict(sorted(self.hub.reports.items())) if self.uid == self.hub.generation.members[0] else {}
 
     def announce_stop(self) -> None:
         self.hub.stopping = True

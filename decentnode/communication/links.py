@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import zmq
@@ -22,7 +22,20 @@ from decentnode.communication.security import Pass
 from decentnode.errors import PeerFault
 from decentnode.wire import codec, seal
 from decentnode.wire.messages import BULK as BULK_KINDS
-from decentnode.wire.messages import UNNUMBERED, Ack, Ask, Bye, Chunk, Credit, Hello, Key, Message, Part, Probe
+from decentnode.wire.messages import (
+    MEMBERSHIP,
+    UNNUMBERED,
+    Ack,
+    Ask,
+    Bye,
+    Chunk,
+    Credit,
+    Hello,
+    Key,
+    Message,
+    Part,
+    Probe,
+)
 from decentnode.wire.session import Session
 from decentnode.wire.stream import ReceiveStream, SendStream
 
@@ -92,9 +105,12 @@ class Links:
     def __init__(
         self, session: Session, window: int, max_bulk_bytes: int, counters: Counters, security: Security | None,
         deliver: Callable[[Message, int, memoryview | None], None], on_tick: Callable[[float], None],
-        on_crash: Callable[[BaseException], None],
+        on_crash: Callable[[BaseException], None], on_word: Callable[[Message], None] | None = None,
     ) -> None:
-        """deliver(message, header bytes, body): called once for every message that is admitted. May raise PeerFault."""
+        """deliver(message, header bytes, body): called once for every message that is admitted. May raise PeerFault.
+
+        on_word: called with what concerns membership, and with every Bye; without it, such words are refused.
+        """
         self.passes: dict[int, Pass] = {}
         """Passes that this node gave."""
         self.control_kind = seal.NONE
@@ -103,6 +119,7 @@ class Links:
         self.io = IoThread(f"io-{session.uid}", max_bulk_bytes, self, security, self.passes)
         self._session, self._window, self._counters = session, window, counters
         self._deliver, self._on_tick, self.crashed = deliver, on_tick, on_crash
+        self._on_word = on_word
         self._bulk_kind = seal.AES_GCM if security is not None and security.bulk == "aes-gcm" else None
         self._needs_pass = security is not None and security.bulk_needs_pass
         self._edges: dict[int, _Edge] = {}
@@ -153,6 +170,28 @@ class Links:
             edge.asked = True
             self.control(uid, self._message(Ask))
         self._pump(uid, edge, BULK)
+
+    def word(self, uid: int, message: Message) -> None:
+        """Say something that is said again until it is answered: to anybody, also to peers that were given up."""
+        first = seal.sealed(0, codec.encode(message), self.control_kind, seal.body_sum(self.control_kind, b""))
+        self.io.send(uid, CONTROL, first, None)
+
+    def restart(self, fresh: Collection[int]) -> None:
+        """With `lock` held: a new generation. Nothing of the old one is owed to anybody, and numbers start anew.
+
+        fresh: peers whose processes are new, and what was queued for the old ones is not for them.
+        """
+        for uid, edge in self._edges.items():
+            self._forget(edge)
+            self.io.renew(uid, BULK)
+            if uid in fresh:
+                self.io.renew(uid, CONTROL)
+        self._edges.clear()
+        self._ciphers.clear()
+        self.passes.clear()
+        with self._credit_lock:
+            self._used.clear()
+            self._granted.clear()
 
     def hurry(self) -> None:
         """Ask every peer now what it has of the bulk sent so far."""
@@ -275,7 +314,11 @@ class Links:
                 self._acknowledge(message.source, edge, plane)
             if not new:
                 return
-        if isinstance(message, Ack | Probe | Credit | Ask | Key | Bye):
+        if isinstance(message, MEMBERSHIP):
+            if self._on_word is None:
+                raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
+            self._on_word(message)
+        elif isinstance(message, Ack | Probe | Credit | Ask | Key | Bye):
             self._session.receive(message)
             self._serve(plane, message)
         elif isinstance(message, Chunk | Part):
@@ -335,6 +378,8 @@ class Links:
         elif isinstance(message, Bye):
             edge.left = True
             self._forget(edge)
+            if self._on_word is not None:
+                self._on_word(message)
 
     def _decrypted(self, sequence: int, kind: int, source: int, header: bytes, body: memoryview) -> memoryview:
         if kind != seal.AES_GCM or source not in self.passes:

@@ -130,6 +130,8 @@ class MemoryPath:
     def _gone(self, uid: int) -> bool:
         """Whether a reader said goodbye. Raises what every wait raises once the run has failed."""
         self._status.raise_if_failed()
+        if self._status.regrouping:
+            raise TimeoutError(uid)  # others may still read: the slot must stay as it is
         return uid in self._status.departed
 
     def _on_datagram(self, datagram: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -21,8 +22,10 @@ from decentnode.communication.base import (
     Counters,
     Exchange,
     Pending,
+    PendingGeneration,
     Schema,
 )
+from decentnode.communication.board import run_of
 from decentnode.communication.collectives import Collectives
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.inbox import Inbox, InboxExchange, Status
@@ -32,11 +35,13 @@ from decentnode.communication.links import Outgoing as Bulk
 from decentnode.communication.means import Outgoing
 from decentnode.communication.memory import STEPS, MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
+from decentnode.communication.regroup import Regroup, given_up
 from decentnode.communication.security import Keyring
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
-from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost
+from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire import codec, seal
+from decentnode.wire.membership import Generation, Limits, Membership
 from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Scalars, Slot
 from decentnode.wire.session import (
     Event,
@@ -69,6 +74,14 @@ class Lease:
     """Held by every message whose bytes lie in the model itself."""
 
 
+class NextGeneration(PendingGeneration):
+    def __init__(self, owner: ZeroMQ) -> None:
+        self._owner = owner
+
+    def wait(self) -> Generation:
+        return self._owner.next_generation()
+
+
 
 class ZeroMQ(Communication):
     """Payloads through shared memory between nodes of one host, as chunks over DEALER -> ROUTER pairs between hosts.
@@ -91,11 +104,12 @@ class ZeroMQ(Communication):
         bind: BindPlan | None = None,
         keyring: Keyring | None = None,
         device: torch.device | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """machine_of: the machine of every uid of the run. run_id: None adopts the one that uid 0 drew.
 
         keyring: the node's keys; required where the config is `secure`. device: of the models, and of payloads in
-        `Arrival`; the CPU when None.
+        `Arrival`; the CPU when None. limits: of generations of members; None where there is but one.
         """
         assert isinstance(config, ZeroMQConfig)
         self.config: ZeroMQConfig = config
@@ -118,21 +132,32 @@ class ZeroMQ(Communication):
         largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
         window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
         self._links = Links(self._session, window, largest + 65536, self.counters, self._security, self._deliver,
-                            self._on_tick, self._on_crash)  # fmt: skip
+                            self._on_tick, self._on_crash, None if limits is None else self._on_word)  # fmt: skip
         self._io = self._links.io
+        self._regroup: Regroup | None = None
+        if limits is not None:
+            membership = Membership(uid, len(machine_of), limits, digest=digest, describe=self.describe)
+            self._regroup = Regroup(membership, self._links, self._status, self.counters)
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
-        self._homes: list[Tensor] = []
-        self._leases: dict[int, weakref.ref[Lease]] = {}
         self._joined = False
         self._closed = False
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        """What belongs to one generation of members and no other; `_open_ways` fills it."""
+        self._homes: list[Tensor] = []
+        self._sent_to: tuple[int, ...] = ()
+        """Who may still read what was sent last."""
+        self._leases: dict[int, weakref.ref[Lease]] = {}
         self._memory = MemoryPath(
-            uid, schemas, len(machine_of), self._inbox, self._status, self.counters, self._session.receive,
-            self._links.refuse,
+            self.uid, self.schemas, len(self._machine_of), self._inbox, self._status, self.counters,
+            self._session.receive, self._links.refuse,
         )  # fmt: skip
         self._collectives = Collectives(
-            self._session, config.chunk_bytes, self._status, self.describe, self._io.call, self._control, self._emit
-        )
+            self._session, self.config.chunk_bytes, self._status, self.describe, self._io.call, self._control,
+            self._emit,
+        )  # fmt: skip
 
     # -- where everybody is -----------------------------------------------------------------------------------
 
@@ -161,7 +186,7 @@ class ZeroMQ(Communication):
                         f"another (mapping.base_port, mapping.bind)"
                     ) from error
             elif plan.ipc_dir is None:
-                listener.bind(f"tcp://{plan.host}:*")
+                listener.bind(plan.again[plane] if plan.again else f"tcp://{plan.host}:*")
             if plan.ipc_dir is None:
                 local.append(listener.getsockopt_string(zmq.LAST_ENDPOINT))
         self._local = (local[CONTROL], local[BULK])
@@ -192,14 +217,32 @@ class ZeroMQ(Communication):
                     self._io.call(self._give_up)
                     deadline = time.monotonic() + GRACE_SECONDS
                 self._status.changed.wait(min(max(remaining, 0.05), 1.0))
-        self._open_ways(timeout_seconds)
+        self._open(timeout_seconds)
+
+    def _open(self, timeout_seconds: float) -> None:
+        """Blocking: make the ways of the generation in force; where that one ends meanwhile, those of the next."""
+        while True:
+            try:
+                return self._open_ways(timeout_seconds)
+            except (PeerLost, AssemblyError) as error:
+                regroup = self._regroup
+                if regroup is None:
+                    raise
+                lost = set(error.missing) - {self.uid}
+                if lost and not isinstance(error, Regrouping):
+                    regroup.suspect(lost, str(error))
+                if not given_up(error, self._status, self.config.suspect_seconds):
+                    raise
+                self._next_generation()
 
     def _open_ways(self, timeout_seconds: float) -> None:
         """Blocking, on every node alike: make the ways that edges of the run take."""
-        local = [uid for uid in self._addresses if self.edges.way(self.uid, uid) == "shared_memory"]
+        others = [uid for uid in self._session.members if uid != self.uid]
+        local = [uid for uid in others if self.edges.way(self.uid, uid) == "shared_memory"]
         if local and self._plan.ipc_dir is not None:
             required = "shared_memory" in (self.config.name, self.config.same_host)
-            self._memory.open(self._plan.ipc_dir, self.run_id.hex(), local, required,
+            run = run_of(self._plan.ipc_dir, self._session.generation)
+            self._memory.open(self._plan.ipc_dir, run, local, required,
                               lambda name: self.barrier(name, timeout_seconds))  # fmt: skip
         elif self.edges.used("shared_memory"):
             for step in STEPS:
@@ -234,12 +277,15 @@ class ZeroMQ(Communication):
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
     ) -> Exchange:
         self._status.raise_if_failed()
+        if self._status.regrouping:
+            return InboxExchange(self._inbox, round, phase, expected, frozenset())
         self._inbox.advance(round)
         self._send_all(round, outgoing, phase)
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
 
     def _send_all(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
         """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
+        self._sent_to = tuple(outgoing)
         by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
         alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
         if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
@@ -252,11 +298,12 @@ class ZeroMQ(Communication):
     def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
         """Hand a payload to neighbors on this host; False when they have to get chunks."""
         self._checked(payload, phase)
-        return self._memory.publish(
-            payload, uids, phase, self.config.timeout_seconds,
-            lambda slot, use, totals: self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars)),
-            lambda uid, header: self._io.call(lambda: self._links.control_header(uid, header)),
-        )  # fmt: skip
+        with self._status.waits_for(uids):
+            return self._memory.publish(
+                payload, uids, phase, self.config.timeout_seconds,
+                lambda slot, use, totals: self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars)),
+                lambda uid, header: self._io.call(lambda: self._links.control_header(uid, header)),
+            )  # fmt: skip
 
     def _checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
         """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""
@@ -304,9 +351,10 @@ class ZeroMQ(Communication):
             (spec,) = schema.tensors.values()
             self._homes = self._memory.homes() or [torch.empty(schema.elements, dtype=spec.dtype) for _ in range(2)]
         deadline = time.monotonic() + timeout_seconds
-        for index, home in enumerate(self._homes):
-            if home.data_ptr() != current.data_ptr() and self._unused(index, deadline):
-                return home
+        with self._status.waits_for(self._sent_to):
+            for index, home in enumerate(self._homes):
+                if home.data_ptr() != current.data_ptr() and self._unused(index, deadline):
+                    return home
         return torch.empty_like(current)
 
     def _unused(self, index: int, deadline: float) -> bool:
@@ -316,7 +364,7 @@ class ZeroMQ(Communication):
             self._links.hurry()
             while lease() is not None:
                 self._status.raise_if_failed()
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or self._status.regrouping:
                     return False
                 time.sleep(LEASE_POLL_SECONDS)
         return not self._memory.homes() or self._memory.wait_unread(index, max(0.0, deadline - time.monotonic()))
@@ -371,6 +419,63 @@ class ZeroMQ(Communication):
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
         return self._collectives.reports(timeout_seconds)
 
+    # -- generations of members -------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> Generation | None:
+        return None if self._regroup is None else self._regroup.generation
+
+    def enter(self, round: int) -> None:
+        if self._regroup is not None:
+            self._regroup.enter(round)
+
+    def suspect(self, uids: Collection[int], reason: str) -> None:
+        if self._regroup is None:
+            super().suspect(uids, reason)
+        else:
+            self._regroup.suspect(uids, reason)
+
+    def caught_up(self) -> None:
+        if self._regroup is not None:
+            self._regroup.caught_up()
+
+    def join(self) -> None:
+        if self._regroup is None:
+            super().join()
+            return
+        self._session.state = "outside"
+        self._joined = True
+        self._io.start()
+        self._regroup.leave(f"node {self.uid} comes from outside")
+
+    def regroup(self) -> PendingGeneration:
+        return NextGeneration(self)
+
+    def next_generation(self) -> Generation:
+        """What `PendingGeneration.wait` does."""
+        assert self._regroup is not None
+        self._next_generation()
+        self._open(self.config.start_timeout_seconds)
+        return self._regroup.generation
+
+    def _next_generation(self) -> None:
+        assert self._regroup is not None
+        alone = self.config.start_timeout_seconds
+        self._regroup.wait(alone, alone + self.config.timeout_seconds, self._put_away)
+
+    def _put_away(self, generation: Generation) -> None:
+        """With `Links.lock` held, on the training thread: everything of the old generation, for `generation`."""
+        assert self._regroup is not None
+        self._memory.close()
+        self._session.adopt(self._regroup.membership.run, generation.number, generation.members)
+        self._links.restart(generation.fresh)
+        self._inbox.reset(generation.first_round)
+        self._status.departed.clear()
+        rule = self._edge_rule()
+        cliques = (tuple(uid for uid in clique if uid in generation.members) for clique in rule.cliques)
+        self.edges = dataclasses.replace(rule, cliques=tuple(cliques))
+        self._begin_generation()
+
     # -- the end ----------------------------------------------------------------------------------------------
 
     def announce_stop(self) -> None:
@@ -400,6 +505,12 @@ class ZeroMQ(Communication):
 
     def fail(self, uid: int, reason: str) -> None:
         """Any thread."""
+        if self._regroup is not None and self._regroup.active:
+            if uid == self.uid:
+                self._regroup.fail()
+            else:
+                self._regroup.suspect([uid], reason)
+            return
 
         def tell() -> None:
             self._session.fail(uid, reason)
@@ -412,7 +523,8 @@ class ZeroMQ(Communication):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._io.close(0.5 if self._status.failure is not None else CLOSE_SECONDS)
+            in_vain = self._status.failure is not None or bool(self._status.regrouping)
+            self._io.close(0.5 if in_vain else CLOSE_SECONDS)
             self._memory.close()
 
     # -- I/O thread -------------------------------------------------------------------------------------------
@@ -461,12 +573,20 @@ class ZeroMQ(Communication):
         for event in self._session.tick(now):
             self._on_event(event)
         self._flush()
+        if self._regroup is not None:
+            self._regroup.tick(now)
+
+    def _on_word(self, message: Message) -> None:
+        assert self._regroup is not None
+        self._regroup.heard(message)
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Arrive):
             self._collectives.arrive(event.key, event.down, event.source)
         elif isinstance(event, Report):
             self._collectives.reported(event)
+        elif isinstance(event, PeerFailed) and self._regroup is not None and self._regroup.active:
+            self._regroup.suspect([event.uid], f"{self.describe(event.uid)} failed: {event.reason}")
         elif isinstance(event, PeerFailed):
             if event.uid != self.uid:
                 self._links.forget(event.uid)
@@ -476,6 +596,8 @@ class ZeroMQ(Communication):
         elif isinstance(event, Rejected):
             self._fail_with(AssemblyError(f"node {self.uid} was refused: {event.reason}", [self.uid]))
         else:
+            if isinstance(event, Joined) and self._regroup is not None:
+                self._regroup.begin(self.run_id)
             with self._status.changed:
                 if isinstance(event, Joined):
                     self._joined = True

@@ -60,3 +60,5 @@ class BindPlan:
     """Address of the interface for tcp."""
     port: int | None = None
     """Control port (bulk is port + 1); None: free ones, and no tcp at all beside `ipc_dir`."""
+    again: tuple[str, ...] = ()
+    """Instead of free ports: the endpoints that the node had before it was started again."""

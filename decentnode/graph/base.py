@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -73,22 +73,37 @@ class RoundView:
         """The same round when the payloads of `missing` never come: their weights go to the node itself."""
         if not missing:
             return self
-        weights = {j: w for j, w in self.weights.items() if j not in missing}
-        weights[self.uid] = self.weights[self.uid] + sum(self.weights.get(j, 0.0) for j in missing)
         sources = tuple(j for j in self.sources if j not in missing)
-        return RoundView(
-            self.uid,
-            self.round,
-            self.neighbors,
-            sources,
-            weights,
-            self.out_weights,
-            self.members,
-            self.seed,
-            self.phase,
-            self.generation,
-            self.extra,
-        )
+        return replace(self, sources=sources, weights=self._kept(self.weights, missing))
+
+    def among(self, members: Collection[int]) -> RoundView:
+        """The same round with nobody but `members`: what edges to others weigh goes to the node itself."""
+        gone = {*self.neighbors, *self.sources}.difference(members)
+        if not gone:
+            return self
+        neighbors = tuple(j for j in self.neighbors if j not in gone)
+        return replace(self.without(gone), neighbors=neighbors, out_weights=self._kept(self.out_weights, gone))
+
+    def _kept(self, weights: dict[int, float], gone: Collection[int]) -> dict[int, float]:
+        kept = {j: w for j, w in weights.items() if j not in gone}
+        kept[self.uid] = weights[self.uid] + sum(weights.get(j, 0.0) for j in gone)
+        return kept
+
+
+def parts(graph: Graph, members: Collection[int], rounds: int) -> list[set[int]]:
+    """The sets of members that do not hear of each other, not even by others, from rounds 0 .. rounds - 1."""
+    left, found = set(members), []
+    while left:
+        part, edge = set(), {min(left)}
+        while edge:
+            part |= edge
+            edge = {
+                other for uid in edge for round in range(rounds)
+                for other in (*graph.neighbors(uid, round, members), *graph.sources(uid, round, members))
+            } - part
+        found.append(part)
+        left -= part
+    return found
 
 
 def view(graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None) -> RoundView:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from decentnode.launch.reporting import Reporter
 from decentnode.metrics.events import EventLog
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
+from decentnode.wire.membership import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -124,12 +125,20 @@ def _host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def bind_plan(experiment: Experiment, uid: int, socket_dir: str) -> BindPlan:
+def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence[str] = ()) -> BindPlan:
     """Unix sockets for the same machine unless tcp is asked for, tcp for others or where the mapping has a port."""
     place = experiment.make_mapping().place(uid)
     same_host = getattr(experiment.communication, "same_host", "ipc")
     ipc = Path(socket_dir) if same_host != "tcp" and socket_dir else None
-    return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port)
+    return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port, again=tuple(again))
+
+
+def limits_of(experiment: Experiment) -> Limits:
+    """When a node counts as gone, and how many it takes to go on without it."""
+    config, node = experiment.communication, experiment.node
+    assert isinstance(config, ZeroMQConfig)
+    least = node.min_nodes or experiment.make_mapping().num_nodes // 2 + 1
+    return Limits(config.suspect_seconds, config.timeout_seconds, least)
 
 
 def transport_maker(
@@ -144,13 +153,15 @@ def transport_maker(
     own: dict[str, Any] = {} if device.type == "cpu" else {"device": device}
     if isinstance(config, ZeroMQConfig) and config.secure and config.keys is not None:
         keyring = load_keyring(experiment.base_dir / config.keys, uid, mapping.num_nodes)
+    if isinstance(config, ZeroMQConfig) and experiment.node.missing == "regroup":
+        own["limits"] = limits_of(experiment)
 
     def make(schemas: tuple[Schema, ...]) -> Communication:
         made: Communication = transport(
             experiment.communication, uid=uid, keyring=keyring, schemas=schemas, digest=experiment.digest(),
             machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
-            bind=bind_plan(experiment, uid, task.socket_dir), **own,
+            bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints), **own,
         )
         return made
 
@@ -242,6 +253,10 @@ def _join(
         endpoints |= {int(uid): (c, b) for uid, (c, b) in peers().items()}
         transport.set_peers(endpoints)
     attach(node)
+    if task.join:
+        transport.join()
+        send(Joined(node.uid))
+        return
     joined = threading.Event()
     if node.uid == 0 and isinstance(transport, ZeroMQ):
         threading.Thread(target=_tell_absent, args=(transport, send, joined), daemon=True).start()

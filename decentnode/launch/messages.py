@@ -19,6 +19,8 @@ class Request:
     machine: int | str | None = None
     """Number of this machine, "auto" to find it by its addresses, None when all nodes must be on one."""
     in_process: bool = False
+    join: bool = False
+    """The run has begun already, and lets this machine's nodes in (node.missing: regroup)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Facts:
     """Host of each machine."""
     threads: dict[str, int]
     """uid -> threads, where the mapping says so."""
+    regroup: bool = False
+    """Whether the others go on when a node dies."""
+    restarts: int = 0
+    """How many times a node that died is started again."""
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -78,6 +84,10 @@ class Task:
     progress_seconds: float
     """Rounds are reported at most this often; evaluations always."""
     socket_dir: str
+    join: bool = False
+    """The run has begun already."""
+    endpoints: list[str] = field(default_factory=list)
+    """Where the node listened before, when it is started again."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,6 @@ def save_node(node: Node, run_dir: Path) -> None:
     """models/<uid>.safetensors, and from the lowest uid models/merged.safetensors; ends the model's use."""
     model = node.training.model
     save(model.module, run_dir / "models" / f"{node.uid:03d}.safetensors")
-    if node.uid == 0 and node.merged is not None:
+    if node.uid == node.generation.members[0] and node.merged is not None:
         load_merged(model, node.merged)
         save(model.module, run_dir / "models" / "merged.safetensors")

@@ -39,6 +39,12 @@ class Ledger:
     """Last known figures by uid, from evaluations and rounds: what is left when a node dies."""
     finished: dict[int, Finished] = field(default_factory=dict)
     failures: list[Failed] = field(default_factory=list)
+    lost: dict[int, Failed] = field(default_factory=dict)
+    """Local nodes that the others went on without."""
+    restarts: dict[int, int] = field(default_factory=dict)
+    """How often each was started again."""
+    members: list[int] = field(default_factory=list)
+    """Of the last generation that a local node took part in; empty where there was but one."""
 
     def progress(self, uid: int, record: Mapping[str, Any]) -> None:
         """Keep what a closing figure could be made of."""
@@ -47,6 +53,8 @@ class Ledger:
             known["rounds"] = record.get("round", -1) + 1
             known["bytes_data"] = record.get("data_bytes_sent", 0)
             known["bytes_metadata"] = record.get("metadata_bytes_sent", 0)
+        elif record.get("kind") == "generation":
+            self.members = record.get("members", [])
         elif record.get("kind") == "evaluation":
             known |= {key: record[key] for key in record if key not in ("kind", "round", "time")}
             known["evaluated_round"] = record.get("round")
@@ -58,6 +66,8 @@ class Ledger:
             found[uid] = finished.figures
         for finished in self.finished.values():
             found |= {int(uid): figures for uid, figures in finished.reports.items()}
+        if self.finished and self.members:
+            found = {uid: figures for uid, figures in found.items() if uid in self.members}
         return found
 
     @property
@@ -74,7 +84,8 @@ def summary(
     start_seconds: from the command until all nodes were connected; wall_seconds: from the command to the end.
     """
     failure = first_cause(ledger.failures)
-    status = "finished" if exit_code == 0 else "failed" if failure else "interrupted"
+    failed = failure is not None or (ledger.lost and not ledger.finished)
+    status = "finished" if exit_code == 0 else "failed" if failed else "interrupted"
     found: dict[str, Any] = {
         "name": facts.name,
         "run": run_dir.name if run_dir else None,
@@ -87,6 +98,11 @@ def summary(
         "wall_seconds": wall_seconds,
         **summaries.combine(ledger.figures()),
     }
+    if ledger.lost or ledger.members:
+        members = ledger.members or [uid for uid in range(facts.num_nodes) if uid not in ledger.lost]
+        found["lost"] = {str(uid): failed.title for uid, failed in sorted(ledger.lost.items())}
+        found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
+        found["members"] = members
     if failure is not None:
         found["failure"] = {"node": failure.uid, "title": failure.title, "exit_code": failure.exit_code}
     return found

@@ -63,6 +63,8 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
 def facts(experiment: Experiment, request: Request) -> Facts:
     mapping, graph = experiment.make_mapping(), experiment.make_graph()
     machine = choose_machine(mapping, request.machine, request.config)
+    if request.join and experiment.node.missing != "regroup":
+        raise UsageError(f"{request.config}: --join needs node.missing: regroup, which a run must have from its start")
     machines = [list(mapping.local(number)) for number in range(mapping.num_machines)]
     in_process = request.in_process or experiment.communication.name == "inproc"
     if in_process and len(machines) > 1 and not request.in_process:
@@ -90,6 +92,8 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         machines=machines,
         hosts=[mapping.place(uids[0]).host for uids in machines],
         threads={str(uid): threads_of(experiment, uid) for uid in machines[machine]},
+        regroup=experiment.node.missing == "regroup" and not in_process,
+        restarts=experiment.node.restarts,
     )
 
 

@@ -38,12 +38,12 @@ class Records:
         except OSError as error:
             self.notices.append(f"the environment could not be written: {error.strerror}")
 
-    def finish(self, summary: dict[str, Any]) -> bool:
-        """Blocking: the rest, and summary.json on the machine of uid 0; whether that could be written."""
+    def finish(self, summary: dict[str, Any], whole: bool) -> bool:
+        """Blocking: the rest, and, where it is of the `whole` run, summary.json; whether that could be written."""
         self.start()
         assert self._thread is not None
         self._thread.join(ENVIRONMENT_SECONDS)
-        if 0 not in self._facts.local:
+        if not whole:
             return True
         try:
             summaries.write(self.directory / "summary.json", summary)

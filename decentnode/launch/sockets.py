@@ -1,7 +1,11 @@
-"""A private folder for Unix sockets, removed at the end, or by the next run when this one is killed."""
+"""A private folder for Unix sockets, removed at the end, or by the next run when this one is killed.
+
+With it go boards in shared memory that bear its name (communication/board.py): of nodes that were killed early.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -10,6 +14,7 @@ from pathlib import Path
 
 PREFIX = "decentnode-"
 LOCK = "lock"
+BOARDS = Path("/dev/shm")
 MAX_PATH_BYTES = 80
 """Of the folder; the path of a Unix socket may have 107."""
 
@@ -29,9 +34,16 @@ class SocketDir:
     def remove(self) -> None:
         """Idempotent."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(Path(self.path))
             os.close(self._lock)
             self._lock = -1
+
+
+def _remove(folder: Path) -> None:
+    for board in BOARDS.glob(f"{folder.name}-*"):
+        with contextlib.suppress(OSError):
+            board.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_stale(base: Path) -> None:
@@ -43,7 +55,7 @@ def remove_stale(base: Path) -> None:
             file = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                _remove(lock.parent)
             finally:
                 os.close(file)
         except OSError:

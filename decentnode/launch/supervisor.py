@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerLost
+from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interrupted, PeerLost, UsageError
 from decentnode.launch import forkserver
 from decentnode.launch.entry import node_dir
 from decentnode.launch.environment import usable_cores
@@ -46,6 +46,8 @@ GRACE_SECONDS = 5.0
 """What the other nodes get after a failure to tell other machines and to close their files."""
 EXIT_SECONDS = 10.0
 """What a node gets to end after its last word."""
+FOR_ALL = (UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code)
+"""Failures of one node that end the run also where the others could go on: they would not fare better."""
 ASSEMBLY_MARGIN_SECONDS = 15.0
 """How much later than the nodes themselves the supervisor gives up waiting for the start."""
 
@@ -105,6 +107,7 @@ class Run:
         self._first_finish: float | None = None
         self._cause_told = False
         self._absent: Absent | None = None
+        self._told_generation = 0
         self._sockets = SocketDir()
         self._phase_since = self._noticed = time.monotonic()
 
@@ -112,18 +115,20 @@ class Run:
 
     def start(self, context: ForkServerContext) -> None:
         """Fork the local nodes; returns before they are ready."""
+        self._context = context
+        self._run_id = secrets.token_hex(8) if 0 in self.facts.local and not self.request.join else ""
+        groups = [list(self.facts.local)] if self.facts.in_process else [[uid] for uid in self.facts.local]
+        self.workers += [start_node(context, self._task(uids, self.request.join)) for uids in groups]
+        self._enter("joining" if self.facts.in_process else "starting")
+
+    def _task(self, uids: list[int], join: bool) -> Task:
         facts, local = self.facts, self.facts.local
         share = max(1, usable_cores() // len(local))
-        run_id = secrets.token_hex(8) if 0 in local else ""
-        groups = [list(local)] if facts.in_process else [[uid] for uid in local]
-        for uids in groups:
-            task = Task(
-                self.request, uids, facts.machine, str(self.directory) if self.directory else None,
-                facts.threads.get(str(uids[0]), share), run_id, facts.in_process, max(0.25, len(local) / 50),
-                self._sockets.path,
-            )
-            self.workers.append(start_node(context, task))
-        self._enter("joining" if facts.in_process else "starting")
+        return Task(
+            self.request, uids, facts.machine, str(self.directory) if self.directory else None,
+            facts.threads.get(str(uids[0]), share), self._run_id, facts.in_process, max(0.25, len(local) / 50),
+            self._sockets.path, join, self.endpoints.get(str(uids[0]), []),
+        )  # fmt: skip
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -164,26 +169,32 @@ class Run:
         if isinstance(message, Progress):
             self.ledger.progress(message.uid, message.record)
             self.observer.progress(message.uid, message.record)
+            if message.record.get("kind") == "generation":
+                self._on_generation(message.record)
         elif isinstance(message, Bound):
             worker.bound.add(message.uid)
             self.endpoints[str(message.uid)] = [message.control, message.bulk]
-            if len(self.endpoints) == len(self.facts.local):
+            if self.phase == "running":
+                worker.send(Peers(self.endpoints))
+            elif len(self.endpoints) == len(self.facts.local):
                 self._enter("joining")
                 self._tell_all(Peers(self.endpoints))
         elif isinstance(message, Joined):
             worker.joined.add(message.uid)
-            if all(worker.joined.issuperset(worker.uids) for worker in self.workers):
+            everybody = all(worker.joined.issuperset(worker.uids) for worker in self.workers)
+            if everybody and self.phase != "running":
                 self._on_all_joined()
         elif isinstance(message, Absent):
             self._absent = message
         elif isinstance(message, Finished):
             worker.finished.add(message.uid)
             self.ledger.finished[message.uid] = message
+            self.ledger.lost.pop(message.uid, None)
             self._first_finish = self._first_finish or time.monotonic()
             worker.leaving_since = time.monotonic() if worker.over else None
         elif isinstance(message, Failed):
             worker.failed, worker.leaving_since = True, time.monotonic()
-            self._on_failure(message)
+            self._on_death(message)
 
     def _on_all_joined(self) -> None:
         self._enter("running")
@@ -196,15 +207,53 @@ class Run:
         if not worker.over and not self._killed_by_user and self._kill_at is None:
             uid = worker.uids[0] if not self.facts.in_process else min(set(worker.uids) - worker.finished)
             title = f"node {uid} {worker.ending()}"
-            self._on_failure(Failed(uid, 8, title, title))
+            worker.failed = True
+            self._on_death(Failed(uid, 8, title, title))
         elif worker.finished.issuperset(worker.uids) and worker.exit_code not in (0, Interrupted.exit_code):
             uid = worker.uids[0]
             self._on_failure(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
+        self._start_again(worker)
 
     def _tell_all(self, message: Message) -> None:
         for worker in self.workers:
             if worker.alive and not worker.over:
                 worker.send(message)
+
+    # -- generations of members -------------------------------------------------------------------------------
+
+    def _on_death(self, failed: Failed) -> None:
+        """A node died: the others go on without it, where they may."""
+        may = self.facts.regroup and self.phase == "running" and self._kill_at is None
+        if not may or failed.exit_code in FOR_ALL:
+            self._on_failure(failed)
+            return
+        self.ledger.lost[failed.uid] = failed
+        self._tell_all(PeerFailed(failed.uid, failed.title))
+        self.observer.notice(f"{failed.title}: the others go on")
+
+    def _start_again(self, worker: Worker) -> None:
+        """A node that the others go on without comes back, as often as the config says."""
+        uid = worker.uids[0]
+        count = self.ledger.restarts.get(uid, 0)
+        if uid not in self.ledger.lost or count >= self.facts.restarts or self.signals.received or self._first_finish:
+            return
+        self.ledger.restarts[uid] = count + 1
+        self.observer.notice(f"node {uid} is started again ({count + 1} of {self.facts.restarts} times)")
+        self.workers[self.workers.index(worker)] = start_node(self._context, self._task([uid], join=True))
+
+    def _on_generation(self, record: Mapping[str, Any]) -> None:
+        """Told once, whichever node says it first."""
+        number = record.get("generation", 0)
+        if number <= self._told_generation:
+            return
+        self._told_generation = number
+        members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))
+        for uid in joined:
+            self.ledger.lost.pop(uid, None)
+        changes = [f"without node {names(left)}"] if left else []
+        changes += [f"with node {names(joined)} again"] if joined else []
+        what = f"generation {number}: {len(members)} of {self.facts.num_nodes} nodes go on from round {record['round']}"
+        self.observer.notice(" ".join([what, *changes]))
 
     # -- failures and signals ---------------------------------------------------------------------------------
 
@@ -253,6 +302,9 @@ class Run:
             self._give_up(late, AssemblyError.exit_code, f"not connected within {waited:.0f} s")
         elif self._first_finish is not None and late and now - self._first_finish > self.facts.timeout_seconds:
             seconds = now - self._first_finish
+            if self.facts.regroup:
+                self._leave_behind(late, f"silent for {seconds:.0f} s after other nodes had finished")
+                return
             self._give_up(late, PeerLost.exit_code, f"silent for {seconds:.0f} s after other nodes had finished")
         elif self.phase != "running" and late and now - self._noticed > NOTICE_SECONDS:
             self._noticed = now - NOTICE_SECONDS + 1.0
@@ -275,6 +327,14 @@ class Run:
             return [uid for w in self.workers for uid in w.uids if uid not in w.joined]
         return [uid for w in self.workers if w.alive for uid in w.uids if uid not in w.finished and not w.failed]
 
+    def _leave_behind(self, late: list[int], what: str) -> None:
+        for worker in self.workers:
+            if worker.alive and worker.uids[0] in late:
+                title = f"node {worker.uids[0]}: {what}"
+                worker.failed = True
+                self._on_death(Failed(worker.uids[0], PeerLost.exit_code, title, title))
+                worker.kill()
+
     def _give_up(self, late: list[int], exit_code: int, what: str) -> None:
         title = f"node {names(late)}: {what}"
         self._on_failure(Failed(late[0], exit_code, title, title))
@@ -289,8 +349,12 @@ class Run:
     def conclude(self) -> Outcome:
         """After `close`: write what there is to write, decide the exit code."""
         self._tell_cause()
+        if self.ledger.lost and not self.ledger.finished:  # nobody was left to go on
+            self.ledger.failures += self.ledger.lost.values()
+            self._tell_cause()
         cause = first_cause(self.ledger.failures)
-        done = len(self.ledger.finished) == len(self.facts.local) and not self.ledger.stopped
+        gone = {*self.ledger.finished, *self.ledger.lost}
+        done = bool(self.ledger.finished) and gone.issuperset(self.facts.local) and not self.ledger.stopped
         if self._killed_by_user:
             exit_code = self.signals.exit_code
         elif cause is not None:
@@ -302,7 +366,8 @@ class Run:
         wall = time.monotonic() - self.started
         found = summary(self.facts, self.ledger, exit_code, self.directory, self.start_seconds, wall)
         if self.records is not None:
-            if not self.records.finish(found):
+            whole = 0 in self.facts.local or any(finished.reports for finished in self.ledger.finished.values())
+            if not self.records.finish(found, whole):
                 exit_code = exit_code or EnvironmentFault.exit_code
             for notice in self.records.notices:
                 self.observer.notice(notice)

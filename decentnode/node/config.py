@@ -17,8 +17,15 @@ class NodeConfig(Settings):
     run from x(r); then x(r+1) = sum_j W_ij x_j(r) + what the steps changed, which is exactly D-PSGD."""
     evaluate_every: int = Field(10, ge=0)
     """Evaluate after every so many rounds (0: only after the last)."""
-    missing: Literal["fail", "return_weight"] = "fail"
-    """When a neighbor's payload does not come in time: stop the run, or give its weight back to the node itself."""
+    missing: Literal["fail", "return_weight", "regroup"] = "fail"
+    """When a neighbor's payload does not come in time: stop the run; give its weight back to the node itself, for that
+    round; or regroup: the others agree on a generation of members without it and go on from the models they have, also
+    when a node dies or fails, and let it in again when it comes back. Sharing rules begin anew in every generation."""
+    min_nodes: int | None = Field(None, ge=1)
+    """With regroup: how many nodes a generation needs, those that finished included; more than half of the run's when
+    not given, so that the two sides of a broken network never both go on."""
+    restarts: int = Field(0, ge=0)
+    """With regroup: how many times a machine starts each of its nodes again that died."""
     buffers: Literal["average", "local"] = "average"
     """Float buffers of the model (BatchNorm statistics): averaged with the neighbors' or kept local."""
     check_finite: bool = True

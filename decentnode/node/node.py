@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication, Pending
-from decentnode.errors import Diverged, Interrupted, PeerLost
-from decentnode.graph.base import Graph, RoundView, view
+from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
+from decentnode.graph.base import Graph, RoundView, parts, view
 from decentnode.node.config import NodeConfig
 from decentnode.node.schedule import SCHEDULES, Mixed
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.training.base import Evaluation, Training, Update
+from decentnode.wire.membership import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +33,24 @@ class Node:
     def __init__(
         self, uid: int, config: NodeConfig, graph: Graph, training: Training, sharing: Sharing,
         communication: Communication, *, seed: int, record: Record = lambda _: None,
+        renew: Callable[[], Sharing] | None = None,
     ) -> None:
-        """record: called once per round and per evaluation with plain numbers, on the training thread."""
+        """record: called once per round and per evaluation with plain numbers, on the training thread.
+
+        renew: makes the rule as it is before its first round, for every further generation of members.
+        """
+        if config.missing == "regroup" and renew is None:
+            raise ValueError("node.missing: regroup needs renew, got None")
         self.uid = uid
         self.config = config
         self.graph = graph
         self.training = training
-        self.sharing = sharing
         self.communication = communication
         self.seed = seed
         self.record = record
-        self.schedule = SCHEDULES[config.schedule](training, sharing, communication)
+        self.generation = Generation(0, tuple(range(graph.num_nodes)))
+        self._renew = renew
+        self._take_rule(sharing)
         self.round = 0
         """Rounds finished."""
         self.merged: Tensor | None = None
@@ -61,6 +69,10 @@ class Node:
         self._overlaps = 0.0
         self._waits: dict[int, float] = {}
 
+    def _take_rule(self, sharing: Sharing) -> None:
+        self.sharing = sharing
+        self.schedule = SCHEDULES[self.config.schedule](self.training, sharing, self.communication)
+
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -77,7 +89,27 @@ class Node:
 
         Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads.
         """
+        work = self._work()
+        while True:
+            try:
+                yield from work
+                return
+            except Regrouping as reason:
+                logger.info("round %d: %s", self.round, reason)
+            except PeerLost as lost:
+                if self.config.missing != "regroup" or not lost.missing:
+                    raise
+                self.communication.suspect(lost.missing, str(lost))
+            work = self._work(first=self._regroup())
+
+    def _work(self, first: Iterator[None] | None = None) -> Iterator[None]:
+        """What is left of the run; `first` before it."""
+        yield from first or ()
+        generation = self.communication.generation
+        if generation is not None and generation.number != self.generation.number:
+            yield from self._take_part(generation)
         while self.round < self.config.rounds and not self._stopping():
+            self.communication.enter(self.round)
             self.begin_round(self.round)
             yield
             for phase in range(1, self.sharing.phases):
@@ -106,6 +138,52 @@ class Node:
             self.communication.announce_stop()
         return self.communication.stopping
 
+    # -- generations of members -------------------------------------------------------------------------------
+
+    def _regroup(self) -> Iterator[None]:
+        """Steps until the next generation is in force and this node is part of it."""
+        self.doing = "agreeing on the next generation"
+        model = self.training.model
+        model.rebind(model.parameters.clone())  # it may lie in a place that belongs to the old generation
+        pending = self.communication.regroup()
+        yield
+        while not pending.ready:
+            yield
+        yield from self._take_part(pending.wait())
+
+    def _take_part(self, generation: Generation) -> Iterator[None]:
+        """Go on with `generation`, from the models that its members have; those without one get the others' mean."""
+        before, self.generation = self.generation, generation
+        if generation.fresh:
+            self.doing = "getting a model" if self.uid in generation.fresh else "giving a model"
+            yield from self._give_models(generation)
+        self.round = min(generation.first_round, self.config.rounds)
+        assert self._renew is not None
+        self._take_rule(self._renew())
+        then, now = {*before.members}, {*generation.members}
+        self.record({
+            "kind": "generation", "generation": generation.number, "round": self.round, "time": time.time(),
+            "members": sorted(now), "left": sorted(then - now), "joined": sorted(now - then | generation.fresh),
+        })
+        logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), self.round)
+        if self.uid == generation.members[0]:
+            for part in parts(self.graph, generation.members, min(self.graph.period or 16, 16))[1:]:
+                logger.warning("the graph no longer joins nodes %s to the others", sorted(part))
+
+    def _give_models(self, generation: Generation) -> Iterator[None]:
+        """The mean of the models that there are, unchanged by that, becomes the model of those that have none."""
+        model = self.training.model
+        own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
+        fresh = self.uid in generation.fresh
+        pending = self.communication.mean("model", torch.zeros_like(own) if fresh else own, closing=True)
+        yield from self._until_ready(pending)
+        mean, contributors = pending.wait(self.communication.config.timeout_seconds)
+        if fresh:
+            mean = (mean * (contributors / (contributors - len(generation.fresh)))).to(own.device)
+            model.parameters.copy_(mean[: model.num_parameters])
+            model.buffers.copy_(mean[model.num_parameters :])
+            self.communication.caught_up()
+
     # -- one round --------------------------------------------------------------------------------------------
 
     def begin_round(self, round: int) -> Update:
@@ -132,8 +210,10 @@ class Node:
 
         All are known before the first of them sends (H2 in communication/hybrid.py).
         """
-        seen = view(self.graph, self.uid, round, self.seed)
-        plans = [self.sharing.plan(replace(seen, phase=phase)) for phase in range(self.sharing.phases)]
+        members = self.generation.members
+        seen = view(self.graph, self.uid, round, self.seed, members if len(members) < self.graph.num_nodes else None)
+        seen = replace(seen, generation=self.generation.number)
+        plans = [self.sharing.plan(replace(seen, phase=phase)).among(members) for phase in range(self.sharing.phases)]
         return [*plans, plans[0] if len(plans) == 1 else seen]
 
     def finish_round(self, round: int) -> None:
@@ -198,6 +278,8 @@ class Node:
                 f"{self.schedule.timeout_seconds(now.phase):g} s (communication.timeout_seconds"
                 f"{f' for each of {now.phase + 1} phases' if now.phase else ''})", sorted(lost),
             )
+        if lost and self.config.missing == "regroup":
+            self.communication.suspect(lost, f"nothing from node {sorted(lost)} in round {now.round}")
         if mixed.missing:
             logger.warning("round %d: went on without %s", now.round, sorted(mixed.missing))
 
@@ -270,13 +352,14 @@ class Node:
                 yield
 
     def _evaluate_merged(self, merged: Tensor) -> Evaluation:
-        """The merged model on part uid of num_nodes of the test set; the node's own model is restored."""
+        """The merged model on this member's part of the test set; the node's own model is restored."""
         model = self.training.model
         parameters, buffers = model.parameters.clone(), model.buffers.clone()
         model.parameters.copy_(merged[: model.num_parameters])
         model.buffers.copy_(merged[model.num_parameters :])
         try:
-            return self.training.evaluate("test", (self.uid, self.graph.num_nodes))
+            members = self.generation.members
+            return self.training.evaluate("test", (members.index(self.uid), len(members)))
         finally:
             model.parameters.copy_(parameters)
             model.buffers.copy_(buffers)

@@ -33,6 +33,8 @@ class RunState:
     rounds: int
     """Planned."""
     nodes: dict[int, NodeState]
+    members: frozenset[int] | None = None
+    """Of the last generation that was told of; None while all nodes take part."""
     latest: dict[str, Any] = field(default_factory=dict)
     """The last evaluation that every local node has told."""
     _evaluations: dict[int, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
@@ -51,13 +53,15 @@ class RunState:
             node.round_seconds, node.wait_seconds = record.get("seconds", 0.0), record.get("wait_seconds", 0.0)
             node.waited_for, node.waited_seconds = record.get("waited_for", -1), record.get("waited_seconds", 0.0)
             return False
+        if record.get("kind") == "generation":
+            self.members = frozenset(record.get("members", ()))
         if record.get("kind") != "evaluation":
             return False
         round = record["round"]
         node.accuracy, node.rounds = record.get("accuracy"), max(node.rounds, round)
         known = self._evaluations.setdefault(round, {})
         known[uid] = record
-        if len(known) < len(self.nodes):
+        if not known.keys() >= {node.uid for node in self.taking_part()}:
             return False
         accuracies = [each["accuracy"] for each in known.values() if each.get("accuracy") is not None]
         self.latest = {**record, "accuracy_min": min(accuracies, default=None), "round": round}
@@ -66,8 +70,12 @@ class RunState:
 
     @property
     def round(self) -> int:
-        """Rounds that every local node has finished."""
-        return min((node.rounds for node in self.nodes.values()), default=0)
+        """Rounds that every local node that takes part has finished."""
+        return min((node.rounds for node in self.taking_part()), default=0)
+
+    def taking_part(self) -> list[NodeState]:
+        """The local nodes of the last generation."""
+        return [node for uid, node in self.nodes.items() if self.members is None or uid in self.members]
 
     @property
     def sent_bytes(self) -> int:
@@ -75,12 +83,12 @@ class RunState:
 
     def slowest(self) -> NodeState | None:
         """The node that waited longest for one neighbor in its last known round."""
-        waiting = [node for node in self.nodes.values() if node.waited_for >= 0]
+        waiting = [node for node in self.taking_part() if node.waited_for >= 0]
         return max(waiting, key=lambda node: node.waited_seconds, default=None)
 
     def line(self) -> str:
         """`round=20/60 acc_mean=0.930 ...`: one line for logs and pipes."""
-        losses = [node.loss for node in self.nodes.values() if node.loss is not None]
+        losses = [node.loss for node in self.taking_part() if node.loss is not None]
         parts = [f"round={self.round}/{self.rounds}"]
         if losses:
             parts.append(f"loss={sum(losses) / len(losses):.4f}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """Run id of a node that has not been told one yet."""
@@ -250,6 +250,86 @@ class Bye(Message):
     TYPE: ClassVar[int] = 21
 
 
+@dataclass(frozen=True)
+class Join(Message):
+    """To everybody, from outside: let me into the run's next generation. Else as Hello."""
+
+    TYPE: ClassVar[int] = 22
+    version: int = number(1 << 16)
+    digest: str = text(64)
+    num_nodes: int = number(MAX_NODES)
+    incarnation: bytes = blob(8, exact=True)
+    """Drawn anew whenever a node comes from outside, so that a late copy is not taken for another restart."""
+
+
+@dataclass(frozen=True)
+class Suspect(Message):
+    """To whoever leads the next generation: these members (a bitmap) do not answer. From one of them: I failed."""
+
+    TYPE: ClassVar[int] = 23
+    uids: bytes = blob(MAX_NODES // 8)
+
+
+@dataclass(frozen=True)
+class Prepare(Message):
+    """To every member (a bitmap) of the generation that this message names: begin no further round."""
+
+    TYPE: ClassVar[int] = 24
+    members: bytes = blob(MAX_NODES // 8)
+
+
+@dataclass(frozen=True)
+class Promise(Message):
+    """Answer to Prepare: no round from `position` on begins here. fresh: this node has no model yet."""
+
+    TYPE: ClassVar[int] = 25
+    position: int = number(MAX_ROUND)
+    fresh: int = number(2)
+
+
+@dataclass(frozen=True)
+class Commit(Message):
+    """Everybody promised: this is the generation; those in `fresh` (a bitmap) get a model first."""
+
+    TYPE: ClassVar[int] = 26
+    members: bytes = blob(MAX_NODES // 8)
+    fresh: bytes = blob(MAX_NODES // 8)
+    first_round: int = number(MAX_ROUND)
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """Answer to Commit: what belonged to the old generation is put away, messages of the new one may come."""
+
+    TYPE: ClassVar[int] = 27
+
+
+@dataclass(frozen=True)
+class Go(Message):
+    """Everybody is ready: the generation is in force."""
+
+    TYPE: ClassVar[int] = 28
+
+
+@dataclass(frozen=True)
+class Ping(Message):
+    """Do you live? Answered by Pong without waiting for the training."""
+
+    TYPE: ClassVar[int] = 29
+
+
+@dataclass(frozen=True)
+class Pong(Message):
+    TYPE: ClassVar[int] = 30
+
+
+@dataclass(frozen=True)
+class Evicted(Message):
+    """To somebody who is not, or no more, of the generation in force, which this message names."""
+
+    TYPE: ClassVar[int] = 31
+
+
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
@@ -274,9 +354,21 @@ MESSAGES: dict[int, type[Message]] = {
         Ask,
         Key,
         Bye,
+        Join,
+        Suspect,
+        Prepare,
+        Promise,
+        Commit,
+        Ready,
+        Go,
+        Ping,
+        Pong,
+        Evicted,
     )
 }
-UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye)
+MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Evicted)
+"""How nodes agree on a generation (wire/membership.py); `generation` is the one that is spoken of."""
+UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, *MEMBERSHIP)
 """Said again until answered, or meaningless later: these do not stand in the stream of an edge."""
 BULK = (Chunk, Part)
 """Messages that carry a second frame of raw bytes and travel on the bulk sockets."""

@@ -6,7 +6,7 @@ the start goes down, stops and failures go everywhere. A message in, events and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from decentnode.errors import PeerFault
@@ -59,6 +59,13 @@ class Tree:
         children = tuple(range(first, min(first + fan_out, num_nodes)))
         return cls(uid, (uid - 1) // fan_out if uid else None, children)
 
+    @classmethod
+    def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> Tree:
+        """The tree over `members`, ascending, the lowest of which is the root."""
+        place = cls.of(members.index(uid), len(members), fan_out)
+        parent = None if place.parent is None else members[place.parent]
+        return cls(uid, parent, tuple(members[child] for child in place.children))
+
     @property
     def links(self) -> tuple[int, ...]:
         return (() if self.parent is None else (self.parent,)) + self.children
@@ -106,6 +113,7 @@ TRANSITIONS: dict[str, frozenset[type[Message]]] = {
     "joining": _ALWAYS | _IN_A_RUN | {Welcome, Start, Absent},
     "running": _ALWAYS | _IN_A_RUN | {Report},
     "failed": frozenset({Ack, Probe, Bye}),
+    "outside": frozenset({Ack, Probe, Bye}),
 }
 """What may be heard in each state. Bulk may come before the start has: the start takes time down the tree."""
 
@@ -133,7 +141,9 @@ class Session:
         self.digest = digest
         self.run = run or NO_RUN
         self.generation = 0
-        self.tree = Tree.of(uid, num_nodes)
+        self.members: tuple[int, ...] = tuple(range(num_nodes))
+        """Of the generation, ascending."""
+        self.tree = Tree.among(uid, self.members)
         self.state = "joining"
         self.outbox: list[tuple[int, Message]] = []
         self.present = {uid}
@@ -149,6 +159,17 @@ class Session:
         """source -> hellos since the last tick."""
         self._waiting_children: set[int] = set()
         self._present_sent: set[int] = set()
+
+    def adopt(self, run: bytes, generation: int, members: tuple[int, ...]) -> None:
+        """Go on as a member of another generation: what was said in the one before counts no more, but a stop."""
+        self.run, self.generation, self.members = run, generation, members
+        self.tree, self.state, self._welcomed = Tree.among(self.uid, members), "running", True
+        self.outbox.clear()
+        self.departed.clear()
+        self.failed.clear()
+        self.present = set(members)
+        if self.stop_asked:
+            self._flood(Stop)
 
     # -- outgoing ---------------------------------------------------------------------------------------------
 
@@ -229,7 +250,8 @@ class Session:
         if message.run != self.run or self.run == NO_RUN:
             raise PeerFault("wrong_run", f"{type(message).__name__} of run {message.run.hex()}")
         if message.generation != self.generation:
-            raise PeerFault("wrong_generation", f"{type(message).__name__} of generation {message.generation}")
+            reason = "stale_generation" if message.generation < self.generation else "wrong_generation"
+            raise PeerFault(reason, f"{type(message).__name__} of generation {message.generation}")
 
     def _on_hello(self, hello: Hello) -> list[Event]:
         heard = self._hellos[hello.source] = self._hellos.get(hello.source, 0) + 1
@@ -362,5 +384,5 @@ class Session:
         found: list[int] = []
         while level:
             found += level
-            level = [child for uid in level for child in Tree.of(uid, self.num_nodes).children]
+            level = [child for uid in level for child in Tree.among(uid, self.members).children]
         return sorted(found)

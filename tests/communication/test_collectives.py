@@ -17,7 +17,7 @@ from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, Peer
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire import codec, seal
-from decentnode.wire.messages import Ack, Chunk, Hello, Key, Message, Probe, Stop
+from decentnode.wire.messages import PROTOCOL_VERSION, Ack, Chunk, Hello, Key, Message, Probe, Stop
 from tests.communication.contract import NETWORKED, TRANSPORTS, flat_schema, gossip, nodes, together, values
 
 
@@ -194,7 +194,7 @@ def test_strangers_are_counted_and_change_nothing() -> None:
         bad = [
             ([b"garbage", b"x"], "malformed_header"),
             ([b"", b""], "malformed_header"),
-            ([sealed(msgpack.packb([220, 2, 8]))], "malformed_header"),
+            ([sealed(msgpack.packb([220, PROTOCOL_VERSION, 8]))], "malformed_header"),
             ([sealed(codec.encode(chunk), 0), b"x" * 4000], "malformed_header"),
             ([sealed(codec.encode(chunk))], "wrong_plane"),
             ([sealed(codec.encode(chunk)), b"x", b"y"], "malformed_multipart"),
@@ -217,7 +217,7 @@ def test_strangers_are_counted_and_change_nothing() -> None:
         dealers[0].send(sealed(encoded(Key, run, 0, 1, bytes(16), bytes(32)), 60_000))
         dealers[0].send(sealed(encoded(Ack, run, 0, 1, 1, 1 << 40, b"", 0, 0), 0))
         for _ in range(20):
-            dealers[0].send(sealed(encoded(Hello, run, 0, 1, 2, "d", 3, ""), 0))
+            dealers[0].send(sealed(encoded(Hello, run, 0, 1, PROTOCOL_VERSION, "d", 3, ""), 0))
         bad += [([], reason) for reason in ("malformed_header", "wrong_run", "sequence_jump", "wrong_acknowledgement")]
         gossip(made, elements, torch.float32, 5)
         wanted = Counter(reason for _, reason in bad)

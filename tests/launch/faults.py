@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+from decentnode.communication.links import Links
+from decentnode.component import Config
 from decentnode.training.base import Direction, Update
-from decentnode.training.supervised import Supervised
+from decentnode.training.supervised import Supervised, SupervisedConfig
+from decentnode.wire.messages import Message
 
 UID, ROUND = 2, 3
 
@@ -66,3 +70,67 @@ def experiment(**sections: Any) -> dict[str, Any]:
         "node": {"rounds": 8, "evaluate_every": 4},
         **sections,
     }
+
+
+class StopsConfig(SupervisedConfig):
+    pid_file: str = ""
+
+
+class Stops(Slow):
+    """Node 2 freezes in round 3, until somebody says SIGCONT."""
+
+    Config: ClassVar[type[Config]] = StopsConfig
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        if self._uid == UID and round == ROUND:
+            Path(self.config.pid_file).write_text(str(os.getpid()))  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().local_update(round, direction)
+
+
+class MortalConfig(SupervisedConfig):
+    victim: str = ""
+
+
+class Mortal(Slow):
+    """Node 2 dies in round 3, and as soon as another one says a certain word about the next generation, a signal hits
+    it, too: `victim` has all three ("1 Commit SIGKILL")."""
+
+    Config: ClassVar[type[Config]] = MortalConfig
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        if round == 0:
+            self._wait_for_word()
+        if self._uid == UID and round == ROUND:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().local_update(round, direction)
+
+    def _wait_for_word(self) -> None:
+        node, word, fault = self.config.victim.split()  # type: ignore[attr-defined]
+        if self._uid != int(node):
+            return
+        say = Links.word
+
+        def say_and_die(links: Links, uid: int, message: Message) -> None:
+            say(links, uid, message)
+            if type(message).__name__ == word:
+                time.sleep(0.05)  # until it has left
+                os.kill(os.getpid(), getattr(signal, fault))
+
+        Links.word = say_and_die  # type: ignore[method-assign]
+
+
+class DiesOnce(Supervised):
+    """Node 2 dies in round 3, but not when it has been started again; until then the others take their time."""
+
+    Config: ClassVar[type[Config]] = StopsConfig
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        marker = Path(self.config.pid_file + ".back")  # type: ignore[attr-defined]
+        if self._uid == UID and round == ROUND:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self._uid == UID and round > ROUND:
+            marker.touch()
+        elif round > ROUND and not marker.exists():
+            time.sleep(0.2)
+        return super().local_update(round, direction)

@@ -29,7 +29,7 @@ from decentnode.launch.messages import (
 )
 from decentnode.launch.outcome import Ledger, first_cause, summary
 from decentnode.launch.signals import StopSignals
-from decentnode.launch.sockets import SocketDir, remove_stale
+from decentnode.launch.sockets import BOARDS, SocketDir, remove_stale
 from decentnode.launch.waiting import names, waiting_for
 
 FACTS = Facts(
@@ -108,10 +108,15 @@ def test_socket_folders_of_killed_runs_are_removed_by_the_next(tmp_path: Path, m
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/tmp")
     monkeypatch.setattr("decentnode.launch.sockets.PREFIX", f"dn-test-{os.getpid()}-")
     alive, killed = SocketDir(), SocketDir()
+    boards = [BOARDS / f"{Path(each.path).name}-0-3" for each in (alive, killed)]
+    for board in boards:
+        board.touch()
     os.close(killed._lock)  # what the system does with the files of a killed process
     remove_stale(Path("/tmp"))
     assert Path(alive.path).exists() and not Path(killed.path).exists()
+    assert boards[0].exists() and not boards[1].exists()
     alive.remove()
+    assert not boards[0].exists()
     alive.remove()
     assert not Path(alive.path).exists()
 

@@ -1,0 +1,167 @@
+"""Generations of a networked transport: membership on the I/O thread, what follows from it on the training thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from decentnode.communication.base import Counters
+from decentnode.communication.inbox import Status
+from decentnode.errors import PeerLost, Regrouping
+from decentnode.wire.codec import bitmap
+from decentnode.wire.membership import Broken, Event, Generation, Install, Membership, Outside
+from decentnode.wire.messages import Message, Suspect
+
+if TYPE_CHECKING:
+    from decentnode.communication.links import Links
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25
+
+
+class Regroup:
+    """One node's part in agreeing on generations. All state is guarded by `links.lock`.
+
+    `Status.regrouping` is set from the moment a generation ends until the next one is in force: every wait of the
+    training thread ends then, and no round begins.
+    """
+
+    def __init__(self, membership: Membership, links: Links, status: Status, counters: Counters) -> None:
+        self.membership = membership
+        self.active = False
+        """Whether the run has begun; before it, a missing node is the start's business."""
+        self._links, self._status, self._counters = links, status, counters
+        self._install: Generation | None = None
+        self._going: Generation | None = None
+
+    @property
+    def generation(self) -> Generation:
+        """The one in force, or the last that was."""
+        return self.membership.generation
+
+    # -- I/O thread -------------------------------------------------------------------------------------------
+
+    def begin(self, run: bytes) -> None:
+        """Generation 0 is in force: everybody has joined."""
+        with self._links.lock:
+            self.membership.run, self.active = run, True
+
+    def heard(self, message: Message) -> None:
+        """With `links.lock` held. Raises PeerFault."""
+        if self.active:
+            self._obey(self.membership.receive(message, time.monotonic()))
+
+    def tick(self, now: float) -> None:
+        """With `links.lock` held."""
+        if self.active:
+            waiting = self._status.waiting
+            whom, since = waiting if waiting is not None else ((), now)
+            self._obey(self.membership.tick(now, whom, now - since))
+
+    def _obey(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Broken):
+                logger.warning("generation %d is over: %s", self.generation.number, event.reason)
+                self._tell("generation_over", event.reason)
+                with self._status.changed:
+                    self._status.regrouping = event.reason
+                    self._status.notify()
+            elif isinstance(event, Outside):
+                logger.warning("outside: %s", event.reason)
+                self._tell("outside", event.reason)
+                self._install = None
+            else:
+                with self._status.changed:
+                    if isinstance(event, Install):
+                        self._install, self._going = event.generation, None
+                    else:
+                        self._going = event.generation
+                    self._status.notify()
+        outbox, self.membership.outbox = self.membership.outbox, []
+        for uid, message in outbox:
+            self._links.word(uid, message)
+
+    def _tell(self, kind: str, detail: str) -> None:
+        self._counters.on_event(kind, None, detail)
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def suspect(self, uids: Collection[int], reason: str) -> None:
+        """These failed or do not answer: once this returns, no round of the generation begins here."""
+        with self._links.lock:
+            if self.active:
+                self._obey(self.membership.suspect(uids, time.monotonic(), reason))
+
+    def fail(self) -> None:
+        """This node failed: tell everybody, so that nobody has to find out."""
+        with self._links.lock:
+            membership = self.membership
+            bits = bitmap([membership.uid], membership.num_nodes)
+            for uid in membership.generation.members if self.active else ():
+                if uid != membership.uid:
+                    self._links.word(uid, Suspect(membership.run, self.generation.number, membership.uid, bits))
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def leave(self, reason: str) -> None:
+        """Come from outside: this process joins a run that has begun."""
+        with self._links.lock:
+            self.active = True
+            self._status.regrouping = reason
+            self._obey(self.membership.leave(time.monotonic(), reason))
+
+    def enter(self, round: int) -> None:
+        """A round begins. Raises Regrouping when it may not."""
+        with self._links.lock:
+            if self.active:
+                self._status.raise_if_over()
+                self.membership.position = round + 1
+
+    def caught_up(self) -> None:
+        """This node has a model."""
+        with self._links.lock:
+            self.membership.fresh = False
+
+    def wait(self, alone_seconds: float, together_seconds: float, install: Callable[[Generation], None]) -> Generation:
+        """Blocking: put the old generation away and return when the next one is in force.
+
+        install(generation), with `links.lock` held, puts away what belonged to the old one. Raises PeerLost, naming
+        nobody in `missing`, when none can be had: after alone_seconds without enough others, or together_seconds in
+        all.
+        """
+        began = alone_since = time.monotonic()
+        while True:
+            self._status.raise_if_failed()
+            with self._links.lock:
+                now = time.monotonic()
+                if self._install is not None:
+                    generation, self._install = self._install, None
+                    install(generation)
+                    self._obey(self.membership.installed(generation.number, now))
+                going, self._going = self._going, None
+                if going is not None and self.membership.steady:
+                    self._status.regrouping = ""
+                    self._tell("generation", f"{going.number} of nodes {', '.join(map(str, going.members))}")
+                    return going
+                if self.membership.stage not in ("short", "outside", "suspecting"):
+                    alone_since = now
+                reason = self.membership.reason
+            if now - alone_since > alone_seconds or now - began > together_seconds:
+                raise PeerLost(
+                    f"node {self.membership.uid}: no new generation of members within {now - began:.0f} s; {reason}"
+                )
+            with self._status.changed:
+                if self._install is None and self._going is None:
+                    self._status.changed.wait(POLL_SECONDS)
+
+
+def given_up(error: Exception, status: Status, seconds: float) -> bool:
+    """Blocking for `seconds` at most: whether a failure of the training thread is but the end of the generation."""
+    deadline = time.monotonic() + seconds
+    with status.changed:
+        while not status.regrouping and status.failure is None and (left := deadline - time.monotonic()) > 0:
+            status.changed.wait(min(left, POLL_SECONDS))
+        return isinstance(error, Regrouping) or bool(status.regrouping)

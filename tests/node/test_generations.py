@@ -1,0 +1,219 @@
+"""Runs that go on when members die, freeze and come back; all nodes in one process, stepped in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decentnode.build import schemas_of
+from decentnode.communication.base import CommunicationConfig
+from decentnode.communication.inproc import Hub, Inproc
+from decentnode.component import load_class
+from decentnode.graph.topology import Topology
+from decentnode.node.config import NodeConfig
+from decentnode.node.node import Node
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.compressed import make_sharing
+from decentnode.sharing.full import Full
+from tests.graph.contract import make
+from tests.node.fakes import Quadratic
+
+
+class Run:
+    """Nodes in one process, some of which are stepped no more, or again."""
+
+    def __init__(
+        self, graph: Topology, rounds: int = 10, lr: float = 0.0, rule: str = "full", **options: object
+    ) -> None:
+        self.graph, self.lr = graph, lr
+        fixed = {"rounds": rounds, "evaluate_every": 4, "missing": "regroup"}
+        self.config = NodeConfig.model_validate({**fixed, **options})
+        self.hub = Hub(graph.num_nodes)
+        self.records: list[dict[str, Any]] = []
+        self.make_rule = self.rule_maker(rule)
+        self.nodes = {uid: self.make(uid) for uid in range(graph.num_nodes)}
+        self.runs = {uid: node.steps() for uid, node in self.nodes.items()}
+
+    @staticmethod
+    def rule_maker(name: str) -> Callable[[], Sharing]:
+        def renew() -> Sharing:
+            made: Any = load_class(name, SHARINGS, "sharing")
+            rule: Sharing = make_sharing(made.Config(name=name), [])
+            rule.bind([(8, 5)])
+            return rule
+
+        return renew
+
+    def make(self, uid: int) -> Node:
+        training = Quadratic(uid, 40, self.lr)
+        with torch.no_grad():
+            training.model.parameters.copy_(torch.randn(40, generator=torch.Generator().manual_seed(100 + uid)))
+        rule = self.make_rule()
+        communication = Inproc(CommunicationConfig(name="inproc"), uid=uid, hub=self.hub,
+                               schemas=schemas_of(rule, training.model))  # fmt: skip
+        return Node(uid, self.config, self.graph, training, rule, communication, seed=1, renew=self.make_rule,
+                    record=lambda record: self.records.append({"uid": uid, **record}))  # fmt: skip
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for _, steps in sorted(self.runs.items()):
+                next(steps)
+
+    def lose(self, uid: int) -> None:
+        del self.runs[uid], self.nodes[uid]
+        self.hub.lose(uid)
+
+    def restart(self, uid: int) -> None:
+        node = self.nodes[uid] = self.make(uid)
+        node.communication.join()
+        self.runs[uid] = node.steps()
+
+    def end(self) -> None:
+        left: dict[int, Iterator[None]] = dict(self.runs)
+        for _ in range(1000):
+            for uid, steps in sorted(left.items()):
+                try:
+                    next(steps)
+                except StopIteration:
+                    del left[uid]
+            if not left:
+                return
+        pytest.fail(f"still at {[(uid, self.nodes[uid].doing) for uid in left]}")
+
+    def models(self) -> np.ndarray:
+        return np.stack([node.training.model.parameters.double().numpy() for _, node in sorted(self.nodes.items())])
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+@pytest.mark.parametrize("steps", range(6))
+def test_the_others_go_on_from_their_models_whenever_one_is_lost(schedule: str, steps: int) -> None:
+    """Without training, mixing is all that happens: no coordinate leaves the range of the initial ones."""
+    run = Run(make("regular", nodes=8), schedule=schedule)
+    low, high = run.models().min(0), run.models().max(0)
+    run.step(5 + steps)
+    before = run.models()
+    run.lose(3)
+    kept = np.delete(before, 3, 0)
+    run.end()
+    after = run.models()
+    assert ((after >= low - 1e-6) & (after <= high + 1e-6)).all()
+    assert np.abs(after - after.mean(0)).max() < np.abs(kept - kept.mean(0)).max()
+    assert {node.round for node in run.nodes.values()} == {10}
+    assert all(len(node.generation.members) == 7 for node in run.nodes.values())
+    assert sorted(run.nodes[0].reports) == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_mixing_among_the_survivors_keeps_their_mean() -> None:
+    run = Run(make("regular", nodes=8), rounds=40)
+    run.step(6)
+    run.lose(5)
+    while any(node.generation.number == 0 for node in run.nodes.values()):
+        run.step(1)
+    mean = run.models().mean(0)
+    run.end()
+    np.testing.assert_allclose(run.models().mean(0), mean, atol=1e-6)
+    np.testing.assert_allclose(run.models(), np.tile(mean, (7, 1)), atol=1e-3)
+
+
+def test_who_comes_back_gets_the_mean_of_the_others() -> None:
+    run = Run(make("ring", nodes=6), rounds=30)
+    run.step(6)
+    run.lose(2)
+    run.step(4)
+    run.restart(2)
+    while run.nodes[2].generation.number < 2:
+        mean = np.delete(run.models(), 2, 0).mean(0)
+        run.step(1)
+    run.end()
+    joined = [record for record in run.records if record["kind"] == "generation" and record["joined"] == [2]]
+    assert len(joined) == 6
+    np.testing.assert_allclose(run.models().mean(0), mean, atol=1e-5)
+    assert len({tuple(record["members"]) for record in joined}) == 1
+
+
+def test_the_root_may_die_and_the_next_one_reports() -> None:
+    run = Run(make("complete", nodes=5), rounds=12)
+    run.step(5)
+    run.lose(0)
+    run.end()
+    assert sorted(run.nodes[1].reports) == [1, 2, 3, 4]
+    assert not run.nodes[2].reports
+    assert run.nodes[1].merged is not None
+
+
+def test_several_die_one_after_the_other() -> None:
+    run = Run(make("exponential", nodes=8), rounds=25)
+    for uid in (7, 0, 4):
+        run.step(4)
+        run.lose(uid)
+    run.end()
+    assert all(node.generation.members == (1, 2, 3, 5, 6) for node in run.nodes.values())
+
+
+def test_a_loss_between_asking_and_going() -> None:
+    run = Run(make("complete", nodes=6), rounds=12)
+    run.step(4)
+    run.lose(1)
+    run.step(1)
+    run.lose(2)
+    run.step(1)
+    run.lose(3)
+    run.end()
+    assert all(node.generation.members == (0, 4, 5) for node in run.nodes.values())
+
+
+def test_a_stop_reaches_the_new_generation() -> None:
+    run = Run(make("complete", nodes=4), rounds=500)
+    run.step(6)
+    run.lose(2)
+    run.step(2)
+    run.nodes[1].ask_stop()
+    run.end()
+    assert all(node.round < 500 for node in run.nodes.values())
+
+
+def test_survivors_that_the_graph_no_longer_joins_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(make("ring", nodes=6), rounds=12)
+    run.step(4)
+    run.lose(1)
+    run.lose(4)
+    run.end()
+    assert "no longer joins nodes [2, 3]" in caplog.text
+
+
+def test_training_goes_on_to_the_target_of_the_survivors() -> None:
+    run = Run(make("complete", nodes=5), rounds=120, lr=0.2)
+    run.step(30)
+    run.lose(4)
+    run.end()
+    targets = np.stack([node.training.target.double().numpy() for node in run.nodes.values()])  # type: ignore[attr-defined]
+    assert np.abs(run.models().mean(0) - targets.mean(0)).max() < 1e-4
+
+
+ONE_GRAPH = {"relaysgd": "line", "hierarchical": "", "leader": "complete", "moshpit": "complete"}
+
+
+@pytest.mark.parametrize("rule", sorted(set(SHARINGS) - {"hierarchical"}))
+def test_every_rule_begins_anew_with_the_others(rule: str) -> None:
+    """A member is lost, and comes back: models stay finite and come together."""
+    run = Run(make(ONE_GRAPH.get(rule, "ring"), nodes=9 if rule == "moshpit" else 8), rounds=60, lr=0.01, rule=rule)
+    run.step(20)
+    run.lose(7)
+    run.step(20)
+    run.restart(7)
+    run.end()
+    models = run.models()
+    assert np.isfinite(models).all()
+    assert np.abs(models).max() < 10
+    assert all(node.generation.number == 2 for node in run.nodes.values())
+
+
+def test_regrouping_needs_a_rule_maker() -> None:
+    run = Run(make("ring", nodes=3))
+    with pytest.raises(ValueError, match="needs renew"):
+        Node(0, run.config, run.graph, Quadratic(0, 40), Full(Full.Config()), run.nodes[0].communication, seed=1)
