@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path())
 @click.option("--uid", type=int, required=True, metavar="N", help="Which node of the experiment this is.")
 @click.option("--into", type=click.Path(path_type=Path), help="Run directory to share with other nodes.")
+@click.option("--join", is_flag=True, help="The run has begun; its nodes let this one in (missing: regroup).")
 @start.options
 @click.pass_context
 def command(
-    ctx: click.Context, config: str, uid: int, into: Path | None, overrides: tuple[str, ...], run_dir: str | None,
-    name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,  # noqa: ARG001
+    ctx: click.Context, config: str, uid: int, into: Path | None, join: bool, overrides: tuple[str, ...],
+    run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,  # noqa: ARG001
 ) -> None:
     """Run node N of CONFIG in this process. Every node needs a port in the mapping (mapping.base_port)."""
     started = time.monotonic() - start.process_age()
@@ -46,10 +47,10 @@ def command(
     without = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
     if without:
         raise UsageError(f"every node needs a port here, node {without[0]} has none: set mapping.base_port")
-    request = Request(config, chosen, start.environ(), place.machine)
+    request = Request(config, chosen, start.environ(), place.machine, join=join)
     facts = facts_of(experiment, request)
     directory = _directory(facts, into, uid)
-    task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", False, 1.0, "")
+    task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", False, 1.0, "", join)
     ledger, told = Ledger(), _Teller(uid, facts, quiet or as_json)
 
     def send(message: Message) -> None:

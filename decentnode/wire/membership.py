@@ -268,6 +268,10 @@ class Membership:
             return
         uids = from_bitmap(suspect.uids, self.num_nodes)
         self._say(suspect.source, Pong)
+        if self.stage in ("promised", "committed"):
+            return  # whoever leads already hears for itself who answers
+        if self._proposal is not None and suspect.source not in self._proposal.members:
+            return
         if suspect.generation == self.generation.number:
             who = ", ".join(map(self._describe, sorted(uids)))
             what = "failed" if suspect.source in uids else f"does not answer {self._describe(suspect.source)}"
@@ -334,8 +338,8 @@ class Membership:
             self._enter(now)
 
     def _on_evicted(self, evicted: Evicted, now: float) -> None:
-        newer = evicted.generation > self.generation.number and evicted.generation >= self.promised
-        if newer and self.stage != "outside":
+        following = self.stage in ("promised", "committed") and evicted.generation < self.promised
+        if evicted.generation > self.generation.number and not following and self.stage != "outside":
             self._go_outside(now, f"the others went on without this node, in generation {evicted.generation}")
 
     def _follows(self, message: Message) -> bool:

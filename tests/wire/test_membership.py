@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import random
@@ -15,6 +16,8 @@ from decentnode.errors import PeerFault
 from decentnode.wire import codec
 from decentnode.wire.membership import Broken, Generation, Going, Install, Limits, Membership, Outside
 from decentnode.wire.messages import (
+    FIELDS,
+    MEMBERSHIP,
     NO_RUN,
     PROTOCOL_VERSION,
     Bye,
@@ -29,6 +32,7 @@ from decentnode.wire.messages import (
     Suspect,
 )
 from tests.conftest import scale
+from tests.wire.test_codec import field_values
 
 RUN = b"theirrun"
 TICK, SUSPECT = 0.25, 2.0
@@ -291,6 +295,27 @@ def test_messages_of_another_run_are_refused() -> None:
         membership.receive(Ping(b"anything", 0, 1), 0.0)
     with pytest.raises(PeerFault, match="unknown_uid"):
         membership.receive(Ping(RUN, 0, 3), 0.0)
+
+
+def words() -> st.SearchStrategy[Message]:
+    """Of anybody, near enough to the truth to get past the first checks."""
+    near = {"run": st.sampled_from([RUN, NO_RUN]), "generation": st.integers(0, 9), "source": st.integers(0, 6)}
+    return st.one_of([
+        st.builds(kind, **{each.name: field_values(each.metadata) for each in FIELDS[kind]} | near)
+        for kind in MEMBERSHIP
+    ])  # fmt: skip
+
+
+@settings(max_examples=scale(100, 5_000), deadline=None)
+@given(heard=st.lists(words(), max_size=12))
+def test_no_word_does_more_than_break_the_protocol(heard: list[Message]) -> None:
+    """Anything from anybody: typed errors alone, and no more said than a few words per word."""
+    membership = World(5).processes[3].membership
+    for now, word in enumerate(heard):
+        with contextlib.suppress(PeerFault):
+            membership.receive(word, 100.0 + now)
+        membership.tick(100.0 + now)
+    assert len(membership.outbox) <= 40 * (len(heard) + 1)
 
 
 STAGES = [Suspect, Prepare, Promise, Commit, Ready, Go]
