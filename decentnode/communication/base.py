@@ -224,6 +224,9 @@ class Communication(Component, abc.ABC):
     def caught_up(self) -> None:
         """This node, one of `Generation.fresh`, now has a model."""
 
+    def stop_asked(self) -> None:
+        """Any thread: this node is to stop; it waits for nobody who could make up a generation with it any more."""
+
     def join(self) -> None:
         """Instead of `start`: this process comes to a run that has begun. Not blocking; `regroup` follows."""
         raise NotImplementedError(f"{type(self).__name__} has no generations of members")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from decentnode.communication.base import Counters
 from decentnode.communication.inbox import Status
-from decentnode.errors import PeerLost, Regrouping
+from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.wire.codec import bitmap
 from decentnode.wire.membership import Broken, Event, Generation, Install, Membership, Outside
 from decentnode.wire.messages import Message, Suspect
@@ -33,6 +33,8 @@ class Regroup:
         self.membership = membership
         self.active = False
         """Whether the run has begun; before it, a missing node is the start's business."""
+        self.stop_asked = False
+        """Any thread: no longer wait for more members."""
         self._links, self._status, self._counters = links, status, counters
         self._install: Generation | None = None
         self._going: Generation | None = None
@@ -130,7 +132,7 @@ class Regroup:
 
         install(generation), with `links.lock` held, puts away what belonged to the old one. Raises PeerLost, naming
         nobody in `missing`, when none can be had: after alone_seconds without enough others, or together_seconds in
-        all.
+        all; Interrupted when a stop was asked for and there are not enough.
         """
         began = alone_since = time.monotonic()
         while True:
@@ -149,6 +151,8 @@ class Regroup:
                 if self.membership.stage not in ("short", "outside", "suspecting"):
                     alone_since = now
                 reason = self.membership.reason
+            if self.stop_asked and now - alone_since > POLL_SECONDS:
+                raise Interrupted(f"node {self.membership.uid}: stopped while {reason}")
             if now - alone_since > alone_seconds or now - began > together_seconds:
                 raise PeerLost(
                     f"node {self.membership.uid}: no new generation of members within {now - began:.0f} s; {reason}"

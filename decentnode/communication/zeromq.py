@@ -439,6 +439,10 @@ class ZeroMQ(Communication):
         if self._regroup is not None:
             self._regroup.caught_up()
 
+    def stop_asked(self) -> None:
+        if self._regroup is not None:
+            self._regroup.stop_asked = True
+
     def join(self) -> None:
         if self._regroup is None:
             super().join()

@@ -83,6 +83,7 @@ class Node:
     def ask_stop(self) -> None:
         """Any thread or signal handler: finish the round under way on every node, then close."""
         self._stop_asked = True
+        self.communication.stop_asked()
 
     def steps(self) -> Iterator[None]:
         """The run, yielding wherever another node has to act before this one can go on.
