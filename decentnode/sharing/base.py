@@ -112,6 +112,7 @@ class Sharing(Component, abc.ABC):
         """Names, dtypes and largest sizes of what neighbors send for a model of `elements`."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Copies of what the rule keeps between rounds: tensors, numbers and text, in dicts and lists, nothing else."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
