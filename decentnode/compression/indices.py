@@ -20,6 +20,8 @@ HEADER_BYTES = 8
 """Kind, Rice parameter, and the number of indices in six bytes, little-endian."""
 ALL, BITMAP, RICE = 0, 1, 2
 MAX_PARAMETER = 40
+BLOCK = 1 << 15
+"""Indices that are coded together: they stay in a core's cache from one pass to the next."""
 
 
 def largest_bytes(elements: int) -> int:
@@ -39,17 +41,33 @@ def encode(indices: Tensor, elements: int) -> Tensor:
         return _header(ALL, 0, count, device)
     if count == 0:
         return _header(RICE, 0, 0, device)
-    gaps = torch.empty(count, dtype=torch.int32 if elements < 1 << 31 else torch.int64, device=device)
-    gaps[0] = indices[0]
-    torch.sub(indices[1:], indices[:-1], out=gaps[1:])
-    gaps[1:] -= 1
     parameter = _parameter(count, int(indices[-1]) + 1 - count)
-    ends = (gaps >> parameter).add_(1).cumsum(0, dtype=torch.int64).sub_(1)
+    ends, low = _rice_parts(indices, parameter)
     unary = int(ends[-1]) + 1
     if -(-unary // 8) + bits.packed_bytes(count, parameter) >= -(-elements // 8):
         return torch.cat([_header(BITMAP, 0, count, device), bits.ones_at(indices, elements)])
-    low = bits.pack_numbers(gaps.bitwise_and_((1 << parameter) - 1), parameter)
-    return torch.cat([_header(RICE, parameter, count, device), bits.ones_at(ends, unary), low])
+    return torch.cat(
+        [_header(RICE, parameter, count, device), bits.ones_at(ends, unary), bits.pack_numbers(low, parameter)]
+    )
+
+
+def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
+    """Where each gap's ones end in the stream [K] int64, and the gaps' low bits [K]."""
+    count, device = indices.numel(), indices.device
+    if parameter == 0:
+        return indices, indices
+    ends = torch.empty_like(indices)
+    low = torch.empty(count, dtype=torch.uint8 if parameter <= 8 else torch.int64, device=device)
+    before, end = torch.full((1,), -1, device=device), -1
+    size = BLOCK if device.type == "cpu" else count
+    for part, where, rest in zip(indices.split(size), ends.split(size), low.split(size), strict=True):
+        gaps = part.diff(prepend=before).sub_(1)
+        torch.bitwise_and(gaps, (1 << parameter) - 1, out=where)
+        rest.copy_(where)
+        torch.cumsum(gaps.bitwise_right_shift_(parameter).add_(1), 0, out=where)
+        where.add_(end)
+        before, end = part[-1:], int(where[-1])
+    return ends, low
 
 
 def _parameter(count: int, total: int) -> int:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 SAMPLE = 1 << 16
 """Scores in the sample: enough for bounds about 3 % of `count` apart, cheap beside a pass over the model."""
+BLOCK = 1 << 16
+"""Scores that are looked at together: they and their flags stay in a core's cache from one pass to the next."""
 
 
 def count_of(fraction: float, elements: int) -> int:
@@ -18,8 +20,8 @@ def count_of(fraction: float, elements: int) -> int:
 def largest(scores: Tensor, count: int) -> Tensor:
     """[count] int64, ascending: where the `count` largest of scores [P] >= 0 stand; of equal ones the first.
 
-    NaN counts as larger than everything. A sample gives two bounds that surely have the threshold between them; the
-    few scores between are then ranked exactly.
+    NaN counts as infinity. A sample gives two bounds that surely have the threshold between them; the few scores
+    between are then ranked exactly.
     """
     elements = scores.numel()
     if count >= elements:
@@ -28,28 +30,53 @@ def largest(scores: Tensor, count: int) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     bounds = _bounds(scores, count)
     if bounds is not None:
-        low, high = bounds
-        chosen = scores >= high
-        near = _nonzero((scores < low).logical_not_().logical_xor_(chosen))
-        missing = count - int(chosen.sum())
-        if 0 <= missing <= near.numel():
-            chosen[near[_largest_of(scores[near], missing)]] = True
-            return _nonzero(chosen)
+        sure, near = _between(scores, *bounds)
+        missing = count - sure
+        if 0 < missing <= near.numel():
+            bound = float(_kth_largest(near, missing))
+            kept = _reaching(scores, bound)
+            return kept if kept.numel() == count else _without_last(kept, scores[kept], bound, count)
     return _largest_of(scores, count)
+
+
+def _blocks(scores: Tensor) -> tuple[Tensor, ...]:
+    return scores.split(BLOCK) if scores.device.type == "cpu" else (scores,)
+
+
+def _between(scores: Tensor, low: float, high: float) -> tuple[int, Tensor]:
+    """How many scores reach `high` (NaN does), and those from `low` on that do not."""
+    sure, near = scores.numel(), []
+    for block in _blocks(scores):
+        below = block < high
+        sure -= _count(below)
+        near.append(block[_nonzero(below.logical_and_(block >= low))])
+    return sure, torch.cat(near)
+
+
+def _reaching(scores: Tensor, bound: float) -> Tensor:
+    """Ascending positions of the scores of at least `bound`, and of NaN."""
+    found, start = [], 0
+    for block in _blocks(scores):
+        found.append(_nonzero((block < bound).logical_not_()).add_(start))
+        start += block.numel()
+    return torch.cat(found)
+
+
+def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Tensor:
+    """The first `count` of kept [>= count] whose values are above `bound` or equal it; only equal ones are left out."""
+    if kept.numel() == count or bound == float("inf"):
+        return kept[:count]
+    keep = torch.ones_like(kept, dtype=torch.bool)
+    keep[_nonzero(values == bound)[count - kept.numel() :]] = False
+    return kept[_nonzero(keep)]
 
 
 def _largest_of(values: Tensor, count: int) -> Tensor:
     """Ascending positions of the `count` largest, of equal ones the first; by partition."""
-    if not 0 < count < values.numel():
-        return torch.arange(count, device=values.device)
     values = values.nan_to_num(float("inf"), float("inf"))
-    bound = _kth_largest(values, count)
-    keep = values >= bound
-    kept = _nonzero(keep)
-    if kept.numel() > count:
-        keep[_nonzero(values == bound)[count - kept.numel() :]] = False
-        kept = _nonzero(keep)
-    return kept
+    bound = float(_kth_largest(values, count))
+    kept = _nonzero(values >= bound)
+    return _without_last(kept, values[kept], bound, count)
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
@@ -73,6 +100,10 @@ def _bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
         return None
     low = float(_kth_largest(sample, more))
     return (low, float(_kth_largest(sample, fewer)) if fewer > 0 else float("inf")) if low > 0 else None
+
+
+def _count(flags: Tensor) -> int:
+    return int(np.count_nonzero(flags.numpy())) if flags.device.type == "cpu" else int(flags.count_nonzero())
 
 
 def _nonzero(flags: Tensor) -> Tensor:

@@ -83,6 +83,14 @@ class TopK(Tensors, Sharing):
     def fraction(self, view: RoundView) -> float:  # noqa: ARG002
         return self.config.fraction
 
+    def largest_fraction(self) -> float:
+        """No round's is larger."""
+        return self.config.fraction
+
+    def count(self, fraction: float, coefficients: int) -> int:
+        """How many coefficients of so many are sent."""
+        return coefficients if fraction >= self.config.full_from else select.count_of(fraction, coefficients)
+
     # -- the rule
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
@@ -97,9 +105,8 @@ class TopK(Tensors, Sharing):
         if self.accumulate == "training":
             self.changes = change.clone() if self.changes is None else self.changes.add_(change)
             change = self.changes.clone()
-        fraction = self.fraction(view)
         scores = self.score(change)
-        count = scores.numel() if fraction >= self.config.full_from else select.count_of(fraction, scores.numel())
+        count = self.count(self.fraction(view), scores.numel())
         self._sent = select.largest(scores, count)
         values = own if count == scores.numel() else own[self._sent]
         payload = Payload(
@@ -138,9 +145,10 @@ class TopK(Tensors, Sharing):
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         count = self.coefficients(elements)
+        most = self.count(self.largest_fraction(), count)
         return {
             "indices": TensorSpec(torch.uint8, indices.largest_bytes(count), exact=False),
-            "values": TensorSpec(dtype, self.numbers_of(count), exact=False),
+            "values": TensorSpec(dtype, self.numbers_of(most), exact=False),
         }
 
     def numbers_of(self, coefficients: int) -> int:
