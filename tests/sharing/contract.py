@@ -188,6 +188,29 @@ def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
         assert (model >= low - slack).all() and (model <= high + slack).all()
 
 
+def check_a_missing_neighbor_does_not_last(make_rule: Make) -> None:
+    """Without one node's payloads in one round the others go on, and come as close as without that."""
+    each = make_rule()
+    spreads = []
+    for missing in (frozenset({2}), frozenset[int]()):
+        models = draw(6, 40)
+        rules = bound(make_rule, models)
+        for r in range(24):
+            one_round(rules, models, suited(each, 6), r, 0.0, missing if r == 3 else frozenset())
+        stacked = torch.stack(models)
+        assert bool(stacked.isfinite().all())
+        spreads.append(float((stacked - stacked.mean(0)).norm()))
+    assert spreads[0] <= 2 * spreads[1] + 0.1
+
+
+def check_nan_stays_visible(make_rule: Make) -> None:
+    """NaN in one model raises nothing, and does not come back as a number."""
+    models = draw(6, 33)
+    models[1][5] = float("nan")
+    gossip(make_rule, suited(make_rule(), 6), models, 3)
+    assert bool(models[1].isnan().any())
+
+
 def check_repeats_bit_for_bit(make_rule: Make) -> None:
     runs = []
     for _ in range(2):
@@ -266,7 +289,8 @@ def matrix_reference(graph: Topology, models: list[Tensor], rounds: int) -> np.n
 CHECKS = [
     check_identical_stay_identical, check_mean_is_kept, check_alone_nothing_happens, check_slices_equal_the_whole,
     check_schema_fits,
-    check_missing_neighbors_leave_a_convex_combination, check_repeats_bit_for_bit,
+    check_missing_neighbors_leave_a_convex_combination, check_a_missing_neighbor_does_not_last,
+    check_nan_stays_visible, check_repeats_bit_for_bit,
     check_state_round_trip,
 ]  # fmt: skip
 
