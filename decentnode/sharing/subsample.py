@@ -64,9 +64,8 @@ class Subsample(Sharing):
         return Payload({"at": at, "values": values})
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        if received:
-            arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
-            model.copy_(mix_filled(model, arrived, view.weights))
+        arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
+        mix_filled(model, arrived, view.weights)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {"values": TensorSpec(dtype, elements, exact=False)}

@@ -15,23 +15,25 @@ from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.operator import add_at
 from decentnode.sharing.state import Tensors
 
 METADATA = frozenset({"indices"})
 
 
-def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weights: Mapping[int, float]) -> Tensor:
-    """own + sum_j w_j (v_j - own) at the indices of v_j: the weighted mean where what j left out is the own value.
+def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weights: Mapping[int, float]) -> None:
+    """own += sum_j w_j (v_j - own) at the indices of v_j: the weighted mean where what j left out is the own value.
 
-    own: [C]; received: uid -> (indices [K], values [K]).
+    own: [C], in place; received: uid -> (indices [K], values [K]).
     """
-    mixed = own.clone()
-    for uid, (at, values) in received.items():
-        if at.numel() == own.numel():
-            mixed.add_(values - own, alpha=weights[uid])
-        else:
-            mixed.index_add_(0, at, values - own[at], alpha=weights[uid])
-    return mixed
+    if any(at.numel() == own.numel() for at, _ in received.values()):
+        before = own.clone() if len(received) > 1 else own
+        for uid, (at, values) in received.items():
+            add_at(own, at, values - (before if at.numel() == own.numel() else before[at]), weights[uid])
+        return
+    moves = [(at, values - own[at], weights[uid]) for uid, (at, values) in received.items()]
+    for at, move, weight in moves:
+        add_at(own, at, move, weight)
 
 
 class TopKConfig(SharingConfig):
@@ -62,6 +64,7 @@ class TopK(Tensors, Sharing):
         self.changes: Tensor | None = None
         """With training: summed changes by training since each was last sent."""
         self._own = torch.empty(0)
+        self._in_model = False
         self._sent = torch.empty(0, dtype=torch.int64)
 
     # -- the domain in which entries are chosen and mixed: the model itself
@@ -70,7 +73,7 @@ class TopK(Tensors, Sharing):
         return model
 
     def restore(self, coefficients: Tensor, model: Tensor) -> None:
-        """Write the model [P] from its coefficients."""
+        """Write the model [P] from its coefficients; not called where `transform` gives the model itself."""
         model.copy_(coefficients)
 
     def coefficients(self, elements: int) -> int:
@@ -99,6 +102,7 @@ class TopK(Tensors, Sharing):
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._own = own = self.transform(model)
+        self._in_model = own is model
         if self.reference is None:
             self.reference = torch.zeros_like(own)
         change = own - self.reference
@@ -131,17 +135,19 @@ class TopK(Tensors, Sharing):
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         own, self._own = self._own, torch.empty(0)
+        if self._in_model:
+            own = model if own.data_ptr() == model.data_ptr() else model.copy_(own)
         arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
-        mixed = mix_filled(own, arrived, view.weights) if arrived else own
+        mix_filled(own, arrived, view.weights)
         if self.changes is not None:
             self.changes[self._sent] = 0
         if self.accumulate == "all":
             assert self.reference is not None
-            self.reference[self._sent] = mixed[self._sent]
+            self.reference[self._sent] = own[self._sent]
         else:
-            self.reference = mixed.clone()
-        if arrived:
-            self.restore(mixed, model)
+            self.reference = own.clone()
+        if arrived and not self._in_model:
+            self.restore(own, model)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         count = self.coefficients(elements)
