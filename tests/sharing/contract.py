@@ -50,6 +50,8 @@ KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", 
 NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "qsgd", "sign", "stc", "deepsqueeze", "powergossip")
 """Rules that go in the direction of others without ending among them."""
 
+OWN_MOMENTUM = ("qg_momentum", "momentum_tracking", "decentlam", "slowmo", "diloco", "noloco", "elastic")
+
 
 def codec_of(each: Sharing) -> Codec | None:
     found = each.codec if isinstance(each, Compressed) else getattr(getattr(each, "operator", None), "codec", None)
@@ -136,6 +138,19 @@ def check_alone_nothing_happens(make_rule: Make) -> None:
     before = models[0].clone()
     gossip(make_rule, make("ring", nodes=1), models, 3)
     torch.testing.assert_close(models[0], before)
+
+
+def check_alone_is_local_training(make_rule: Make) -> None:
+    """T5: without neighbors what remains is the local steps, but for rules with a momentum or a center of their own."""
+    if name_of(make_rule) in OWN_MOMENTUM:
+        return
+    models = draw(1, 17)
+    expected = models[0].clone()
+    rules, graph = bound(make_rule, models), make("ring", nodes=1)
+    for r in range(5):
+        one_round(rules, models, graph, r, step=lambda _, model: model.sub_(model - 3.0, alpha=0.1))
+        expected.sub_(expected - 3.0, alpha=0.1)
+    torch.testing.assert_close(models[0], expected, atol=1e-5, rtol=0)
 
 
 def check_slices_equal_the_whole(make_rule: Make) -> None:
@@ -287,8 +302,8 @@ def matrix_reference(graph: Topology, models: list[Tensor], rounds: int) -> np.n
 
 
 CHECKS = [
-    check_identical_stay_identical, check_mean_is_kept, check_alone_nothing_happens, check_slices_equal_the_whole,
-    check_schema_fits,
+    check_identical_stay_identical, check_mean_is_kept, check_alone_nothing_happens, check_alone_is_local_training,
+    check_slices_equal_the_whole, check_schema_fits,
     check_missing_neighbors_leave_a_convex_combination, check_a_missing_neighbor_does_not_last,
     check_nan_stays_visible, check_repeats_bit_for_bit,
     check_state_round_trip,

@@ -99,7 +99,10 @@ def test_stated_errors_on_one_peer_graphs() -> None:
     {"name": "slowmo", "every": 1, "outer_momentum": 0.0}, {"name": "moshpit", "dimensions": 1},
     {"name": "topk", "fraction": 1.0}, {"name": "fft", "fraction": 1.0},
     {"name": "choco", "choose": "all", "step_size": 1.0}, {"name": "deepsqueeze", "choose": "all", "step_size": 1.0},
-    {"name": "hierarchical"},
+    {"name": "hierarchical"}, {"name": "exact_diffusion"}, {"name": "qg_momentum", "momentum": 0.0},
+    {"name": "decentlam", "momentum": 0.0}, {"name": "momentum_tracking", "momentum": 0.0},
+    {"name": "diloco", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}, {"name": "wavelet", "fraction": 1.0},
+    {"name": "jwins", "fractions": [1.0]}, {"name": "subsample", "fraction": 1.0},
 ])  # fmt: skip
 def test_on_a_complete_graph_it_is_centralized(options: dict[str, object]) -> None:
     """T3: SGD on the mean gradient, from a common start."""
