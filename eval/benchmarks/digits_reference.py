@@ -102,7 +102,7 @@ def initial(draws: np.random.Generator) -> list[np.ndarray]:
     return [draws.normal(size=shape) * ((2 / shape[0]) ** 0.5 if len(shape) > 1 else 0.0) for shape in LAYERS]
 
 
-def write(folder: Path, seed: int) -> None:
+def write(folder: Path, seed: int, rounds: int) -> None:
     """data.npz (samples, share after share), model.npz, and batches of 16 nodes and of one that has them all."""
     images, labels, test_images, test_labels = train_and_test()
     parts = shares(labels, seed)
@@ -111,10 +111,10 @@ def write(folder: Path, seed: int) -> None:
              test_targets=test_labels, train_keys=np.repeat(np.arange(NODES), sizes))  # fmt: skip
     draws = np.random.default_rng(seed + 100)
     np.savez(folder / "model.npz", *initial(draws))
-    batches = np.array([[draws.choice(size, BATCH) for size in sizes] for _ in range(ROUNDS)])
+    batches = np.array([[draws.choice(size, BATCH) for size in sizes] for _ in range(rounds)])
     np.save(folder / "batches.npy", batches)
     starts = np.cumsum(sizes) - sizes
-    np.save(folder / "central.npy", (batches + starts[:, None]).reshape(ROUNDS, 1, -1))
+    np.save(folder / "central.npy", (batches + starts[:, None]).reshape(rounds, 1, -1))
 
 
 class SharesConfig(Config):

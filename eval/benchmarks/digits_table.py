@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from common import cores, machine
-from digits_reference import write
+from digits_reference import ROUNDS, write
 
 from decentnode.experiment import load
 from decentnode.launch.in_process import run_in_process
@@ -39,18 +39,18 @@ REFERENCE: dict[str, tuple[float | None, float | None, float | None]] = {
 """Arm -> local and merged accuracy in percent and distance of the simulation, where it is known."""
 
 
-def run(arm: str, seed: int) -> Figures:
+def run(arm: str, seed: int, rounds: int = ROUNDS) -> Figures:
     """(local, merged, distance) of one run."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        write(folder, seed)
+        write(folder, seed, rounds)
         batches = folder / ("central.npy" if arm == "ring_central_adam" else "batches.npy")
         experiment = load(CONFIGS / f"digits_{arm}.yaml", [
             f"seed={seed}", f"data={{name: npz, file: {folder}/data.npz, train_keys: train_keys, scale: 0.0625, "
             "partition: {name: 'digits_reference:Shares'}}",
             f"model={{name: 'digits_reference:Net', file: {folder}/model.npz}}",
-            "training.name=digits_reference:GivenBatches", f"training.batches={batches}",
+            "training.name=digits_reference:GivenBatches", f"training.batches={batches}", f"node.rounds={rounds}",
         ])  # fmt: skip
         found = run_in_process(experiment)[0].figures()
     return 100 * float(found["accuracy_mean"]), 100 * float(found["accuracy_merged"]), float(found["consensus_rms"])
