@@ -20,7 +20,7 @@ HEADER_BYTES = 8
 """Kind, Rice parameter, and the number of indices in six bytes, little-endian."""
 ALL, BITMAP, RICE = 0, 1, 2
 MAX_PARAMETER = 40
-BLOCK = 1 << 15
+BLOCK = 1 << 16
 """Indices that are coded together: they stay in a core's cache from one pass to the next."""
 
 
@@ -58,15 +58,17 @@ def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
         return indices, indices
     ends = torch.empty_like(indices)
     low = torch.empty(count, dtype=torch.uint8 if parameter <= 8 else torch.int64, device=device)
-    before, end = torch.full((1,), -1, device=device), -1
+    mask, before, end = (1 << parameter) - 1, -1, -1
     size = BLOCK if device.type == "cpu" else count
     for part, where, rest in zip(indices.split(size), ends.split(size), low.split(size), strict=True):
-        gaps = part.diff(prepend=before).sub_(1)
-        torch.bitwise_and(gaps, (1 << parameter) - 1, out=where)
-        rest.copy_(where)
-        torch.cumsum(gaps.bitwise_right_shift_(parameter).add_(1), 0, out=where)
-        where.add_(end)
-        before, end = part[-1:], int(where[-1])
+        torch.sub(part[1:], part[:-1], out=where[1:])
+        where[0] = part[0] - before
+        where.add_(mask)  # the gap, which is one less, and 2^parameter: same low bits, quotient one more
+        rest.copy_(where).bitwise_and_(mask)
+        where.bitwise_right_shift_(parameter)
+        where[0] += end
+        where.cumsum_(0)
+        before, end = part[-1], where[-1]
     return ends, low
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 SAMPLE = 1 << 16
 """Scores in the sample: enough for bounds about 3 % of `count` apart, cheap beside a pass over the model."""
-BLOCK = 1 << 16
+BLOCK = 1 << 17
 """Scores that are looked at together: they and their flags stay in a core's cache from one pass to the next."""
 
 
@@ -20,8 +20,8 @@ def count_of(fraction: float, elements: int) -> int:
 def largest(scores: Tensor, count: int) -> Tensor:
     """[count] int64, ascending: where the `count` largest of scores [P] >= 0 stand; of equal ones the first.
 
-    NaN counts as infinity. A sample gives two bounds that surely have the threshold between them; the few scores
-    between are then ranked exactly.
+    NaN counts as infinity. A sample gives two bounds that surely have the threshold between them; of what reaches the
+    lower one, the few that do not reach the upper one are ranked exactly.
     """
     elements = scores.numel()
     if count >= elements:
@@ -29,37 +29,37 @@ def largest(scores: Tensor, count: int) -> Tensor:
     if count <= 0:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     bounds = _bounds(scores, count)
-    if bounds is not None:
-        sure, near = _between(scores, *bounds)
-        missing = count - sure
-        if 0 < missing <= near.numel():
-            bound = float(_kth_largest(near, missing))
-            kept = _reaching(scores, bound)
-            return kept if kept.numel() == count else _without_last(kept, scores[kept], bound, count)
-    return _largest_of(scores, count)
+    kept = None if bounds is None else _within(scores, count, *bounds)
+    return _largest_of(scores, count) if kept is None else kept
 
 
-def _blocks(scores: Tensor) -> tuple[Tensor, ...]:
-    return scores.split(BLOCK) if scores.device.type == "cpu" else (scores,)
+def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | None:
+    """As `largest` where the threshold is at least `low` and below `high`; None where it is not."""
+    at, below, near = _candidates(scores, low, high)
+    missing = count - at.numel() + near.numel()
+    if not 0 < missing <= near.numel():
+        return None
+    bound = _kth_largest(near, missing)
+    less, equal = _nonzero(near < bound), _nonzero(near == bound)
+    surplus = near.numel() - missing - less.numel()
+    keep = torch.ones_like(at, dtype=torch.bool)
+    keep[below[less]] = False
+    keep[below[equal[equal.numel() - surplus :]]] = False
+    return torch.from_numpy(at.numpy()[keep.numpy()]) if at.device.type == "cpu" else at[keep]
 
 
-def _between(scores: Tensor, low: float, high: float) -> tuple[int, Tensor]:
-    """How many scores reach `high` (NaN does), and those from `low` on that do not."""
-    sure, near = scores.numel(), []
-    for block in _blocks(scores):
-        below = block < high
-        sure -= _count(below)
-        near.append(block[_nonzero(below.logical_and_(block >= low))])
-    return sure, torch.cat(near)
-
-
-def _reaching(scores: Tensor, bound: float) -> Tensor:
-    """Ascending positions of the scores of at least `bound`, and of NaN."""
-    found, start = [], 0
-    for block in _blocks(scores):
-        found.append(_nonzero((block < bound).logical_not_()).add_(start))
-        start += block.numel()
-    return torch.cat(found)
+def _candidates(scores: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Ascending positions of scores that reach `low` or are NaN; which of these are below `high`, and their scores."""
+    all_at, all_below, all_near, start, found = [], [], [], 0, 0
+    for block in scores.split(BLOCK) if scores.device.type == "cpu" else (scores,):
+        at = _nonzero((block < low).logical_not_())
+        values = block.index_select(0, at)
+        below = _nonzero(values < high)
+        all_near.append(values.index_select(0, below))
+        all_below.append(below.add_(found))
+        all_at.append(at.add_(start))
+        start, found = start + block.numel(), found + at.numel()
+    return torch.cat(all_at), torch.cat(all_below), torch.cat(all_near)
 
 
 def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Tensor:
@@ -100,10 +100,6 @@ def _bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
         return None
     low = float(_kth_largest(sample, more))
     return (low, float(_kth_largest(sample, fewer)) if fewer > 0 else float("inf")) if low > 0 else None
-
-
-def _count(flags: Tensor) -> int:
-    return int(np.count_nonzero(flags.numpy())) if flags.device.type == "cpu" else int(flags.count_nonzero())
 
 
 def _nonzero(flags: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Subsample(Sharing):
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._elements = model.numel()
         at = self.chosen(self._elements, view.uid, view).to(model.device)
-        return dict.fromkeys(view.neighbors, Payload({"values": model[at]}))
+        return dict.fromkeys(view.neighbors, Payload({"values": model.index_select(0, at)}))
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         values = payload.tensors["values"]

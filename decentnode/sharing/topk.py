@@ -29,9 +29,10 @@ def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weigh
     if any(at.numel() == own.numel() for at, _ in received.values()):
         before = own.clone() if len(received) > 1 else own
         for uid, (at, values) in received.items():
-            add_at(own, at, values - (before if at.numel() == own.numel() else before[at]), weights[uid])
+            was = before if at.numel() == own.numel() else before.index_select(0, at)
+            add_at(own, at, values - was, weights[uid])
         return
-    moves = [(at, values - own[at], weights[uid]) for uid, (at, values) in received.items()]
+    moves = [(at, values - own.index_select(0, at), weights[uid]) for uid, (at, values) in received.items()]
     for at, move, weight in moves:
         add_at(own, at, move, weight)
 
@@ -112,7 +113,7 @@ class TopK(Tensors, Sharing):
         scores = self.score(change)
         count = self.count(self.fraction(view), scores.numel())
         self._sent = select.largest(scores, count)
-        values = own if count == scores.numel() else own[self._sent]
+        values = own if count == scores.numel() else own.index_select(0, self._sent)
         payload = Payload(
             {"indices": indices.encode(self._sent, scores.numel()), "values": self.numbers(values)}, {}, METADATA
         )
@@ -143,7 +144,7 @@ class TopK(Tensors, Sharing):
             self.changes[self._sent] = 0
         if self.accumulate == "all":
             assert self.reference is not None
-            self.reference[self._sent] = own[self._sent]
+            self.reference.index_copy_(0, self._sent, own.index_select(0, self._sent))
         else:
             self.reference = own.clone()
         if arrived and not self._in_model:
