@@ -2,7 +2,7 @@
 # bash eval/bench.sh rounds [CASE...]    time per round, start, memory; with the compute floor of the same run beside it
 # bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
 # bash eval/bench.sh digits_table [ARM...]  accuracies of configs/compare/digits_*, beside a NumPy simulation's
-# bash eval/bench.sh sharing [PARAMETERS]  rules and codecs in multiples of one memory copy of the model
+# bash eval/bench.sh sharing [PARAMETERS [RULE...]]  rules and codecs in multiples of one memory copy of the model
 # bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel;
 #                                        AccumAdam, slow links, stragglers
 # bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other ways

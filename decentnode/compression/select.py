@@ -35,7 +35,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | None:
     """As `largest` where the threshold is at least `low` and below `high`; None where it is not."""
-    at, below, near = _candidates(scores, low, high)
+    at, below, near = _candidates(scores, low, high, count + count // 8)
     missing = count - at.numel() + near.numel()
     if not 0 < missing <= near.numel():
         return None
@@ -48,18 +48,24 @@ def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | Non
     return torch.from_numpy(at.numpy()[keep.numpy()]) if at.device.type == "cpu" else at[keep]
 
 
-def _candidates(scores: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Ascending positions of scores that reach `low` or are NaN; which of these are below `high`, and their scores."""
-    all_at, all_below, all_near, start, found = [], [], [], 0, 0
+def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ascending positions of scores that reach `low` or are NaN; which of these are below `high`, and their scores.
+
+    expected: about how many reach `low`, to make room for.
+    """
+    found = torch.empty(min(scores.numel(), expected + BLOCK), dtype=torch.int64, device=scores.device)
+    all_below, all_near, start, end = [], [], 0, 0
     for block in scores.split(BLOCK) if scores.device.type == "cpu" else (scores,):
         at = _nonzero((block < low).logical_not_())
         values = block.index_select(0, at)
         below = _nonzero(values < high)
         all_near.append(values.index_select(0, below))
-        all_below.append(below.add_(found))
-        all_at.append(at.add_(start))
-        start, found = start + block.numel(), found + at.numel()
-    return torch.cat(all_at), torch.cat(all_below), torch.cat(all_near)
+        all_below.append(below.add_(end))
+        if end + at.numel() > found.numel():
+            found = torch.cat([found[:end], torch.empty(scores.numel() - end, dtype=torch.int64, device=at.device)])
+        torch.add(at, start, out=found[end : end + at.numel()])
+        start, end = start + block.numel(), end + at.numel()
+    return found[:end], torch.cat(all_below), torch.cat(all_near)
 
 
 def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Tensor:
