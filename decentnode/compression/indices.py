@@ -96,7 +96,7 @@ def decode(stream: Tensor, elements: int) -> Tensor:
         return torch.arange(elements, device=stream.device)
     if kind == BITMAP and body.numel() == -(-elements // 8):
         found = bits.set_bits(body, elements)
-    elif kind == RICE and parameter <= MAX_PARAMETER:
+    elif kind == RICE and parameter <= min(MAX_PARAMETER, elements.bit_length()):
         found = _rice(body, parameter, count, elements)
     else:
         raise PeerFault("malformed_payload", f"indices of kind {kind} in {body.numel()} bytes")
@@ -113,9 +113,15 @@ def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
     ends = bits.set_bits(body[:unary_bytes], 8 * unary_bytes)
     if ends.numel() != count:
         raise PeerFault("malformed_payload", f"{ends.numel()} gaps instead of {count}")
-    # end of gap i = sum of quotients up to i, plus i; index i = sum of gaps up to i, plus i
-    quotients = ends - torch.arange(count, device=body.device)
     if parameter == 0:
         return ends
-    low = bits.unpack_numbers(body[unary_bytes:], parameter, count).to(torch.int64)
-    return (quotients << parameter) + low.cumsum(0) + torch.arange(count, device=body.device)
+    # end of gap i = sum of quotients up to i, plus i; index i = sum of gaps up to i, plus i, where a gap is its
+    # quotient and low bits: (end << parameter) - i (2^parameter - 1) + sum of low bits up to i
+    low, step, total = bits.unpack_numbers(body[unary_bytes:], parameter, count), (1 << parameter) - 1, 0
+    size = BLOCK if body.device.type == "cpu" else max(count, 1)
+    ramp = torch.arange(0, step * min(size, count), step, device=body.device)
+    for start, where, rest in zip(range(0, count, size), ends.split(size), low.split(size), strict=True):
+        sums = rest.cumsum(0, dtype=torch.int64)
+        where.bitwise_left_shift_(parameter).sub_(ramp[: where.numel()]).add_(sums).add_(total - step * start)
+        total += int(sums[-1])
+    return ends
