@@ -20,6 +20,8 @@ HEADER_BYTES = 8
 """Kind, Rice parameter, and the number of indices in six bytes, little-endian."""
 ALL, BITMAP, RICE = 0, 1, 2
 MAX_PARAMETER = 40
+BLOCK = 1 << 16
+"""Indices that are coded together: they stay in a core's cache from one pass to the next."""
 
 
 def largest_bytes(elements: int) -> int:
@@ -39,17 +41,35 @@ def encode(indices: Tensor, elements: int) -> Tensor:
         return _header(ALL, 0, count, device)
     if count == 0:
         return _header(RICE, 0, 0, device)
-    gaps = torch.empty(count, dtype=torch.int32 if elements < 1 << 31 else torch.int64, device=device)
-    gaps[0] = indices[0]
-    torch.sub(indices[1:], indices[:-1], out=gaps[1:])
-    gaps[1:] -= 1
     parameter = _parameter(count, int(indices[-1]) + 1 - count)
-    ends = (gaps >> parameter).add_(1).cumsum(0, dtype=torch.int64).sub_(1)
+    ends, low = _rice_parts(indices, parameter)
     unary = int(ends[-1]) + 1
     if -(-unary // 8) + bits.packed_bytes(count, parameter) >= -(-elements // 8):
         return torch.cat([_header(BITMAP, 0, count, device), bits.ones_at(indices, elements)])
-    low = bits.pack_numbers(gaps.bitwise_and_((1 << parameter) - 1), parameter)
-    return torch.cat([_header(RICE, parameter, count, device), bits.ones_at(ends, unary), low])
+    return torch.cat(
+        [_header(RICE, parameter, count, device), bits.ones_at(ends, unary), bits.pack_numbers(low, parameter)]
+    )
+
+
+def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
+    """Where each gap's ones end in the stream [K] int64, and the gaps' low bits [K]."""
+    count, device = indices.numel(), indices.device
+    if parameter == 0:
+        return indices, indices
+    ends = torch.empty_like(indices)
+    low = torch.empty(count, dtype=torch.uint8 if parameter <= 8 else torch.int64, device=device)
+    mask, before, end = (1 << parameter) - 1, -1, -1
+    size = BLOCK if device.type == "cpu" else count
+    for part, where, rest in zip(indices.split(size), ends.split(size), low.split(size), strict=True):
+        torch.sub(part[1:], part[:-1], out=where[1:])
+        where[0] = part[0] - before
+        where.add_(mask)  # the gap, which is one less, and 2^parameter: same low bits, quotient one more
+        rest.copy_(where).bitwise_and_(mask)
+        where.bitwise_right_shift_(parameter)
+        where[0] += end
+        where.cumsum_(0)
+        before, end = part[-1], where[-1]
+    return ends, low
 
 
 def _parameter(count: int, total: int) -> int:
@@ -76,7 +96,7 @@ def decode(stream: Tensor, elements: int) -> Tensor:
         return torch.arange(elements, device=stream.device)
     if kind == BITMAP and body.numel() == -(-elements // 8):
         found = bits.set_bits(body, elements)
-    elif kind == RICE and parameter <= MAX_PARAMETER:
+    elif kind == RICE and parameter <= min(MAX_PARAMETER, elements.bit_length()):
         found = _rice(body, parameter, count, elements)
     else:
         raise PeerFault("malformed_payload", f"indices of kind {kind} in {body.numel()} bytes")
@@ -93,9 +113,15 @@ def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
     ends = bits.set_bits(body[:unary_bytes], 8 * unary_bytes)
     if ends.numel() != count:
         raise PeerFault("malformed_payload", f"{ends.numel()} gaps instead of {count}")
-    # end of gap i = sum of quotients up to i, plus i; index i = sum of gaps up to i, plus i
-    quotients = ends - torch.arange(count, device=body.device)
     if parameter == 0:
         return ends
-    low = bits.unpack_numbers(body[unary_bytes:], parameter, count).to(torch.int64)
-    return (quotients << parameter) + low.cumsum(0) + torch.arange(count, device=body.device)
+    # end of gap i = sum of quotients up to i, plus i; index i = sum of gaps up to i, plus i, where a gap is its
+    # quotient and low bits: (end << parameter) - i (2^parameter - 1) + sum of low bits up to i
+    low, step, total = bits.unpack_numbers(body[unary_bytes:], parameter, count), (1 << parameter) - 1, 0
+    size = BLOCK if body.device.type == "cpu" else max(count, 1)
+    ramp = torch.arange(0, step * min(size, count), step, device=body.device)
+    for start, where, rest in zip(range(0, count, size), ends.split(size), low.split(size), strict=True):
+        sums = rest.cumsum(0, dtype=torch.int64)
+        where.bitwise_left_shift_(parameter).sub_(ramp[: where.numel()]).add_(sums).add_(total - step * start)
+        total += int(sums[-1])
+    return ends

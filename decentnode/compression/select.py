@@ -8,6 +8,8 @@ from torch import Tensor
 
 SAMPLE = 1 << 16
 """Scores in the sample: enough for bounds about 3 % of `count` apart, cheap beside a pass over the model."""
+BLOCK = 1 << 17
+"""Scores that are looked at together: they and their flags stay in a core's cache from one pass to the next."""
 
 
 def count_of(fraction: float, elements: int) -> int:
@@ -18,8 +20,8 @@ def count_of(fraction: float, elements: int) -> int:
 def largest(scores: Tensor, count: int) -> Tensor:
     """[count] int64, ascending: where the `count` largest of scores [P] >= 0 stand; of equal ones the first.
 
-    NaN counts as larger than everything. A sample gives two bounds that surely have the threshold between them; the
-    few scores between are then ranked exactly.
+    NaN counts as infinity. A sample gives two bounds that surely have the threshold between them; of what reaches the
+    lower one, the few that do not reach the upper one are ranked exactly.
     """
     elements = scores.numel()
     if count >= elements:
@@ -27,29 +29,60 @@ def largest(scores: Tensor, count: int) -> Tensor:
     if count <= 0:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     bounds = _bounds(scores, count)
-    if bounds is not None:
-        low, high = bounds
-        chosen = scores >= high
-        near = _nonzero((scores < low).logical_not_().logical_xor_(chosen))
-        missing = count - int(chosen.sum())
-        if 0 <= missing <= near.numel():
-            chosen[near[_largest_of(scores[near], missing)]] = True
-            return _nonzero(chosen)
-    return _largest_of(scores, count)
+    kept = None if bounds is None else _within(scores, count, *bounds)
+    return _largest_of(scores, count) if kept is None else kept
+
+
+def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | None:
+    """As `largest` where the threshold is at least `low` and below `high`; None where it is not."""
+    at, below, near = _candidates(scores, low, high, count + count // 8)
+    missing = count - at.numel() + near.numel()
+    if not 0 < missing <= near.numel():
+        return None
+    bound = _kth_largest(near, missing)
+    less, equal = _nonzero(near < bound), _nonzero(near == bound)
+    surplus = near.numel() - missing - less.numel()
+    keep = torch.ones_like(at, dtype=torch.bool)
+    keep[below[less]] = False
+    keep[below[equal[equal.numel() - surplus :]]] = False
+    return torch.from_numpy(at.numpy()[keep.numpy()]) if at.device.type == "cpu" else at[keep]
+
+
+def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ascending positions of scores that reach `low` or are NaN; which of these are below `high`, and their scores.
+
+    expected: about how many reach `low`, to make room for.
+    """
+    found = torch.empty(min(scores.numel(), expected + BLOCK), dtype=torch.int64, device=scores.device)
+    all_below, all_near, start, end = [], [], 0, 0
+    for block in scores.split(BLOCK) if scores.device.type == "cpu" else (scores,):
+        at = _nonzero((block < low).logical_not_())
+        values = block.index_select(0, at)
+        below = _nonzero(values < high)
+        all_near.append(values.index_select(0, below))
+        all_below.append(below.add_(end))
+        if end + at.numel() > found.numel():
+            found = torch.cat([found[:end], torch.empty(scores.numel() - end, dtype=torch.int64, device=at.device)])
+        torch.add(at, start, out=found[end : end + at.numel()])
+        start, end = start + block.numel(), end + at.numel()
+    return found[:end], torch.cat(all_below), torch.cat(all_near)
+
+
+def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Tensor:
+    """The first `count` of kept [>= count] whose values are above `bound` or equal it; only equal ones are left out."""
+    if kept.numel() == count or bound == float("inf"):
+        return kept[:count]
+    keep = torch.ones_like(kept, dtype=torch.bool)
+    keep[_nonzero(values == bound)[count - kept.numel() :]] = False
+    return kept[_nonzero(keep)]
 
 
 def _largest_of(values: Tensor, count: int) -> Tensor:
     """Ascending positions of the `count` largest, of equal ones the first; by partition."""
-    if not 0 < count < values.numel():
-        return torch.arange(count, device=values.device)
     values = values.nan_to_num(float("inf"), float("inf"))
-    bound = _kth_largest(values, count)
-    keep = values >= bound
-    kept = _nonzero(keep)
-    if kept.numel() > count:
-        keep[_nonzero(values == bound)[count - kept.numel() :]] = False
-        kept = _nonzero(keep)
-    return kept
+    bound = float(_kth_largest(values, count))
+    kept = _nonzero(values >= bound)
+    return _without_last(kept, values[kept], bound, count)
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:

@@ -19,6 +19,7 @@ from decentnode.graph import spectrum
 from decentnode.graph.file import format_edges
 from decentnode.launch.environments import detect, machine_of
 from decentnode.launch.messages import Channel, Facts, Failed, Header, Request
+from decentnode.launch.traffic import Traffic, traffic
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
 
@@ -100,23 +101,33 @@ def facts(experiment: Experiment, request: Request) -> Facts:
 def header(experiment: Experiment) -> list[list[str]]:
     """(label, text) lines; builds one model and deals the data, as every node does."""
     graph = experiment.make_graph()
-    n = graph.num_nodes
-    dataset, parts = shares(experiment.data, n, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+    dataset, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
     module = make_model(experiment, dataset.input_shape, dataset.num_classes)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     sizes = [len(part) for part in parts]
-    neighbors = [len(graph.neighbors(uid, 0)) for uid in range(n)]
+    neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]
     partition = getattr(experiment.data, "partition", None)
-    sent = count * 4 * sum(neighbors) / n
     return [
         ["versions", _versions(experiment)],
-        ["graph", f"{experiment.graph.name}, {n} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
+        ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
         ["data", f"{experiment.data.name}, {sum(sizes):,} training samples, {_section(partition)}: "
                  f"smallest node {min(sizes):,}, largest {max(sizes):,}"],
-        ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)} per message, "
-                  f"{size(sent)} sent per node per round"],
+        ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
+        ["sharing", f"{_rule(experiment)}: {_told(traffic(experiment, module))}"],
         *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
     ]  # fmt: skip
+
+
+def _rule(experiment: Experiment) -> str:
+    """"topk with int8"."""
+    codec = getattr(experiment.sharing, "compression", None)
+    return experiment.sharing.name + (f" with {codec.name}" if codec is not None else "")
+
+
+def _told(found: Traffic) -> str:
+    most = "" if found.exact else "at most "
+    when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
+    return f"{most}{size(found.message)} per message, {most}{size(found.sent)} sent per node {when}"
 
 
 def exposure(experiment: Experiment) -> str:

@@ -99,7 +99,10 @@ class Schedule(abc.ABC):
 
     def _train(self, view: RoundView) -> Update:
         started = time.perf_counter()
-        update = self.training.local_update(view.round)
+        rule = self.sharing
+        update = self.training.local_update(
+            view.round, (lambda gradient: rule.direction(gradient, view)) if rule.needs_gradient else None
+        )
         self.times.train += time.perf_counter() - started
         return update
 

@@ -41,6 +41,7 @@ class Sharing(Component, abc.ABC):
     needs_connected: ClassVar[bool] = False
     """Over the graph's rounds everybody must hear of everybody, if by others."""
     needs_gradient: ClassVar[bool] = False
+    """Whether `direction` has a say in every local step."""
     phases: ClassVar[int] = 1
     """Exchanges per round, one after the other: `plan`, `outgoing`, `mix` are called for each, `view.phase` says for
     which; what leaves in one phase may depend on what was mixed in the one before. All have the same payload schema."""
@@ -70,6 +71,14 @@ class Sharing(Component, abc.ABC):
 
     def begin(self, model: Tensor, view: RoundView) -> None:
         """Before the local steps: model [P] as the last round left it."""
+
+    def direction(self, gradient: Tensor, view: RoundView) -> Tensor:  # noqa: ARG002
+        """What the optimizer gets instead of gradient [P] in a local step; called where `needs_gradient` only.
+
+        gradient: of the step's samples, clipped, the rule's to change. Rules that correct what a round's steps did
+        together, whatever the optimizer, have `begin` and `adjust` instead.
+        """
+        return gradient
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
         """After the local steps, in place, before `outgoing`. loss: mean training loss of the round."""
@@ -112,6 +121,7 @@ class Sharing(Component, abc.ABC):
         """Names, dtypes and largest sizes of what neighbors send for a model of `elements`."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Copies of what the rule keeps between rounds: tensors, numbers and text, in dicts and lists, nothing else."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

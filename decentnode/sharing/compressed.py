@@ -76,6 +76,9 @@ class Compressed(Sharing):
     def begin(self, model: Tensor, view: RoundView) -> None:
         self.rule.begin(model, view)
 
+    def direction(self, gradient: Tensor, view: RoundView) -> Tensor:
+        return self.rule.direction(gradient, view)
+
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
         self.rule.adjust(model, view, loss)
 

@@ -34,7 +34,9 @@ class FFT(TopK):
         return elements // 2 + 1
 
     def score(self, change: Tensor) -> Tensor:
-        return change.abs()
+        """Squared magnitudes, which rank alike and cost a third."""
+        real, imaginary = torch.view_as_real(change).unbind(-1)
+        return real.square().addcmul_(imaginary, imaginary)
 
     def numbers(self, values: Tensor) -> Tensor:
         return torch.view_as_real(values.contiguous()).view(-1)

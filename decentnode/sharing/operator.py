@@ -50,7 +50,7 @@ class Operator:
             at = select.largest(vector.abs(), select.count_of(self.fraction, elements))
         else:
             at = torch.arange(elements, device=vector.device)
-        values = vector if at.numel() == elements else vector[at]
+        values = vector if at.numel() == elements else vector.index_select(0, at)
         coded = {"indices": indices.encode(at, elements)}
         if self.codec is None:
             coded["values"] = values

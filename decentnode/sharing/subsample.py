@@ -54,7 +54,7 @@ class Subsample(Sharing):
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._elements = model.numel()
         at = self.chosen(self._elements, view.uid, view).to(model.device)
-        return dict.fromkeys(view.neighbors, Payload({"values": model[at]}))
+        return dict.fromkeys(view.neighbors, Payload({"values": model.index_select(0, at)}))
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         values = payload.tensors["values"]
@@ -64,9 +64,8 @@ class Subsample(Sharing):
         return Payload({"at": at, "values": values})
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        if received:
-            arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
-            model.copy_(mix_filled(model, arrived, view.weights))
+        arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
+        mix_filled(model, arrived, view.weights)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {"values": TensorSpec(dtype, elements, exact=False)}

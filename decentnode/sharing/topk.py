@@ -15,23 +15,26 @@ from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.operator import add_at
 from decentnode.sharing.state import Tensors
 
 METADATA = frozenset({"indices"})
 
 
-def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weights: Mapping[int, float]) -> Tensor:
-    """own + sum_j w_j (v_j - own) at the indices of v_j: the weighted mean where what j left out is the own value.
+def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weights: Mapping[int, float]) -> None:
+    """own += sum_j w_j (v_j - own) at the indices of v_j: the weighted mean where what j left out is the own value.
 
-    own: [C]; received: uid -> (indices [K], values [K]).
+    own: [C], in place; received: uid -> (indices [K], values [K]).
     """
-    mixed = own.clone()
-    for uid, (at, values) in received.items():
-        if at.numel() == own.numel():
-            mixed.add_(values - own, alpha=weights[uid])
-        else:
-            mixed.index_add_(0, at, values - own[at], alpha=weights[uid])
-    return mixed
+    if any(at.numel() == own.numel() for at, _ in received.values()):
+        before = own.clone() if len(received) > 1 else own
+        for uid, (at, values) in received.items():
+            was = before if at.numel() == own.numel() else before.index_select(0, at)
+            add_at(own, at, values - was, weights[uid])
+        return
+    moves = [(at, values - own.index_select(0, at), weights[uid]) for uid, (at, values) in received.items()]
+    for at, move, weight in moves:
+        add_at(own, at, move, weight)
 
 
 class TopKConfig(SharingConfig):
@@ -62,6 +65,7 @@ class TopK(Tensors, Sharing):
         self.changes: Tensor | None = None
         """With training: summed changes by training since each was last sent."""
         self._own = torch.empty(0)
+        self._in_model = False
         self._sent = torch.empty(0, dtype=torch.int64)
 
     # -- the domain in which entries are chosen and mixed: the model itself
@@ -70,7 +74,7 @@ class TopK(Tensors, Sharing):
         return model
 
     def restore(self, coefficients: Tensor, model: Tensor) -> None:
-        """Write the model [P] from its coefficients."""
+        """Write the model [P] from its coefficients; not called where `transform` gives the model itself."""
         model.copy_(coefficients)
 
     def coefficients(self, elements: int) -> int:
@@ -83,6 +87,14 @@ class TopK(Tensors, Sharing):
     def fraction(self, view: RoundView) -> float:  # noqa: ARG002
         return self.config.fraction
 
+    def largest_fraction(self) -> float:
+        """No round's is larger."""
+        return self.config.fraction
+
+    def count(self, fraction: float, coefficients: int) -> int:
+        """How many coefficients of so many are sent."""
+        return coefficients if fraction >= self.config.full_from else select.count_of(fraction, coefficients)
+
     # -- the rule
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
@@ -91,17 +103,17 @@ class TopK(Tensors, Sharing):
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._own = own = self.transform(model)
+        self._in_model = own is model
         if self.reference is None:
             self.reference = torch.zeros_like(own)
         change = own - self.reference
         if self.accumulate == "training":
             self.changes = change.clone() if self.changes is None else self.changes.add_(change)
             change = self.changes.clone()
-        fraction = self.fraction(view)
         scores = self.score(change)
-        count = scores.numel() if fraction >= self.config.full_from else select.count_of(fraction, scores.numel())
+        count = self.count(self.fraction(view), scores.numel())
         self._sent = select.largest(scores, count)
-        values = own if count == scores.numel() else own[self._sent]
+        values = own if count == scores.numel() else own.index_select(0, self._sent)
         payload = Payload(
             {"indices": indices.encode(self._sent, scores.numel()), "values": self.numbers(values)}, {}, METADATA
         )
@@ -124,23 +136,26 @@ class TopK(Tensors, Sharing):
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         own, self._own = self._own, torch.empty(0)
+        if self._in_model:
+            own = model if own.data_ptr() == model.data_ptr() else model.copy_(own)
         arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
-        mixed = mix_filled(own, arrived, view.weights) if arrived else own
+        mix_filled(own, arrived, view.weights)
         if self.changes is not None:
             self.changes[self._sent] = 0
         if self.accumulate == "all":
             assert self.reference is not None
-            self.reference[self._sent] = mixed[self._sent]
+            self.reference.index_copy_(0, self._sent, own.index_select(0, self._sent))
         else:
-            self.reference = mixed.clone()
-        if arrived:
-            self.restore(mixed, model)
+            self.reference = own.clone()
+        if arrived and not self._in_model:
+            self.restore(own, model)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         count = self.coefficients(elements)
+        most = self.count(self.largest_fraction(), count)
         return {
             "indices": TensorSpec(torch.uint8, indices.largest_bytes(count), exact=False),
-            "values": TensorSpec(dtype, self.numbers_of(count), exact=False),
+            "values": TensorSpec(dtype, self.numbers_of(most), exact=False),
         }
 
     def numbers_of(self, coefficients: int) -> int:

@@ -1,4 +1,4 @@
-"""bash eval/bench.sh sharing [PARAMETERS]: rules and codecs, as multiples of one memory copy of the model.
+"""bash eval/bench.sh sharing [PARAMETERS [RULE...]]: rules and codecs, as multiples of one memory copy of the model.
 
 Per line: making the payload for all neighbors (encode), taking in one neighbor's (decode), mixing it, and bytes per
 parameter on the wire. One thread; the copy is measured beside every line, so that a busy machine shows in both.
@@ -130,7 +130,7 @@ def main() -> None:
     print(f"{machine()}; {parameters:,} parameters, one copy of them {1e3 * ceiling.seconds():.1f} ms")
     selection(model, ceiling)
     print(f"{'rule':22} {'encode':>7} {'decode':>7} {'mix':>7} {'all':>7}   bytes per parameter   (in copies)")
-    for options in RULES:
+    for options in [each for each in RULES if not sys.argv[2:] or each["name"] in sys.argv[2:]]:
         rule(options, shapes, model, ceiling)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,6 +49,8 @@ KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", 
 """Rules whose models alone have another mean after a round; what each keeps instead has a test of its own."""
 NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "qsgd", "sign", "stc", "deepsqueeze", "powergossip")
 """Rules that go in the direction of others without ending among them."""
+
+OWN_MOMENTUM = ("qg_momentum", "momentum_tracking", "decentlam", "slowmo", "diloco", "noloco", "elastic")
 
 
 def codec_of(each: Sharing) -> Codec | None:
@@ -137,6 +140,19 @@ def check_alone_nothing_happens(make_rule: Make) -> None:
     torch.testing.assert_close(models[0], before)
 
 
+def check_alone_is_local_training(make_rule: Make) -> None:
+    """T5: without neighbors what remains is the local steps, but for rules with a momentum or a center of their own."""
+    if name_of(make_rule) in OWN_MOMENTUM:
+        return
+    models = draw(1, 17)
+    expected = models[0].clone()
+    rules, graph = bound(make_rule, models), make("ring", nodes=1)
+    for r in range(5):
+        one_round(rules, models, graph, r, step=lambda _, model: model.sub_(model - 3.0, alpha=0.1))
+        expected.sub_(expected - 3.0, alpha=0.1)
+    torch.testing.assert_close(models[0], expected, atol=1e-5, rtol=0)
+
+
 def check_slices_equal_the_whole(make_rule: Make) -> None:
     models = draw(4, 100)
     each = bound(make_rule, models)[0]
@@ -187,6 +203,29 @@ def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
         assert (model >= low - slack).all() and (model <= high + slack).all()
 
 
+def check_a_missing_neighbor_does_not_last(make_rule: Make) -> None:
+    """Without one node's payloads in one round the others go on, and come as close as without that."""
+    each = make_rule()
+    spreads = []
+    for missing in (frozenset({2}), frozenset[int]()):
+        models = draw(6, 40)
+        rules = bound(make_rule, models)
+        for r in range(24):
+            one_round(rules, models, suited(each, 6), r, 0.0, missing if r == 3 else frozenset())
+        stacked = torch.stack(models)
+        assert bool(stacked.isfinite().all())
+        spreads.append(float((stacked - stacked.mean(0)).norm()))
+    assert spreads[0] <= 2 * spreads[1] + 0.1
+
+
+def check_nan_stays_visible(make_rule: Make) -> None:
+    """NaN in one model raises nothing, and does not come back as a number."""
+    models = draw(6, 33)
+    models[1][5] = float("nan")
+    gossip(make_rule, suited(make_rule(), 6), models, 3)
+    assert bool(models[1].isnan().any())
+
+
 def check_repeats_bit_for_bit(make_rule: Make) -> None:
     runs = []
     for _ in range(2):
@@ -199,7 +238,8 @@ def check_repeats_bit_for_bit(make_rule: Make) -> None:
 
 
 def check_state_round_trip(make_rule: Make) -> None:
-    """Cut after three of six rounds and restored into new rules, the run gives the same bits."""
+    """Cut after three of six rounds, saved, and loaded into new rules as plain tensors and numbers, the run gives the
+    same bits."""
     each = make_rule()
     graph = suited(each, 6)
     straight, cut = draw(6, 30), draw(6, 30)
@@ -207,7 +247,9 @@ def check_state_round_trip(make_rule: Make) -> None:
     for r in range(6):
         one_round(a, straight, graph, r)
         if r == 3:
-            states = [each.state_dict() for each in b]
+            file = io.BytesIO()
+            torch.save([each.state_dict() for each in b], file)
+            states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             b = bound(make_rule, cut)
             for each, state in zip(b, states, strict=True):
                 each.load_state_dict(state)
@@ -260,9 +302,10 @@ def matrix_reference(graph: Topology, models: list[Tensor], rounds: int) -> np.n
 
 
 CHECKS = [
-    check_identical_stay_identical, check_mean_is_kept, check_alone_nothing_happens, check_slices_equal_the_whole,
-    check_schema_fits,
-    check_missing_neighbors_leave_a_convex_combination, check_repeats_bit_for_bit,
+    check_identical_stay_identical, check_mean_is_kept, check_alone_nothing_happens, check_alone_is_local_training,
+    check_slices_equal_the_whole, check_schema_fits,
+    check_missing_neighbors_leave_a_convex_combination, check_a_missing_neighbor_does_not_last,
+    check_nan_stays_visible, check_repeats_bit_for_bit,
     check_state_round_trip,
 ]  # fmt: skip
 

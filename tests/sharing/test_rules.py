@@ -205,6 +205,23 @@ def test_a_graph_that_does_not_suit_is_refused_with_one_that_would(sharing: str,
         load(ROOT / "configs" / "quickstart.yaml", sets)
 
 
+@pytest.mark.parametrize("name", ["d2", "exact_diffusion"])
+def test_the_smallest_eigenvalue_decides(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At -1/3 (rings of even size) with a warning, above in silence, below refused until the weights are lazy."""
+    sets = [f"sharing={{name: {name}}}", "mapping={name: linear, nodes_per_machine: 8}"]
+    load(ROOT / "configs" / "quickstart.yaml", [*sets, "graph={name: ring, nodes: 8}"])
+    assert "smallest eigenvalue of the mixing matrix is -0.333" in caplog.text
+    caplog.clear()
+    load(ROOT / "configs" / "quickstart.yaml", [*sets, "graph={name: complete, nodes: 8}"])
+    assert not caplog.text
+    heavy = np.roll(np.eye(8), 1, 0) / 2 + np.roll(np.eye(8), -1, 0) / 2  # eigenvalues cos(2 pi k / 8)
+    np.savetxt(tmp_path / "heavy.txt", heavy)
+    sets += ["graph={name: ring, nodes: 8}", f"weights={{name: file, path: {tmp_path}/heavy.txt}}"]
+    with pytest.raises(ConfigError, match=r"eigenvalues below -0.333, the smallest is -1.000; weights: .*lazy: true"):
+        load(ROOT / "configs" / "quickstart.yaml", sets)
+    assert ConfigError.exit_code == 2
+
+
 def test_rules_that_need_the_round_in_order_refuse_to_overlap() -> None:
     with pytest.raises(ConfigError, match="d2 works with schedule: sequential only"):
         load(ROOT / "configs" / "quickstart.yaml", [

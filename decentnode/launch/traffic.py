@@ -1,0 +1,53 @@
+"""What a run will send, told before it starts: from the schemas of its rule and the neighbors that the rule plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from decentnode.build import machines_of
+from decentnode.experiment import Experiment
+from decentnode.graph.base import view
+from decentnode.sharing.compressed import make_sharing
+
+LOOKED_AT = 1024
+"""Rounds that are searched for the first exchange."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of payloads, without what the wire adds."""
+
+    message: int
+    """Of one payload."""
+    sent: float
+    """By a node in a round that has an exchange, mean over the nodes."""
+    exact: bool
+    """Otherwise these are the most there can be."""
+    first: int
+    """Round of the first exchange."""
+
+
+def traffic(experiment: Experiment, module: nn.Module) -> Traffic:
+    """Of the experiment's rule with the codec around it, float buffers included. Raises what making the rule raises."""
+    graph = experiment.make_graph()
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    elements, dtype = sum(p.numel() for p in parameters), parameters[0].dtype if parameters else torch.float32
+    rule = make_sharing(experiment.sharing, machines_of(experiment.make_mapping()))
+    rule.bind([tuple(p.shape) for p in parameters])
+    specs = rule.payload_schema(elements, dtype).values()
+    message, buffers = sum(spec.max_elements * spec.dtype.itemsize for spec in specs), 0
+    if experiment.node.buffers == "average":
+        buffers = sum(b.numel() * b.element_size() for b in module.buffers() if b.is_floating_point())
+
+    def messages(uid: int, round: int) -> int:
+        seen = view(graph, uid, round, experiment.seed)
+        return sum(len(rule.plan(replace(seen, phase=phase)).neighbors) for phase in range(rule.phases))
+
+    nodes = range(graph.num_nodes)
+    first = next((r for r in range(LOOKED_AT) if messages(0, r)), 0)
+    edges = sum(len(graph.neighbors(uid, first)) for uid in nodes)
+    sent = message * sum(messages(uid, first) for uid in nodes) + buffers * edges
+    return Traffic(message, sent / graph.num_nodes, all(spec.exact for spec in specs), first)
