@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from decentnode.optim.functions import DECAYED
+from decentnode.optim.parts import divided, divisible, restricted
 from decentnode.parallel.buckets import Bucket, make_buckets
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
 from decentnode.parallel.plan import Plan, SharingRule, make_sharing
@@ -148,6 +149,11 @@ class DecentralizedDataParallel(Module):
         self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
         self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
         self._scaler, self._clip = scaler, grad_clip_norm
+        parts = [part for bucket in self._buckets for part in bucket.parts]
+        self._part_of: dict[Tensor, int] = {p: number for number, part in enumerate(parts) for p in part.params}
+        self._part_by_part = param_as_bucket_view and all(
+            bucket.flat.device.type == "cpu" and not bucket.rule.needs_sequential for bucket in self._buckets
+        )
         self._average_buffers = sync_buffer_in_global_avg
         self._factor = 1.0
         self._accumulating = False
@@ -169,7 +175,7 @@ class DecentralizedDataParallel(Module):
         _alive.add(self)
         for bucket in self._buckets:
             bucket.next_round(self._plan, -1)
-        self._launch()
+        self._launch(0)
         for bucket in self._buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 
@@ -232,6 +238,18 @@ class DecentralizedDataParallel(Module):
 
     @torch.no_grad()
     def _step(self) -> None:
+        if self._scaler is None and self._clip > 0:
+            self._clip_gradients()
+        if self._scaler is None and self._part_by_part and divisible(self.optimizer):
+            self._step_by_parts()
+        else:
+            self._step_at_once()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.steps += 1
+
+    def _step_at_once(self) -> None:
         self._mix()
         if self._scaler is not None:
             if self._clip > 0:
@@ -240,23 +258,40 @@ class DecentralizedDataParallel(Module):
             self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
-            if self._clip > 0:
-                self._clip_gradients()
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self.steps += 1
-        self._launch()
+        self._launch(self.steps + 1)
+
+    def _step_by_parts(self) -> None:
+        """Mix, update and send one part of a bucket after the other, which the cache holds meanwhile."""
+        groups = iter(divided(self.optimizer, self._part_of, sum(len(bucket.parts) for bucket in self._buckets)))
+        exchange = self._exchange
+        exchange.begin(self.steps + 1)
+        for bucket in self._buckets:
+            bucket.gather()
+            flight = exchange.arrive(bucket)
+            for part in bucket.parts:
+                if flight is not None:
+                    exchange.mix(bucket, part, flight, self._factor, part.small)
+                self._update(next(groups))
+                exchange.snapshot(bucket, part, part.small)
+            if flight is not None:
+                exchange.release(bucket)
+            exchange.depart(bucket)
+        self._update(next(groups))
+
+    def _update(self, groups: list[dict[str, Any]]) -> None:
+        if groups:
+            with restricted(self.optimizer, groups):
+                self.optimizer.step()
 
     def _clip_gradients(self) -> None:
         torch.nn.utils.clip_grad_norm_([p for _, p in self._named], self._clip)
 
     @torch.no_grad()
-    def _launch(self) -> None:
+    def _launch(self, step: int) -> None:
         for bucket in self._buckets:
             bucket.gather()
-        self._exchange.launch(self._buckets, self.steps)
+        self._exchange.launch(self._buckets, step)
 
     def _mix(self) -> None:
         for bucket in self._buckets:
@@ -307,7 +342,7 @@ class DecentralizedDataParallel(Module):
             mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
             tensor.detach().copy_(mean)
         if not will_revert:
-            self._launch()
+            self._launch(self.steps)
 
     @torch.no_grad()
     def revert_global_avg(self) -> None:
@@ -384,5 +419,5 @@ class DecentralizedDataParallel(Module):
         self._exchange.drain()
         self._backup = None
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        self._launch()
+        self._launch(self.steps)
         return result
