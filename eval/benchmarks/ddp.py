@@ -1,7 +1,10 @@
 """Step times of data parallel training on one host: alone, PyTorch's DDP, DecentralizedDataParallel.
 
 Same model, data and fused optimizer; one thread per rank, gloo. "alone" is all ranks training at once without talking.
-Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M parameters, 2 and 4 ranks),
+Where the package decent-dp is installed (pip install --no-deps decent-dp loguru) it is measured beside, over its
+one-peer-exp: as it ships, with its own Adam, and with the fused one. Ways take turns; with --repeats the medians of
+several turns are printed. Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M
+parameters, 2 and 4 ranks),
 link (4 ranks whose links are limited to 1 Gbit/s and 5 ms), straggler (4 ranks, one of them at random held up in every
 step: loss after the same time).
 """
@@ -9,13 +12,15 @@ step: loss after the same time).
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ddp_digits import digits
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "decentnode.parallel"])
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "decentnode.parallel"])
 STEPS, WARM = 14, 4
-WAYS = ("alone", "ddp", "collective", "shared_memory")
+THEIRS = ("decent-dp", "decent-dp fused") if importlib.util.find_spec("decent_dp") else ()
+WAYS = ("alone", "ddp", "collective", "shared_memory", *THEIRS)
 LINK = (1e9, 5e-3)
 """Bits per second, and seconds of latency."""
 HELD_UP_SECONDS, STRAGGLER_SECONDS = 0.02, 8.0
@@ -65,6 +71,10 @@ def make(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return Transformer(), torch.randint(0, 4000, (4, 32)), torch.randint(0, 4000, (4 * 32,))
 
 
+def _by_names(optimizer: Callable[..., Any], named: list[tuple[str, Tensor]]) -> Any:
+    return optimizer([p for _, p in named])
+
+
 def wrap(model: nn.Module, way: str, optimizer: Callable[..., Any], link: DelayedLink | None) -> tuple[nn.Module, Any]:
     """(the module to call, the optimizer to step if the module does not do it itself)."""
     if way in ("alone", "ddp"):
@@ -75,6 +85,12 @@ def wrap(model: nn.Module, way: str, optimizer: Callable[..., Any], link: Delaye
                 parallel.register_comm_hook(None, link.hook)
             model = parallel
         return model, own
+    if way in THEIRS:
+        importlib.import_module("loguru").logger.disable("decent_dp")
+        make = importlib.import_module("decent_dp.optim").optim_fn_adam
+        own = partial(_by_names, optimizer) if way == "decent-dp fused" else make
+        theirs = importlib.import_module("decent_dp.ddp").DecentralizedDataParallel
+        return theirs(model, own, topology="one-peer-exp"), None
     if link is not None:
         dist.batch_isend_irecv = link.batch_isend_irecv
     return DecentralizedDataParallel(model, optimizer=optimizer, topology="one-peer-exp", transport=way), None  # type: ignore[arg-type]
@@ -99,7 +115,8 @@ def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str, li
             optimizer.step()
             optimizer.zero_grad()
         times.append(time.perf_counter() - started)
-    metrics: Any = model.metrics if optimizer is None else {"exposed_seconds": 0.0, "memory_passes": 0.0}
+    ours = isinstance(model, DecentralizedDataParallel)
+    metrics: Any = model.metrics if ours else {"exposed_seconds": 0.0, "memory_passes": 0.0}
     dist.barrier()
     pipe.send((statistics.median(times[WARM:]), statistics.mean(times[WARM:]),
                metrics["exposed_seconds"] / (STEPS + WARM), metrics["memory_passes"]))  # fmt: skip
@@ -189,15 +206,19 @@ def show_optimizers() -> None:
         print(f"step of {name:20} {1e3 * seconds:7.2f} ms  {seconds / steps['fused Adam']:5.2f} of fused Adam")
 
 
-def show_steps(name: str) -> None:
-    heads = f"{'model':12} {'ranks':>5} {'way':>14} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
-    print(f"\n{heads} {'passes':>7}  (passes over memory by snapshots and mixing, S: bytes of the parameters)")
-    for world in (2, 4):
-        found = {way: max(on_ranks(world, train, name, way, False)) for way in WAYS}
-        for way, (step, _, exposed, passes) in found.items():
-            print(f"{name:12} {world:5} {way:>14} {1e3 * step:7.1f} ms {step / found['alone'][0]:7.2f} "
-                  f"{step / found['ddp'][0]:6.2f} {1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7}",
-                  flush=True)  # fmt: skip
+def show_steps(name: str, worlds: Sequence[int], repeats: int) -> None:
+    heads = f"{'model':12} {'ranks':>5} {'way':>15} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
+    heads += f" {'passes':>7}" + "".join(f" {'/' + each:>16}" for each in THEIRS)
+    print(f"\n{heads}  (passes over memory by snapshots and mixing, S: bytes of the parameters)")
+    for world in worlds:
+        turns = [{way: max(on_ranks(world, train, name, way, False)) for way in WAYS} for _ in range(repeats)]
+        for way in WAYS:
+            step, exposed, passes = (statistics.median(turn[way][k] for turn in turns) for k in (0, 2, 3))
+            ratio = {each: statistics.median(turn[way][0] / turn[each][0] for turn in turns)
+                     for each in ("alone", "ddp", *THEIRS)}  # fmt: skip
+            theirs = "".join(f" {ratio[each]:16.2f}" for each in THEIRS)
+            print(f"{name:12} {world:5} {way:>15} {1e3 * step:7.1f} ms {ratio['alone']:7.2f} {ratio['ddp']:6.2f} "
+                  f"{1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7}{theirs}", flush=True)  # fmt: skip
 
 
 def show_link() -> None:
@@ -217,15 +238,19 @@ def show_stragglers() -> None:
         print(f"{way:>26} {statistics.mean(taken):7.0f} steps, loss {loss[0]:.4f}", flush=True)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    "optimizer": show_optimizers, "transformer": partial(show_steps, "transformer"), "mlp": partial(show_steps, "mlp"),
-    "link": show_link, "straggler": show_stragglers,
+CASES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "optimizer": lambda _: show_optimizers(),
+    "transformer": lambda options: show_steps("transformer", options.ranks, options.repeats),
+    "mlp": lambda options: show_steps("mlp", options.ranks, options.repeats),
+    "link": lambda _: show_link(), "straggler": lambda _: show_stragglers(),
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=", ".join(CASES))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of transformer and mlp")
+    parser.add_argument("--repeats", type=int, default=1, help="turns of transformer and mlp")
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"case must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
@@ -233,7 +258,7 @@ def main() -> None:
     print(machine())
     print(f"ceilings: memory copy {ceilings['copy']:.1f} GB/s, axpy {ceilings['axpy']:.1f} GB/s (one thread)\n")
     for case in options.cases:
-        CASES[case]()
+        CASES[case](options)
 
 
 if __name__ == "__main__":

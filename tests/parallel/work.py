@@ -506,13 +506,13 @@ def differing(rank: int, n: int, what: str) -> None:
 def vanish(rank: int, n: int, transport: str) -> None:
     """The last rank stops taking part."""
     wrapped = DecentralizedDataParallel(
-        model(), optimizer=SGD, topology="exp", timeout_seconds=2, transport=transport,  # type: ignore[arg-type]
+        model(), optimizer=SGD, topology="exp", timeout_seconds=1, transport=transport,  # type: ignore[arg-type]
     )
     for t in range(3):
         if rank == n - 1 and t == 1:
             import time
 
-            time.sleep(5)
+            time.sleep(2.5)
             return
         x, y = batch(rank, t)
         (wrapped(x) - y).square().mean().backward()
