@@ -326,23 +326,28 @@ class DecentralizedDataParallel(Module):
     # -- the average model ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def global_avg(self, will_revert: bool = True) -> None:
+    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         """Blocking: every rank's model becomes the mean of all; all ranks have to call it.
 
         will_revert: the local model is kept and comes back with `revert_global_avg`, or when training goes on.
+        return_d2c: give the distance of this rank's parameters to their mean, 0 where they are the mean already.
         """
         if self._backup is not None:
-            return
+            return 0.0 if return_d2c else None
         tensors = self._averaged_tensors()
         if will_revert:
             self._backup = [tensor.detach().clone() for tensor in tensors]
         else:
             self._exchange.drain()
-        for tensor in tensors:
+        square = 0.0
+        for number, tensor in enumerate(tensors):
             mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
+            if return_d2c and number < len(self._named):
+                square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
             tensor.detach().copy_(mean)
         if not will_revert:
             self._launch(self.steps)
+        return square**0.5 if return_d2c else None
 
     @torch.no_grad()
     def revert_global_avg(self) -> None:

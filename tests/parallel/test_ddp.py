@@ -106,6 +106,7 @@ def test_averages_reverting_and_writing_between_steps() -> None:
         assert found["averaged"] == pytest.approx(results[0]["averaged"]) and found["reverted"]
         assert found["still_averaged"] and found["went_on"] == 5 and found["distance"] > 0
         assert found["stays"] < 1e-6
+        assert found["d2c"] == pytest.approx(found["off_center"], rel=1e-4) and found["d2c"] > 0
         assert found["written"][0] > 6.5 and found["written"][1] < 7.5
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import runpy
+import sys
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -183,7 +188,11 @@ def features(rank: int, n: int) -> dict[str, Any]:
     local = flat(wrapped.module)
     with wrapped.averaged():
         found["averaged"] = flat(wrapped.module).tolist()
+        found["off_center"] = float((flat(wrapped.module) - local).norm())
+        assert wrapped.global_avg(return_d2c=True) == 0.0
     found["reverted"] = torch.equal(local, flat(wrapped.module))
+    found["d2c"] = wrapped.global_avg(return_d2c=True)
+    wrapped.revert_global_avg()
     wrapped.global_avg()
     wrapped.eval()
     wrapped(batch(rank, 0)[0])
@@ -510,12 +519,19 @@ def vanish(rank: int, n: int, transport: str) -> None:
     )
     for t in range(3):
         if rank == n - 1 and t == 1:
-            import time
-
             time.sleep(2.5)
             return
         x, y = batch(rank, t)
         (wrapped(x) - y).square().mean().backward()
+
+
+def script(rank: int, n: int, path: str, arguments: list[str]) -> str:
+    """Run a script as torchrun would; what it prints."""
+    sys.argv = [path, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
 
 
 def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
