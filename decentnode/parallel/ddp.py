@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import dataclasses
-import gc
 import logging
 import os
 import weakref
@@ -21,11 +19,12 @@ from torch.optim import Optimizer
 
 from decentnode.optim.functions import DECAYED
 from decentnode.optim.parts import divided, divisible, restricted
-from decentnode.parallel.buckets import Bucket, make_buckets
+from decentnode.parallel.buckets import make_buckets
+from decentnode.parallel.ending import close_at_exit, keep
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
 from decentnode.parallel.plan import Plan, SharingRule, make_sharing
 from decentnode.parallel.shared import SharedExchange, usable
-from decentnode.parallel.start import broadcast_all, check_alike, leave
+from decentnode.parallel.start import broadcast_all, check_alike
 from decentnode.parallel.topology import Topology, make_topology
 
 logger = logging.getLogger(__name__)
@@ -33,28 +32,6 @@ logger = logging.getLogger(__name__)
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
-
-EXIT_SECONDS = 2.0
-
-_alive: weakref.WeakSet[Module] = weakref.WeakSet()
-_left: list[tuple[Exchange, list[Bucket]]] = []
-"""Exchanges whose wrapper is gone while they were in flight: their buffers have to outlive them."""
-
-
-@atexit.register
-def _close_all() -> None:
-    """Hooks that are still there when the interpreter ends, together with gloo's threads, abort the process."""
-    wrappers = list(_alive)
-    for wrapper in wrappers:
-        wrapper.close()  # type: ignore[operator]
-    if wrappers or _left:
-        for exchange, _ in _left:
-            exchange.timeout_seconds = EXIT_SECONDS
-            with contextlib.suppress(Exception):
-                exchange.drain()
-        _left.clear()
-        gc.collect()
-        leave()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -75,8 +52,10 @@ class DecentralizedDataParallel(Module):
     x_i(t+1) = sum_j W_ij(t) x_j(t) + step of the optimizer at the gradient at x_i(t): D-PSGD in the order of Wang et
     al., ICLR 2025 (arXiv 2410.11998). The exchange of x(t) is launched as soon as x(t) is known and hides behind the
     whole next forward and backward pass. The step is taken once, at the end of the backward pass, by one optimizer
-    over all parameters: clipping and the gradient scaler's decision are global, parameters may be used in any order or
-    not at all, and every bucket's exchange still has a full forward and backward pass to hide behind.
+    over all parameters: clipping and the gradient scaler's decision are global and cost no overlap, parameters may be
+    used in any order or not at all, and every bucket's exchange still has a full forward and backward pass to hide
+    behind. On a CPU torch's SGD, Adam and AdamW and ours are called once for every few parameters, with the same bits:
+    these are mixed, updated and copied for the next exchange while a cache holds them (optim/parts.py).
 
     Parameters may be written between steps (load_state_dict, clamping, swapping in an average): the change is kept
     whole, and the next exchange carries it; see `buckets.Bucket` for what is noticed. When a backward pass raises, the
@@ -172,7 +151,7 @@ class DecentralizedDataParallel(Module):
                 wrapper._on_gradient()
 
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
-        _alive.add(self)
+        close_at_exit(self)
         for bucket in self._buckets:
             bucket.next_round(self._plan, -1)
         self._launch(0)
@@ -184,7 +163,7 @@ class DecentralizedDataParallel(Module):
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            _left.append((self._exchange, self._buckets))
+            keep(self._exchange, self._buckets)
         self._hooks = []
 
     def __del__(self) -> None:
