@@ -2,11 +2,10 @@
 
 Same model, data and fused optimizer; one thread per rank, gloo. "alone" is all ranks training at once without talking.
 Where the package decent-dp is installed (pip install --no-deps decent-dp loguru) it is measured beside, over its
-one-peer-exp: as it ships, with its own Adam, and with the fused one. Ways take turns; with --repeats the medians of
-several turns are printed. Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M
-parameters, 2 and 4 ranks),
-link (4 ranks whose links are limited to 1 Gbit/s and 5 ms), straggler (4 ranks, one of them at random held up in every
-step: loss after the same time).
+one-peer-exp: as it ships, with its own Adam, and with the fused one. All ways take turns in the same processes; ratios
+are medians over turns. Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M
+parameters, 2 and 4 ranks), link (4 ranks whose links are limited to 1 Gbit/s and 5 ms), straggler (4 ranks, one of
+them at random held up in every step: loss after the same time).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from ddp_digits import digits
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "decentnode.parallel"])
-STEPS, WARM = 14, 4
+STEPS, WARM, TURN_STEPS, REST_SECONDS = 14, 4, 4, 0.05
 THEIRS = ("decent-dp", "decent-dp fused") if importlib.util.find_spec("decent_dp") else ()
 WAYS = ("alone", "ddp", "collective", "shared_memory", *THEIRS)
 LINK = (1e9, 5e-3)
@@ -102,24 +101,56 @@ def join(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
 
 
-def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str, limited: bool) -> None:
-    """Sends (median step, seconds per step of the whole, exposed communication per step, memory passes per step)."""
-    join(rank, world, folder)
-    model, x, y = make(name)
-    model, optimizer = wrap(model, way, ADAM, DelayedLink(*LINK) if limited else None)
-    times = []
-    for _ in range(STEPS + WARM):
+class Runner:
+    """One way of training a model, and how long its steps took."""
+
+    def __init__(self, name: str, way: str, limited: bool = False) -> None:
+        model, self.x, self.y = make(name)
+        self.model, self.optimizer = wrap(model, way, ADAM, DelayedLink(*LINK) if limited else None)
+        self.steps = 0
+
+    def step(self) -> float:
+        """Seconds that it took."""
         started = time.perf_counter()
-        nn.functional.cross_entropy(model(x).flatten(0, -2), y).backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        times.append(time.perf_counter() - started)
-    ours = isinstance(model, DecentralizedDataParallel)
-    metrics: Any = model.metrics if ours else {"exposed_seconds": 0.0, "memory_passes": 0.0}
+        nn.functional.cross_entropy(self.model(self.x).flatten(0, -2), self.y).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.steps += 1
+        return time.perf_counter() - started
+
+    def figures(self) -> tuple[float, float]:
+        """Exposed communication and memory passes per step."""
+        if not isinstance(self.model, DecentralizedDataParallel):
+            return 0.0, 0.0
+        metrics = self.model.metrics
+        return metrics["exposed_seconds"] / self.steps, metrics["memory_passes"]
+
+
+def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str) -> None:
+    """Behind a slow link, or alone; sends the mean seconds of a step."""
+    join(rank, world, folder)
+    runner = Runner(name, way, limited=way != "alone")
+    times = [runner.step() for _ in range(STEPS + WARM)]
     dist.barrier()
-    pipe.send((statistics.median(times[WARM:]), statistics.mean(times[WARM:]),
-               metrics["exposed_seconds"] / (STEPS + WARM), metrics["memory_passes"]))  # fmt: skip
+    pipe.send(statistics.mean(times[WARM:]))
+    os._exit(0)
+
+
+def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: int) -> None:
+    """All ways in the same processes, some steps of each by turns; sends {way: (seconds per turn, figures)}."""
+    join(rank, world, folder)
+    runners = {way: Runner(name, way) for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(-1, turns):
+        for way, runner in runners.items():
+            dist.barrier()
+            time.sleep(REST_SECONDS)  # what the way before has in flight is over
+            taken = [runner.step() for _ in range(1 + TURN_STEPS)][1:]
+            if turn >= 0:
+                times[way].append(statistics.median(taken))
+    dist.barrier()
+    pipe.send({way: (times[way], runner.figures()) for way, runner in runners.items()})
     os._exit(0)
 
 
@@ -206,26 +237,28 @@ def show_optimizers() -> None:
         print(f"step of {name:20} {1e3 * seconds:7.2f} ms  {seconds / steps['fused Adam']:5.2f} of fused Adam")
 
 
-def show_steps(name: str, worlds: Sequence[int], repeats: int) -> None:
+def show_steps(name: str, worlds: Sequence[int], turns: int) -> None:
     heads = f"{'model':12} {'ranks':>5} {'way':>15} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
     heads += f" {'passes':>7}" + "".join(f" {'/' + each:>16}" for each in THEIRS)
     print(f"\n{heads}  (passes over memory by snapshots and mixing, S: bytes of the parameters)")
     for world in worlds:
-        turns = [{way: max(on_ranks(world, train, name, way, False)) for way in WAYS} for _ in range(repeats)]
+        ranks = on_ranks(world, take_turns, name, turns)
+        times = {way: [max(each) for each in zip(*(found[way][0] for found in ranks), strict=True)] for way in WAYS}
         for way in WAYS:
-            step, exposed, passes = (statistics.median(turn[way][k] for turn in turns) for k in (0, 2, 3))
-            ratio = {each: statistics.median(turn[way][0] / turn[each][0] for turn in turns)
-                     for each in ("alone", "ddp", *THEIRS)}  # fmt: skip
+            exposed, passes = (max(found[way][1][k] for found in ranks) for k in (0, 1))
+            ratio = {base: statistics.median(t / u for t, u in zip(times[way], times[base], strict=True))
+                     for base in ("alone", "ddp", *THEIRS)}  # fmt: skip
             theirs = "".join(f" {ratio[each]:16.2f}" for each in THEIRS)
+            step = statistics.median(times[way])
             print(f"{name:12} {world:5} {way:>15} {1e3 * step:7.1f} ms {ratio['alone']:7.2f} {ratio['ddp']:6.2f} "
                   f"{1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7}{theirs}", flush=True)  # fmt: skip
 
 
 def show_link() -> None:
     print(f"\nlinks of {LINK[0] / 1e9:g} Gbit/s and {1e3 * LINK[1]:g} ms, transformer, 4 ranks: seconds per step")
-    alone = max(each[1] for each in on_ranks(4, train, "transformer", "alone", False))
+    alone = max(on_ranks(4, train, "transformer", "alone"))
     ways = ("ddp", "collective")
-    found = {way: max(each[1] for each in on_ranks(4, train, "transformer", way, True)) for way in ways}
+    found = {way: max(on_ranks(4, train, "transformer", way)) for way in ways}
     for way, seconds in (("alone", alone), ("ddp", found["ddp"]), ("decentnode, one-peer-exp", found["collective"])):
         print(f"{way:>26} {1e3 * seconds:7.1f} ms {found['ddp'] / seconds:6.2f} of DDP's throughput", flush=True)
 
@@ -240,8 +273,8 @@ def show_stragglers() -> None:
 
 CASES: dict[str, Callable[[argparse.Namespace], None]] = {
     "optimizer": lambda _: show_optimizers(),
-    "transformer": lambda options: show_steps("transformer", options.ranks, options.repeats),
-    "mlp": lambda options: show_steps("mlp", options.ranks, options.repeats),
+    "transformer": lambda options: show_steps("transformer", options.ranks, options.turns),
+    "mlp": lambda options: show_steps("mlp", options.ranks, options.turns),
     "link": lambda _: show_link(), "straggler": lambda _: show_stragglers(),
 }  # fmt: skip
 
@@ -250,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=", ".join(CASES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of transformer and mlp")
-    parser.add_argument("--repeats", type=int, default=1, help="turns of transformer and mlp")
+    parser.add_argument("--turns", type=int, default=8, help="of the ways of transformer and mlp")
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"case must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
