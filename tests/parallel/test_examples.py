@@ -53,5 +53,5 @@ def test_the_readme_s_script(tmp_path: Path) -> None:
     assert block is not None
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(block[1]))
-    output = torchrun(2, str(script))
-    assert "rank 0 of 2" in output and "rank 1 of 2" in output
+    for rank, output in enumerate(run_ranks(2, work.script, str(script), [])):
+        assert f"rank {rank} of 2" in output
