@@ -16,11 +16,12 @@ from decentnode.parallel.plan import Plan
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 
-BLOCK_BYTES = 1 << 19
+BLOCK_BYTES = 1 << 20
 """On a CPU parameters are copied and mixed in blocks of this size, so that what is done to a block one after the other
-finds it in the cache."""
-PART_BYTES = 1 << 21
-"""On a CPU the parameters of a bucket are mixed, updated by the optimizer and copied in parts of about this size."""
+finds it in the cache. A block costs 30 us of calls beside."""
+PART_BYTES = 1 << 22
+"""On a CPU the parameters of a bucket are mixed, updated by the optimizer and copied in parts of about this size. A
+part costs a call of the optimizer's step, 0.2 ms; for 10 M parameters 4 MB took less than 1, 2 and 8."""
 CACHED_BYTES = 1 << 23
 """Parts up to this size are taken to be in a cache from their mixing to their snapshot."""
 
@@ -42,11 +43,6 @@ def _dense(tensor: Tensor) -> Tensor:
     if torch.empty_like(tensor).stride() == tensor.stride():
         return tensor
     return torch.empty_like(tensor).copy_(tensor)
-
-
-def _fingerprint(block: Tensor) -> int:
-    """64 bits of a hash of a CPU tensor's bytes."""
-    return xxhash.xxh3_64_intdigest(block.view(torch.uint8).numpy().data)
 
 
 @dataclass(eq=False)
@@ -89,6 +85,7 @@ class Bucket:
             self._homes.append(home)
             offset += p.numel()
         self._hashes = self.flat.device.type == "cpu"
+        self._bytes = self.flat.view(torch.uint8).numpy() if self._hashes else None
         self._block = BLOCK_BYTES // self.flat.element_size() if self._hashes else max(1, total)
         self._marks: dict[int, int] = {}
         """Where a block starts -> its hash in the last snapshot."""
@@ -155,7 +152,7 @@ class Bucket:
                 second.copy_(flat)
             self._count(flat, (1 if copy is None else 2) + (not cached))
             if self._hashes:
-                self._marks[at] = _fingerprint(flat)
+                self._marks[at] = self._fingerprint(at, flat)
 
     def mix(self, view: RoundView, part: Part | None = None, cached: bool = False) -> None:
         """Mix the payloads of `view.sources` in `received` as the rule says; what a script wrote is kept whole.
@@ -219,8 +216,14 @@ class Bucket:
 
     def _written(self, at: int, flat: Tensor, sent: Tensor) -> bool:
         if self._hashes:
-            return _fingerprint(flat) != self._marks[at]
+            return self._fingerprint(at, flat) != self._marks[at]
         return self._versions() != self._seen and not torch.equal(flat, sent)
+
+    def _fingerprint(self, at: int, block: Tensor) -> int:
+        """64 bits of a hash of the bytes of a block of `flat`, on a CPU."""
+        assert self._bytes is not None
+        size = block.element_size()
+        return xxhash.xxh3_64_intdigest(self._bytes[at * size : (at + block.numel()) * size].data)
 
     def _versions(self) -> list[int]:
         """Counters that every write makes larger which torch knows of."""
