@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from decentnode.optim import kernel
 
-BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements updated at a time by the fused way: what it needs beside the state stays in the cache."""
 FUSED_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

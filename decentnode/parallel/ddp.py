@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import dataclasses
-import gc
 import logging
 import os
 import weakref
@@ -20,11 +18,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from decentnode.optim.functions import DECAYED
-from decentnode.parallel.buckets import Bucket, make_buckets
+from decentnode.optim.parts import divided, divisible, restricted
+from decentnode.parallel.buckets import make_buckets
+from decentnode.parallel.ending import close_at_exit, keep
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
 from decentnode.parallel.plan import Plan, SharingRule, make_sharing
 from decentnode.parallel.shared import SharedExchange, usable
-from decentnode.parallel.start import broadcast_all, check_alike, leave
+from decentnode.parallel.start import broadcast_all, check_alike
 from decentnode.parallel.topology import Topology, make_topology
 
 logger = logging.getLogger(__name__)
@@ -32,28 +32,6 @@ logger = logging.getLogger(__name__)
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
-
-EXIT_SECONDS = 2.0
-
-_alive: weakref.WeakSet[Module] = weakref.WeakSet()
-_left: list[tuple[Exchange, list[Bucket]]] = []
-"""Exchanges whose wrapper is gone while they were in flight: their buffers have to outlive them."""
-
-
-@atexit.register
-def _close_all() -> None:
-    """Hooks that are still there when the interpreter ends, together with gloo's threads, abort the process."""
-    wrappers = list(_alive)
-    for wrapper in wrappers:
-        wrapper.close()  # type: ignore[operator]
-    if wrappers or _left:
-        for exchange, _ in _left:
-            exchange.timeout_seconds = EXIT_SECONDS
-            with contextlib.suppress(Exception):
-                exchange.drain()
-        _left.clear()
-        gc.collect()
-        leave()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -74,8 +52,10 @@ class DecentralizedDataParallel(Module):
     x_i(t+1) = sum_j W_ij(t) x_j(t) + step of the optimizer at the gradient at x_i(t): D-PSGD in the order of Wang et
     al., ICLR 2025 (arXiv 2410.11998). The exchange of x(t) is launched as soon as x(t) is known and hides behind the
     whole next forward and backward pass. The step is taken once, at the end of the backward pass, by one optimizer
-    over all parameters: clipping and the gradient scaler's decision are global, parameters may be used in any order or
-    not at all, and every bucket's exchange still has a full forward and backward pass to hide behind.
+    over all parameters: clipping and the gradient scaler's decision are global and cost no overlap, parameters may be
+    used in any order or not at all, and every bucket's exchange still has a full forward and backward pass to hide
+    behind. On a CPU torch's SGD, Adam and AdamW and ours are called once for every few parameters, with the same bits:
+    these are mixed, updated and copied for the next exchange while a cache holds them (optim/parts.py).
 
     Parameters may be written between steps (load_state_dict, clamping, swapping in an average): the change is kept
     whole, and the next exchange carries it; see `buckets.Bucket` for what is noticed. When a backward pass raises, the
@@ -148,6 +128,11 @@ class DecentralizedDataParallel(Module):
         self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
         self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
         self._scaler, self._clip = scaler, grad_clip_norm
+        parts = [part for bucket in self._buckets for part in bucket.parts]
+        self._part_of: dict[Tensor, int] = {p: number for number, part in enumerate(parts) for p in part.params}
+        self._part_by_part = param_as_bucket_view and all(
+            bucket.flat.device.type == "cpu" and not bucket.rule.needs_sequential for bucket in self._buckets
+        )
         self._average_buffers = sync_buffer_in_global_avg
         self._factor = 1.0
         self._accumulating = False
@@ -166,10 +151,10 @@ class DecentralizedDataParallel(Module):
                 wrapper._on_gradient()
 
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
-        _alive.add(self)
+        close_at_exit(self)
         for bucket in self._buckets:
             bucket.next_round(self._plan, -1)
-        self._launch()
+        self._launch(0)
         for bucket in self._buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 
@@ -178,7 +163,7 @@ class DecentralizedDataParallel(Module):
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            _left.append((self._exchange, self._buckets))
+            keep(self._exchange, self._buckets)
         self._hooks = []
 
     def __del__(self) -> None:
@@ -232,6 +217,18 @@ class DecentralizedDataParallel(Module):
 
     @torch.no_grad()
     def _step(self) -> None:
+        if self._scaler is None and self._clip > 0:
+            self._clip_gradients()
+        if self._scaler is None and self._part_by_part and divisible(self.optimizer):
+            self._step_by_parts()
+        else:
+            self._step_at_once()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.steps += 1
+
+    def _step_at_once(self) -> None:
         self._mix()
         if self._scaler is not None:
             if self._clip > 0:
@@ -240,23 +237,40 @@ class DecentralizedDataParallel(Module):
             self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
-            if self._clip > 0:
-                self._clip_gradients()
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self.steps += 1
-        self._launch()
+        self._launch(self.steps + 1)
+
+    def _step_by_parts(self) -> None:
+        """Mix, update and send one part of a bucket after the other, which the cache holds meanwhile."""
+        groups = iter(divided(self.optimizer, self._part_of, sum(len(bucket.parts) for bucket in self._buckets)))
+        exchange = self._exchange
+        exchange.begin(self.steps + 1)
+        for bucket in self._buckets:
+            bucket.gather()
+            flight = exchange.arrive(bucket)
+            for part in bucket.parts:
+                if flight is not None:
+                    exchange.mix(bucket, part, flight, self._factor, part.small)
+                self._update(next(groups))
+                exchange.snapshot(bucket, part, part.small)
+            if flight is not None:
+                exchange.release(bucket)
+            exchange.depart(bucket)
+        self._update(next(groups))
+
+    def _update(self, groups: list[dict[str, Any]]) -> None:
+        if groups:
+            with restricted(self.optimizer, groups):
+                self.optimizer.step()
 
     def _clip_gradients(self) -> None:
         torch.nn.utils.clip_grad_norm_([p for _, p in self._named], self._clip)
 
     @torch.no_grad()
-    def _launch(self) -> None:
+    def _launch(self, step: int) -> None:
         for bucket in self._buckets:
             bucket.gather()
-        self._exchange.launch(self._buckets, self.steps)
+        self._exchange.launch(self._buckets, step)
 
     def _mix(self) -> None:
         for bucket in self._buckets:
@@ -291,23 +305,28 @@ class DecentralizedDataParallel(Module):
     # -- the average model ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def global_avg(self, will_revert: bool = True) -> None:
+    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         """Blocking: every rank's model becomes the mean of all; all ranks have to call it.
 
         will_revert: the local model is kept and comes back with `revert_global_avg`, or when training goes on.
+        return_d2c: give the distance of this rank's parameters to their mean, 0 where they are the mean already.
         """
         if self._backup is not None:
-            return
+            return 0.0 if return_d2c else None
         tensors = self._averaged_tensors()
         if will_revert:
             self._backup = [tensor.detach().clone() for tensor in tensors]
         else:
             self._exchange.drain()
-        for tensor in tensors:
+        square = 0.0
+        for number, tensor in enumerate(tensors):
             mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
+            if return_d2c and number < len(self._named):
+                square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
             tensor.detach().copy_(mean)
         if not will_revert:
-            self._launch()
+            self._launch(self.steps)
+        return square**0.5 if return_d2c else None
 
     @torch.no_grad()
     def revert_global_avg(self) -> None:
@@ -384,5 +403,5 @@ class DecentralizedDataParallel(Module):
         self._exchange.drain()
         self._backup = None
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        self._launch()
+        self._launch(self.steps)
         return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,86 +16,148 @@ import torch
 import torch.distributed as dist
 
 from decentnode.errors import PeerLost
-from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.buckets import Bucket, Part
 from decentnode.parallel.plan import Plan
 
 
+@dataclass
+class Flight:
+    """The exchange of one bucket in flight."""
+
+    step: int
+    works: list[tuple[Any, list[int]]] = field(default_factory=list)
+    """Operations, and the ranks that each waits for."""
+    use: int = 0
+    """Number of the exchange in shared memory."""
+
+
 class Exchange:
-    """The exchange of all buckets of one step in flight."""
+    """The exchange of all buckets: a bucket arrives, is mixed part by part, and may depart again for the next step."""
 
     def __init__(self, plan: Plan, timeout_seconds: float) -> None:
+        """Blocking: all ranks make the process groups of the topology's cliques, in one order."""
         self.plan, self.graph, self.rank, self.timeout_seconds = plan, plan.graph, plan.rank, timeout_seconds
-        self.step = -1
-        """Step whose exchange is in flight; -1: none is."""
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         """Exposed communication: how long waits lasted in all."""
-        self._works: dict[int, list[tuple[Any, int | None]]] = {}
+        self._step = -1
+        self._flights: dict[int, Flight] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._open_groups()
+
+    def _open_groups(self) -> None:
+        everybody = tuple(range(self.graph.num_nodes))
+        timeout = timedelta(seconds=self.timeout_seconds)
+        for members in self.plan.cliques():
+            self._groups[members] = None if members == everybody else dist.new_group(list(members), timeout=timeout)
+
+    # -- away -------------------------------------------------------------------------------------------------
 
     def launch(self, buckets: Sequence[Bucket], step: int) -> None:
         """Send every bucket as it is now; not blocking."""
-        self.step = step
-        view = self.plan.view(step)
+        self.begin(step)
+        for bucket in buckets:
+            for part in bucket.parts:
+                self.snapshot(bucket, part)
+            self.depart(bucket)
+
+    def begin(self, step: int) -> None:
+        """What departs from now on is of this step."""
+        self._step = step
+
+    def snapshot(self, bucket: Bucket, part: Part, cached: bool = False) -> None:
+        """A part as it is now is what departs. cached: it was just now in the cache."""
+        view = self.plan.view(self._step)
+        if self._mean_group(self._step) is not None:
+            bucket.snapshot_part(part, bucket.sent_buffer(), bucket.slot(0), cached)
+        elif view.neighbors or view.sources:
+            bucket.snapshot_part(part, bucket.sent_buffer(), cached=cached)
+
+    def depart(self, bucket: Bucket) -> None:
+        """All parts of a bucket are there: off; not blocking."""
+        view = self.plan.view(self._step)
         if not view.neighbors and not view.sources:
             return
-        mean = self.plan.mean_strength(view) is not None
-        for bucket in buckets:
-            if mean:
-                total = bucket.buffer(-1)
-                bucket.snapshot(bucket.sent_buffer(), total)
-                self._works[bucket.index] = [(dist.all_reduce(total, async_op=True), None)]
-                self.bytes_sent += 2 * bucket.size_bytes * (self.graph.num_nodes - 1) // self.graph.num_nodes
-                continue
-            bucket.snapshot(bucket.sent_buffer())
-            operations, whom = [], []
-            for peer in sorted({*view.neighbors, *view.sources}):
-                if peer in view.neighbors:
-                    operations.append(dist.P2POp(dist.isend, bucket.sent, peer))
-                    whom.append(peer)
-                    self.bytes_sent += bucket.size_bytes
-                if peer in view.sources:
-                    operations.append(dist.P2POp(dist.irecv, bucket.buffer(peer), peer))
-                    whom.append(peer)
-            works = dist.batch_isend_irecv(operations)
-            self._works[bucket.index] = list(zip(works, whom if len(works) == len(whom) else [None] * len(works),
-                                                 strict=True))  # fmt: skip
+        bucket.sent = bucket.sent_buffer()
+        flight = self._flights[bucket.index] = Flight(self._step)
+        members = self._mean_group(self._step)
+        if members is not None:
+            work = dist.all_reduce(bucket.slot(0), group=self._groups[members], async_op=True)
+            flight.works.append((work, [peer for peer in members if peer != self.rank]))
+            self.bytes_sent += 2 * bucket.size_bytes * (len(members) - 1) // len(members)
+            return
+        operations, whom = [], []
+        for number, peer in enumerate(view.sources):
+            bucket.received[peer] = bucket.slot(number)
+        for peer in sorted({*view.neighbors, *view.sources}):
+            if peer in view.neighbors:
+                operations.append(dist.P2POp(dist.isend, bucket.sent, peer))
+                whom.append([peer])
+                self.bytes_sent += bucket.size_bytes
+            if peer in view.sources:
+                operations.append(dist.P2POp(dist.irecv, bucket.received[peer], peer))
+                whom.append([peer])
+        works = dist.batch_isend_irecv(operations)
+        everybody = sorted({*view.neighbors, *view.sources})
+        flight.works = list(zip(works, whom if len(works) == len(whom) else [everybody] * len(works), strict=True))
+
+    def _mean_group(self, step: int) -> tuple[int, ...] | None:
+        """The ranks whose mean one all_reduce gives in a step; None where payloads go from rank to rank."""
+        clique = self.plan.clique(step)
+        return clique.members if clique is not None and clique.members in self._groups else None
+
+    # -- back -------------------------------------------------------------------------------------------------
 
     def finish(self, bucket: Bucket, factor: float = 1.0) -> None:
         """Blocking: wait for a bucket and mix it. Raises PeerLost naming who did not answer."""
-        works = self._works.pop(bucket.index, [])
-        if not works:
-            return
-        self._wait(works)
-        view = self.plan.view(self.step, factor)
-        strength = self.plan.mean_strength(self.plan.view(self.step))
-        if strength is not None:
-            bucket.mix_mean(bucket.received[-1], self.graph.num_nodes, factor * strength)
-        else:
-            bucket.mix(view)
+        flight = self.arrive(bucket)
+        if flight is not None:
+            for part in bucket.parts:
+                self.mix(bucket, part, flight, factor)
+            self.release(bucket)
 
-    def _wait(self, works: list[tuple[Any, int | None]]) -> None:
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        """Blocking: wait for a bucket; None if it was not away. Raises PeerLost naming who did not answer."""
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            self._wait(flight)
+        return flight
+
+    def mix(self, bucket: Bucket, part: Part, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
+        """Mix a part of a bucket that has arrived."""
+        if self._mean_group(flight.step) is not None:
+            clique = self.plan.clique(flight.step)
+            assert clique is not None
+            n = len(clique.members)
+            bucket.mix_mean(bucket.slot(0), n, factor * clique.strength, part, cached)
+        else:
+            bucket.mix(self.plan.view(flight.step, factor), part, cached)
+
+    def release(self, bucket: Bucket) -> None:
+        """All parts of a bucket are mixed: what arrived is no longer needed."""
+        del self._flights[bucket.index]
+
+    def _wait(self, flight: Flight) -> None:
         started = time.perf_counter()
-        for work, peer in works:
+        for work, peers in flight.works:
             try:
                 if dist.get_backend() == "nccl":
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=self.timeout_seconds))
             except RuntimeError as error:
-                named = [peer] if peer is not None else [p for p in range(self.graph.num_nodes) if p != self.rank]
-                who = f"rank {peer}" if peer is not None else "some rank"
+                who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
                 raise PeerLost(
-                    f"rank {self.rank}: the exchange of step {self.step} with {who} failed or took longer than "
-                    f"{self.timeout_seconds:g} s: {error}", named,
+                    f"rank {self.rank}: the exchange of step {flight.step} with {who} failed or took longer than "
+                    f"{self.timeout_seconds:g} s: {error}", peers,
                 ) from error
         self.wait_seconds += time.perf_counter() - started
 
     def drain(self) -> None:
         """Blocking: wait for what is in flight and use none of it."""
-        for works in self._works.values():
-            self._wait(works)
-        self._works.clear()
-        self.step = -1
+        for flight in self._flights.values():
+            self._wait(flight)
+        self._flights.clear()
 
 
 def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from decentnode.sharing.base import Sharing
 SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
 
 CHECKED_ROUNDS = 32
+REMEMBERED = 64
+"""Steps whose views are kept."""
 
 
 def make_sharing(given: SharingRule) -> Sharing:
@@ -50,12 +52,22 @@ def make_sharing(given: SharingRule) -> Sharing:
     return rule
 
 
+@dataclass(frozen=True)
+class Clique:
+    """Ranks that all do x <- x + strength (mean of theirs - x)."""
+
+    members: tuple[int, ...]
+    strength: float
+
+
 class Plan:
     """The rounds of one rank."""
 
     def __init__(self, graph: Graph, rule: Sharing, rank: int) -> None:
         """Raises ValueError where the graph does not have what the rule needs."""
         self.graph, self.rule, self.rank = graph, rule, rank
+        self._cliques: dict[int, Clique | None] = {}
+        self._views: dict[tuple[int, float], RoundView] = {}
         self._check()
 
     def _check(self) -> None:
@@ -81,7 +93,13 @@ class Plan:
 
     def view(self, step: int, factor: float = 1.0, rank: int | None = None) -> RoundView:
         """The round of a step as the rule wants it; factor a makes x <- x + a (W x - x) of it."""
-        found = self.rule.plan(view(self.graph, self.rank if rank is None else rank, step))
+        if rank is None:
+            if (step, factor) not in self._views:
+                if len(self._views) >= REMEMBERED:
+                    self._views.clear()
+                self._views[step, factor] = self.view(step, factor, self.rank)
+            return self._views[step, factor]
+        found = self.rule.plan(view(self.graph, rank, step))
         if factor == 1.0:
             return found
         weights = {uid: factor * w for uid, w in found.weights.items()}
@@ -94,12 +112,45 @@ class Plan:
         uids = range(self.graph.num_nodes)
         return max((len(self.view(r, rank=uid).sources) for r in rounds for uid in uids), default=0)
 
-    def mean_strength(self, found: RoundView) -> float | None:
-        """a where everybody does x <- x + a (mean - x), so that one all_reduce does it; None where it is otherwise."""
-        n = self.graph.num_nodes
-        others = [w for uid, w in found.weights.items() if uid != found.uid]
-        alike = self.rule.linear and not self.rule.makes_own_edges and self.graph.period == 1
-        if n <= 2 or not alike or len(others) != n - 1 or max(others) - min(others) > 1e-12:
+    def clique(self, step: int) -> Clique | None:
+        """The ranks among whom one all_reduce does the step: more than two, who all hear each other with one weight.
+
+        None where it is otherwise; every member comes to the same answer.
+        """
+        period = self.graph.period
+        key = step % period if period and type(self.rule).plan is Sharing.plan else step
+        if key not in self._cliques:
+            if len(self._cliques) >= REMEMBERED:
+                self._cliques.clear()
+            self._cliques[key] = self._find_clique(step, self.rank)
+        return self._cliques[key]
+
+    def _find_clique(self, step: int, rank: int) -> Clique | None:
+        members = {rank, *self.view(step, rank=rank).sources}
+        if len(members) <= 2 or not self.rule.linear:
             return None
-        strength = n * others[0]
-        return 1.0 if abs(strength - 1.0) < 1e-12 else strength
+        weights = []
+        for each in members:
+            found = self.view(step, rank=each)
+            if not {each, *found.sources} == {each, *found.neighbors} == members:
+                return None
+            weights += [w for uid, w in found.weights.items() if uid != each]
+        if max(weights) - min(weights) > 1e-12:
+            return None
+        strength = len(members) * weights[0]
+        return Clique(tuple(sorted(members)), 1.0 if abs(strength - 1.0) < 1e-12 else strength)
+
+    def cliques(self) -> list[tuple[int, ...]]:
+        """The members of all cliques that come again, of all ranks, in one order."""
+        period, found = self.graph.period, set()
+        if period is None:
+            return []
+        for step in range(min(max(period, 16), 64)):
+            left = set(range(self.graph.num_nodes))
+            while left:
+                clique = self._find_clique(step, min(left))
+                members = clique.members if clique is not None else (min(left),)
+                left -= {*members, min(left)}
+                if clique is not None:
+                    found.add(members)
+        return sorted(found)

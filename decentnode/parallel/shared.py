@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.errors import PeerLost
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import Exchange
+from decentnode.parallel.buckets import Bucket, Part
+from decentnode.parallel.exchange import Exchange, Flight
 from decentnode.parallel.plan import Plan
 from decentnode.parallel.start import check_alike
 
@@ -99,7 +99,10 @@ class SharedExchange(Exchange):
             for tensor in place:
                 tensor.zero_()
         self._readers: list[tuple[int, tuple[int, ...]]] = [(0, ())] * PLACES
-        self._open: set[int] = set()
+        """[place] the exchange that lies there, and who reads it."""
+        self._held: tuple[int, tuple[int, ...]] = (0, ())
+        """Who has to let go before the next place is written."""
+        self._buckets = buckets
         self._use = 0
 
     def _map(self, path: Path, rank: int) -> mmap.mmap:
@@ -118,66 +121,66 @@ class SharedExchange(Exchange):
             warnings.simplefilter("ignore")
             return torch.frombuffer(memory, dtype=bucket.flat.dtype, count=bucket.flat.numel(), offset=offset)
 
+    def _open_groups(self) -> None:
+        """None: everybody reads everybody's memory."""
+
     # -- one step ---------------------------------------------------------------------------------------------
 
-    def launch(self, buckets: Sequence[Bucket], step: int) -> None:
-        self.step = step
-        targets = self.plan.view(step).neighbors
-        use = self._use = self._use + 1
-        place = use % PLACES
-        before, readers = self._readers[place]
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._use += 1
+        self._held = self._readers[self._use % PLACES]
+        self._readers[self._use % PLACES] = (self._use, self.plan.view(step).neighbors)
+
+    def snapshot(self, bucket: Bucket, part: Part, cached: bool = False) -> None:
+        """Blocking, for the first part of a step: until neighbors have let go of the place."""
+        before, readers = self._held
         for reader in readers:
-            self._wait_for(partial(self._has_read, reader, before), reader, "to let go of")
-        for bucket in buckets:
-            home = self._tensors[self.rank][place][bucket.index]
-            bucket.snapshot(home)
-            self.bytes_sent += len(targets) * bucket.size_bytes
-            self._published[self.rank][bucket.index] = use
-        self._readers[place] = (use, targets)
-        self._open = {bucket.index for bucket in buckets}
+            self._wait_for(partial(self._has_read, reader, before), reader, self._step, "to let go of")
+        self._held = (0, ())
+        bucket.snapshot_part(part, self._home(bucket), cached=cached)
 
-    def finish(self, bucket: Bucket, factor: float = 1.0) -> None:
-        if bucket.index not in self._open:
-            return
-        view = self.plan.view(self.step, factor)
-        for peer in view.sources:
-            self._await_bucket(peer, bucket)
-            bucket.received[peer] = self._tensors[peer][self._use % PLACES][bucket.index]
-        bucket.mix(view)
-        self._close(bucket, view.sources)
+    def depart(self, bucket: Bucket) -> None:
+        bucket.sent = self._home(bucket)
+        self._flights[bucket.index] = Flight(self._step, use=self._use)
+        self.bytes_sent += len(self._readers[self._use % PLACES][1]) * bucket.size_bytes
+        self._published[self.rank][bucket.index] = self._use
 
-    def _await_bucket(self, peer: int, bucket: Bucket) -> None:
-        self._wait_for(partial(self._has_published, peer, bucket.index), peer, "for")
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            for peer in self.plan.view(flight.step).sources:
+                self._wait_for(partial(self._has_published, peer, bucket.index, flight.use), peer, flight.step, "for")
+                bucket.received[peer] = self._tensors[peer][flight.use % PLACES][bucket.index]
+        return flight
 
-    def _close(self, bucket: Bucket, sources: Sequence[int]) -> None:
-        self._open.discard(bucket.index)
-        if not self._open:
-            for peer in sources:
-                self._read[peer][self.rank] = self._use
+    def release(self, bucket: Bucket) -> None:
+        flight = self._flights.pop(bucket.index)
+        if all(other.use != flight.use for other in self._flights.values()):
+            for peer in self.plan.view(flight.step).sources:
+                self._read[peer][self.rank] = flight.use
 
     def drain(self) -> None:
-        sources = self.plan.view(self.step).sources if self._open else ()
-        for index in sorted(self._open):
-            for peer in sources:
-                self._wait_for(partial(self._has_published, peer, index), peer, "for")
-        self._open.clear()
-        for peer in sources:
-            self._read[peer][self.rank] = self._use
-        self.step = -1
+        for bucket in [b for b in self._buckets if b.index in self._flights]:
+            self.arrive(bucket)
+            self.release(bucket)
 
-    def _has_published(self, peer: int, bucket: int) -> bool:
-        return bool(self._published[peer][bucket] >= self._use)
+    def _home(self, bucket: Bucket) -> Tensor:
+        return self._tensors[self.rank][self._use % PLACES][bucket.index]
+
+    def _has_published(self, peer: int, bucket: int, use: int) -> bool:
+        return bool(self._published[peer][bucket] >= use)
 
     def _has_read(self, reader: int, use: int) -> bool:
         return bool(self._read[self.rank][reader] >= use)
 
-    def _wait_for(self, done: Callable[[], bool], peer: int, what: str) -> None:
+    def _wait_for(self, done: Callable[[], bool], peer: int, step: int, what: str) -> None:
         if done():
             return
         started, pause = time.perf_counter(), POLL_SECONDS[0]
         while not done():
             if time.perf_counter() - started > self.timeout_seconds:
-                raise PeerLost(f"rank {self.rank}: the exchange of step {self.step} with rank {peer} took longer than "
+                raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {peer} took longer than "
                                f"{self.timeout_seconds:g} s (waiting {what} its parameters)", [peer])  # fmt: skip
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS[1])

@@ -1,21 +1,25 @@
 """Step times of data parallel training on one host: alone, PyTorch's DDP, DecentralizedDataParallel.
 
 Same model, data and fused optimizer; one thread per rank, gloo. "alone" is all ranks training at once without talking.
-Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M parameters, 2 and 4 ranks),
-link (4 ranks whose links are limited to 1 Gbit/s and 5 ms), straggler (4 ranks, one of them at random held up in every
-step: loss after the same time).
+Where the package decent-dp is installed (pip install --no-deps decent-dp loguru) it is measured beside, over its
+one-peer-exp: as it ships, with its own Adam, and with the fused one. All ways take turns in the same processes; ratios
+are medians over turns. Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M
+parameters, 2 and 4 ranks), link (4 ranks whose links are limited to 1 Gbit/s and 5 ms), straggler (4 ranks, one of
+them at random held up in every step: loss after the same time).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ddp_digits import digits
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "decentnode.parallel"])
-STEPS, WARM = 14, 4
-WAYS = ("alone", "ddp", "collective", "shared_memory")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "decentnode.parallel"])
+STEPS, WARM, TURN_STEPS, REST_SECONDS = 14, 4, 4, 0.05
+THEIRS = ("decent-dp", "decent-dp fused") if importlib.util.find_spec("decent_dp") else ()
+WAYS = ("alone", "ddp", "collective", "shared_memory", *THEIRS)
 LINK = (1e9, 5e-3)
 """Bits per second, and seconds of latency."""
 HELD_UP_SECONDS, STRAGGLER_SECONDS = 0.02, 8.0
@@ -65,6 +70,10 @@ def make(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return Transformer(), torch.randint(0, 4000, (4, 32)), torch.randint(0, 4000, (4 * 32,))
 
 
+def _by_names(optimizer: Callable[..., Any], named: list[tuple[str, Tensor]]) -> Any:
+    return optimizer([p for _, p in named])
+
+
 def wrap(model: nn.Module, way: str, optimizer: Callable[..., Any], link: DelayedLink | None) -> tuple[nn.Module, Any]:
     """(the module to call, the optimizer to step if the module does not do it itself)."""
     if way in ("alone", "ddp"):
@@ -75,6 +84,12 @@ def wrap(model: nn.Module, way: str, optimizer: Callable[..., Any], link: Delaye
                 parallel.register_comm_hook(None, link.hook)
             model = parallel
         return model, own
+    if way in THEIRS:
+        importlib.import_module("loguru").logger.disable("decent_dp")
+        make = importlib.import_module("decent_dp.optim").optim_fn_adam
+        own = partial(_by_names, optimizer) if way == "decent-dp fused" else make
+        theirs = importlib.import_module("decent_dp.ddp").DecentralizedDataParallel
+        return theirs(model, own, topology="one-peer-exp"), None
     if link is not None:
         dist.batch_isend_irecv = link.batch_isend_irecv
     return DecentralizedDataParallel(model, optimizer=optimizer, topology="one-peer-exp", transport=way), None  # type: ignore[arg-type]
@@ -86,23 +101,56 @@ def join(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
 
 
-def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str, limited: bool) -> None:
-    """Sends (median step, seconds per step of the whole, exposed communication per step, memory passes per step)."""
-    join(rank, world, folder)
-    model, x, y = make(name)
-    model, optimizer = wrap(model, way, ADAM, DelayedLink(*LINK) if limited else None)
-    times = []
-    for _ in range(STEPS + WARM):
+class Runner:
+    """One way of training a model, and how long its steps took."""
+
+    def __init__(self, name: str, way: str, limited: bool = False) -> None:
+        model, self.x, self.y = make(name)
+        self.model, self.optimizer = wrap(model, way, ADAM, DelayedLink(*LINK) if limited else None)
+        self.steps = 0
+
+    def step(self) -> float:
+        """Seconds that it took."""
         started = time.perf_counter()
-        nn.functional.cross_entropy(model(x).flatten(0, -2), y).backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        times.append(time.perf_counter() - started)
-    metrics: Any = model.metrics if optimizer is None else {"exposed_seconds": 0.0, "memory_passes": 0.0}
+        nn.functional.cross_entropy(self.model(self.x).flatten(0, -2), self.y).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.steps += 1
+        return time.perf_counter() - started
+
+    def figures(self) -> tuple[float, float]:
+        """Exposed communication and memory passes per step."""
+        if not isinstance(self.model, DecentralizedDataParallel):
+            return 0.0, 0.0
+        metrics = self.model.metrics
+        return metrics["exposed_seconds"] / self.steps, metrics["memory_passes"]
+
+
+def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str) -> None:
+    """Behind a slow link, or alone; sends the mean seconds of a step."""
+    join(rank, world, folder)
+    runner = Runner(name, way, limited=way != "alone")
+    times = [runner.step() for _ in range(STEPS + WARM)]
     dist.barrier()
-    pipe.send((statistics.median(times[WARM:]), statistics.mean(times[WARM:]),
-               metrics["exposed_seconds"] / (STEPS + WARM), metrics["memory_passes"]))  # fmt: skip
+    pipe.send(statistics.mean(times[WARM:]))
+    os._exit(0)
+
+
+def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: int) -> None:
+    """All ways in the same processes, some steps of each by turns; sends {way: (seconds per turn, figures)}."""
+    join(rank, world, folder)
+    runners = {way: Runner(name, way) for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(-1, turns):
+        for way, runner in runners.items():
+            dist.barrier()
+            time.sleep(REST_SECONDS)  # what the way before has in flight is over
+            taken = [runner.step() for _ in range(1 + TURN_STEPS)][1:]
+            if turn >= 0:
+                times[way].append(statistics.median(taken))
+    dist.barrier()
+    pipe.send({way: (times[way], runner.figures()) for way, runner in runners.items()})
     os._exit(0)
 
 
@@ -189,22 +237,28 @@ def show_optimizers() -> None:
         print(f"step of {name:20} {1e3 * seconds:7.2f} ms  {seconds / steps['fused Adam']:5.2f} of fused Adam")
 
 
-def show_steps(name: str) -> None:
-    heads = f"{'model':12} {'ranks':>5} {'way':>14} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
-    print(f"\n{heads} {'passes':>7}  (passes over memory by snapshots and mixing, S: bytes of the parameters)")
-    for world in (2, 4):
-        found = {way: max(on_ranks(world, train, name, way, False)) for way in WAYS}
-        for way, (step, _, exposed, passes) in found.items():
-            print(f"{name:12} {world:5} {way:>14} {1e3 * step:7.1f} ms {step / found['alone'][0]:7.2f} "
-                  f"{step / found['ddp'][0]:6.2f} {1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7}",
-                  flush=True)  # fmt: skip
+def show_steps(name: str, worlds: Sequence[int], turns: int) -> None:
+    heads = f"{'model':12} {'ranks':>5} {'way':>15} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
+    heads += f" {'passes':>7}" + "".join(f" {'/' + each:>16}" for each in THEIRS)
+    print(f"\n{heads}  (passes over memory by snapshots and mixing, S: bytes of the parameters)")
+    for world in worlds:
+        ranks = on_ranks(world, take_turns, name, turns)
+        times = {way: [max(each) for each in zip(*(found[way][0] for found in ranks), strict=True)] for way in WAYS}
+        for way in WAYS:
+            exposed, passes = (max(found[way][1][k] for found in ranks) for k in (0, 1))
+            ratio = {base: statistics.median(t / u for t, u in zip(times[way], times[base], strict=True))
+                     for base in ("alone", "ddp", *THEIRS)}  # fmt: skip
+            theirs = "".join(f" {ratio[each]:16.2f}" for each in THEIRS)
+            step = statistics.median(times[way])
+            print(f"{name:12} {world:5} {way:>15} {1e3 * step:7.1f} ms {ratio['alone']:7.2f} {ratio['ddp']:6.2f} "
+                  f"{1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7}{theirs}", flush=True)  # fmt: skip
 
 
 def show_link() -> None:
     print(f"\nlinks of {LINK[0] / 1e9:g} Gbit/s and {1e3 * LINK[1]:g} ms, transformer, 4 ranks: seconds per step")
-    alone = max(each[1] for each in on_ranks(4, train, "transformer", "alone", False))
+    alone = max(on_ranks(4, train, "transformer", "alone"))
     ways = ("ddp", "collective")
-    found = {way: max(each[1] for each in on_ranks(4, train, "transformer", way, True)) for way in ways}
+    found = {way: max(on_ranks(4, train, "transformer", way)) for way in ways}
     for way, seconds in (("alone", alone), ("ddp", found["ddp"]), ("decentnode, one-peer-exp", found["collective"])):
         print(f"{way:>26} {1e3 * seconds:7.1f} ms {found['ddp'] / seconds:6.2f} of DDP's throughput", flush=True)
 
@@ -217,15 +271,19 @@ def show_stragglers() -> None:
         print(f"{way:>26} {statistics.mean(taken):7.0f} steps, loss {loss[0]:.4f}", flush=True)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    "optimizer": show_optimizers, "transformer": partial(show_steps, "transformer"), "mlp": partial(show_steps, "mlp"),
-    "link": show_link, "straggler": show_stragglers,
+CASES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "optimizer": lambda _: show_optimizers(),
+    "transformer": lambda options: show_steps("transformer", options.ranks, options.turns),
+    "mlp": lambda options: show_steps("mlp", options.ranks, options.turns),
+    "link": lambda _: show_link(), "straggler": lambda _: show_stragglers(),
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=", ".join(CASES))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of transformer and mlp")
+    parser.add_argument("--turns", type=int, default=8, help="of the ways of transformer and mlp")
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"case must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
@@ -233,7 +291,7 @@ def main() -> None:
     print(machine())
     print(f"ceilings: memory copy {ceilings['copy']:.1f} GB/s, axpy {ceilings['axpy']:.1f} GB/s (one thread)\n")
     for case in options.cases:
-        CASES[case]()
+        CASES[case](options)
 
 
 if __name__ == "__main__":

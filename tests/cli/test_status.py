@@ -54,10 +54,12 @@ def test_without_a_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(110)
 def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
     """SIGSTOP of one node: the others are seen to wait for it, and the run ends in time with its name."""
-    command = [sys.executable, "-m", "decentnode", "run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",
-               "--run-dir", str(tmp_path), "--set", "graph={name: complete, nodes: 4}", "--set",
-               "mapping={name: linear, nodes_per_machine: 4}", "--set", "node.rounds=100000", "--set",
-               "node.evaluate_every=0", "--set", "communication={name: auto, timeout_seconds: 3}"]  # fmt: skip
+    impatient = "from decentnode.launch import supervisor; supervisor.GRACE_SECONDS = 1.0; "
+    command = [sys.executable, "-c", impatient + "from decentnode.cli import main; main()", "run",
+               str(ROOT / "configs" / "quickstart.yaml"), "--plain", "--run-dir", str(tmp_path),
+               "--set", "graph={name: complete, nodes: 4}", "--set", "mapping={name: linear, nodes_per_machine: 4}",
+               "--set", "node.rounds=100000", "--set", "node.evaluate_every=0", "--set",
+               "communication={name: auto, timeout_seconds: 2}"]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     frozen = None
     try:

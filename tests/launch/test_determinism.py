@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from decentnode.launch.messages import Request
+from decentnode.launch.observer import Observer
+from decentnode.launch.supervisor import supervise
 
 ROOT = Path(__file__).parents[2]
 COMMON = [
@@ -19,13 +21,11 @@ COMMON = [
 
 
 def models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    """Final models of a run, local ones and the merged one, by file and tensor."""
-    sets = [word for override in (*COMMON, *overrides) for word in ("--set", override)]
-    command = [sys.executable, "-m", "decentnode", "run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",
-               "--run-dir", str(folder), *sets]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (latest,) = folder.glob("*/latest")
+    """Final models of a run, local ones and the merged one, by file and tensor. All runs have one fork server."""
+    request = Request(str(ROOT / "configs" / "quickstart.yaml"), [f"run.dir={folder}", *COMMON, *overrides])
+    outcome = supervise(request, Observer(), command="decentnode run quickstart.yaml")
+    assert outcome.exit_code == 0 and outcome.run_dir is not None, outcome
+    latest = outcome.run_dir
     assert json.loads((latest / "summary.json").read_text())["rounds"] == 5
     found = {}
     for path in sorted((latest / "models").glob("*.safetensors")):

@@ -24,7 +24,7 @@ def bucket(hashes: bool, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     if not hashes:
         made._hashes, made._block = False, 40
     for peer in (1, 2):
-        made.buffer(peer).copy_(torch.randn(40))
+        made.received[peer] = torch.randn(40)
     made.snapshot(made.sent_buffer())
     return made
 

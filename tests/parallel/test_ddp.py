@@ -37,7 +37,38 @@ def test_equals_d_psgd(n: int, topology: object, transport: str) -> None:
         assert difference < 1e-6
         assert metrics["steps"] == 7 and (metrics["bytes_sent"] > 0) == (n > 1)
         if topology in ("exp", "one-peer-exp") and n != 3:
-            assert metrics["memory_passes"] == 5, "a snapshot is read and written; two are read and one written to mix"
+            assert metrics["memory_passes"] == 3, "two snapshots are read to mix and one is written"
+
+
+@pytest.mark.parametrize(("n", "local", "copies"), [(6, 3, 4 * 4 / 3 + 4 * 10 / 6), (8, 2, 4 * 1 + 4 * 6 / 4)])
+def test_groups_average_by_all_reduce(n: int, local: int, copies: float) -> None:
+    """Over machines of 3 ranks: twos of machines and machines by turns; of 2: pairs exchange, fours all-reduce."""
+    options = {"local_world_size": local, "transport": "collective"}
+    parameters = sum(p.numel() for p in work.model().parameters())
+    for _, difference, metrics in run_ranks(n, work.train, "alternating-exp-ring", 7, options):
+        assert difference < 1e-6
+        assert metrics["bytes_sent"] == pytest.approx(4 * parameters * copies, rel=1e-3)
+
+
+def test_cliques_are_the_same_for_everybody() -> None:
+    graph = make_topology("alternating-exp-ring", 12, 3)
+    plans = [Plan(graph, make_sharing({"name": "ac", "factor": 0.5, "final": 0.5}), rank) for rank in range(12)]
+    machines, both = [(0, 1, 2), (3, 4, 5)], (0, 1, 2, 3, 4, 5)
+    assert len({tuple(plan.cliques()) for plan in plans}) == 1 and {*machines, both} < {*plans[0].cliques()}
+    for step in range(8):
+        for rank, plan in enumerate(plans):
+            clique = plan.clique(step)
+            assert clique is not None and clique.strength == pytest.approx(0.5) and rank in clique.members
+            assert all(plans[other].clique(step) == clique for other in clique.members)
+    for topology in ("ring", "exp", {"name": "random_matching"}, {"name": "ring"}):
+        assert not Plan(make_topology(topology, 8, 8), make_sharing("full"), 0).cliques()
+
+
+@pytest.mark.parametrize("transport", ["collective", "auto"])
+@pytest.mark.parametrize("name", work.OPTIMIZERS)
+def test_a_step_by_parts_is_a_step_at_once(name: str, transport: str) -> None:
+    for same, parts, calls in run_ranks(2, work.by_parts, name, transport):
+        assert same and parts > 2 and calls == [5 * (parts + 1), 5]
 
 
 @pytest.mark.parametrize(("name", "n", "local", "says"), [
@@ -75,6 +106,7 @@ def test_averages_reverting_and_writing_between_steps() -> None:
         assert found["averaged"] == pytest.approx(results[0]["averaged"]) and found["reverted"]
         assert found["still_averaged"] and found["went_on"] == 5 and found["distance"] > 0
         assert found["stays"] < 1e-6
+        assert found["d2c"] == pytest.approx(found["off_center"], rel=1e-4) and found["d2c"] > 0
         assert found["written"][0] > 6.5 and found["written"][1] < 7.5
 
 

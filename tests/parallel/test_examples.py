@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel import work
+from tests.parallel.ranks import run_ranks
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,11 +27,23 @@ def torchrun(ranks: int, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("way", "least"), [("decent", 0.93), ("easgd", 0.9)])
-def test_digits(way: str, least: float) -> None:
-    output = torchrun(4, "eval/ddp_digits.py", "--parallel", way, "--epochs", "8")
-    accuracy = re.search(rf"{way}, 4 ranks: accuracy ([0-9.]+), step [0-9.]+ ms, [0-9.]+ of a step alone", output)
-    assert accuracy is not None and float(accuracy[1]) > least, output
+def accuracy(output: str, way: str, ranks: int) -> float:
+    line = rf"{way}, {ranks} ranks: accuracy ([0-9.]+), step [0-9.]+ ms, [0-9.]+ of a step alone"
+    found = re.search(line, output)
+    assert found is not None, output
+    return float(found[1])
+
+
+def test_digits() -> None:
+    output = torchrun(4, "eval/ddp_digits.py", "--parallel", "decent", "--epochs", "8")
+    assert accuracy(output, "decent", 4) > 0.93
+
+
+@pytest.mark.parametrize(("way", "least"), [("easgd", 0.9), ("lsgd", 0.9), ("ddp", 0.9), ("none", 0.7)])
+def test_digits_in_other_ways(way: str, least: float) -> None:
+    script = str(ROOT / "eval" / "ddp_digits.py")
+    outputs = run_ranks(2, work.script, script, ["--parallel", way, "--epochs", "5"])
+    assert accuracy(outputs[0], way, 2) > least and not outputs[1]
 
 
 def test_the_readme_s_script(tmp_path: Path) -> None:
@@ -38,5 +53,5 @@ def test_the_readme_s_script(tmp_path: Path) -> None:
     assert block is not None
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(block[1]))
-    output = torchrun(2, str(script))
-    assert "rank 0 of 2" in output and "rank 1 of 2" in output
+    for rank, output in enumerate(run_ranks(2, work.script, str(script), [])):
+        assert f"rank {rank} of 2" in output

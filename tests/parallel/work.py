@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import runpy
+import sys
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from decentnode.component import Config
 from decentnode.graph.base import Graph, RoundView
-from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
+from decentnode.optim import AccumAdam
+from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, buckets
 from decentnode.parallel.plan import Plan, make_sharing
 from decentnode.parallel.topology import make_topology
 from decentnode.payload import Payload
@@ -126,9 +132,45 @@ def train(
         x, y = batch(rank, t)
         wrapped.zero_grad()
         (wrapped(x) - y).square().mean().backward()
-    graph = make_topology(topology, n, n)
+    graph = make_topology(topology, n, options.get("local_world_size", n))
     expected = simulate(graph, n, steps)[rank]
     return flat(wrapped.module).tolist(), float((flat(wrapped.module) - expected).abs().max()), wrapped.metrics
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": SGD, "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "accum_adam": partial(AccumAdam, lr=0.01, accum_iter=2, weight_decay=0.1),
+    "groups": lambda params: torch.optim.Adam([{"params": p, "lr": 0.01 / (1 + p.dim())} for p in params]),
+}  # fmt: skip
+
+
+def by_parts(rank: int, n: int, name: str, transport: str) -> tuple[bool, int, list[int]]:
+    """A step taken part by part beside one taken at once; (same bits, parts, calls of the optimizer per step)."""
+    buckets.PART_BYTES, buckets.BLOCK_BYTES = 128, 64
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+    made, calls = [], [0, 0]
+    for way in range(2):
+        made.append(DecentralizedDataParallel(
+            model(), optimizer=OPTIMIZERS[name], topology="exp", grad_clip_norm=1.0, lr_scheduler_fn=schedule,
+            transport=transport,  # type: ignore[arg-type]
+        ))  # fmt: skip
+        update = made[way]._update if way == 0 else made[way].optimizer.step
+
+        def counted(*args: Any, way: int = way, update: Any = update) -> None:
+            calls[way] += 1
+            update(*args)
+
+        if way == 0:
+            made[way]._update = counted  # type: ignore[method-assign]
+        else:
+            made[way].optimizer.step = counted  # type: ignore[method-assign]
+    for t in range(5):
+        x, y = batch(rank, t)
+        for each in made:
+            (each(x) - y).square().mean().backward()
+    parts = sum(len(bucket.parts) for bucket in made[0]._buckets)
+    return torch.equal(flat(made[0].module), flat(made[1].module)), parts, calls
 
 
 def features(rank: int, n: int) -> dict[str, Any]:
@@ -146,7 +188,11 @@ def features(rank: int, n: int) -> dict[str, Any]:
     local = flat(wrapped.module)
     with wrapped.averaged():
         found["averaged"] = flat(wrapped.module).tolist()
+        found["off_center"] = float((flat(wrapped.module) - local).norm())
+        assert wrapped.global_avg(return_d2c=True) == 0.0
     found["reverted"] = torch.equal(local, flat(wrapped.module))
+    found["d2c"] = wrapped.global_avg(return_d2c=True)
+    wrapped.revert_global_avg()
     wrapped.global_avg()
     wrapped.eval()
     wrapped(batch(rank, 0)[0])
@@ -328,7 +374,7 @@ def oddities(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
         (scale * (wrapped(x) - y).square().mean()).backward()
     before = flat(wrapped.module)
     wrapped._exchange.drain()
-    wrapped._launch()
+    wrapped._launch(wrapped.steps)
     x, y = batch(0, 50)
     wrapped.module.flip = True
     mixed = before.clone()
@@ -469,16 +515,23 @@ def differing(rank: int, n: int, what: str) -> None:
 def vanish(rank: int, n: int, transport: str) -> None:
     """The last rank stops taking part."""
     wrapped = DecentralizedDataParallel(
-        model(), optimizer=SGD, topology="exp", timeout_seconds=2, transport=transport,  # type: ignore[arg-type]
+        model(), optimizer=SGD, topology="exp", timeout_seconds=1, transport=transport,  # type: ignore[arg-type]
     )
     for t in range(3):
         if rank == n - 1 and t == 1:
-            import time
-
-            time.sleep(5)
+            time.sleep(2.5)
             return
         x, y = batch(rank, t)
         (wrapped(x) - y).square().mean().backward()
+
+
+def script(rank: int, n: int, path: str, arguments: list[str]) -> str:
+    """Run a script as torchrun would; what it prints."""
+    sys.argv = [path, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
 
 
 def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
