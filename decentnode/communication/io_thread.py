@@ -140,6 +140,8 @@ class IoThread(threading.Thread):
     # -- before the thread starts -----------------------------------------------------------------------------
 
     def _listener(self, plane: int, max_bytes: int) -> zmq.Socket[bytes]:
+        """max_bytes: of one frame; a connection that sends more is cut. libzmq 4.3.5 has no limit for, and never tells
+        of, a message of many frames that never ends: what bounds it is who gets in (keys, or the network's walls)."""
         listener = self.context.socket(zmq.ROUTER)
         listener.maxmsgsize = max_bytes
         listener.rcvhwm = 1000
