@@ -28,6 +28,8 @@ from decentnode.wire.stream import ReceiveStream, SendStream
 
 logger = logging.getLogger(__name__)
 
+EDGE_KINDS = (Ack, Probe, Credit, Ask, Key, Bye)
+"""What an edge's two ends say to each other about the edge."""
 MAX_QUEUED = 20_000
 """Control messages that wait for one peer; beyond it the peer is given up."""
 HELLOS_PER_CONNECTION, RENEW_SECONDS = 4, 2.0
@@ -275,10 +277,10 @@ class Links:
                 self._acknowledge(message.source, edge, plane)
             if not new:
                 return
-        if isinstance(message, Ack | Probe | Credit | Ask | Key | Bye):
+        if isinstance(message, EDGE_KINDS):
             self._session.receive(message)
             self._serve(plane, message)
-        elif isinstance(message, Chunk | Part):
+        elif isinstance(message, BULK_KINDS):
             assert body is not None
             self._admit_bulk(message, len(header), body)
         else:
