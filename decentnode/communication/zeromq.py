@@ -193,6 +193,7 @@ class ZeroMQ(Communication):
                     deadline = time.monotonic() + GRACE_SECONDS
                 self._status.changed.wait(min(max(remaining, 0.05), 1.0))
         self._open_ways(timeout_seconds)
+        self._status.bell = self._status.bell or self._io.bell
 
     def _open_ways(self, timeout_seconds: float) -> None:
         """Blocking, on every node alike: make the ways that edges of the run take."""
