@@ -22,14 +22,18 @@ class DatagramBell:
         self._on_datagram = on_datagram
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._socket.bind(self._path(uid))
+        self._paths: dict[int, str] = {}
         self._own = self._path(uid)
+        self._socket.bind(self._own)
         self._listener = 0
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
     def _path(self, uid: int) -> str:
-        return str(self._folder / f"{uid}d")
+        found = self._paths.get(uid)
+        if found is None:
+            found = self._paths[uid] = str(self._folder / f"{uid}d")
+        return found
 
     def ring(self) -> None:
         """Any thread but the listening one, which is awake while it takes things in."""
