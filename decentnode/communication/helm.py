@@ -22,8 +22,10 @@ class Helm:
         """wake: makes whoever is at the sockets look up; any thread."""
         self._wake = wake
         self._mutex = threading.Lock()
-        self._guest = self._inside = self._asked = False
-        """Whether the helm is the training thread's; whether that is at the sockets now; whether it wants to be."""
+        self._guest = False
+        """Whether the helm is the training thread's."""
+        self.inside = self.asked = False
+        """Whether the training thread is at the sockets now; whether it waits to be."""
         self._visits = 0
         self._given, self._roused = threading.Lock(), threading.Lock()  # signals: released by one thread, taken by one
         self._given.acquire()
@@ -45,9 +47,9 @@ class Helm:
         with self._mutex:
             self._visits += 1
             if self._guest:
-                self._inside = True
+                self.inside = True
                 return True
-            self._asked = True
+            self.asked = True
         try:
             self._wake()
             self._given.acquire(timeout=timeout_seconds)
@@ -57,17 +59,25 @@ class Helm:
             raise
         return self._withdraw()
 
+    def recall(self) -> None:
+        """Any thread: the caller of `take` has no reason to wait for the helm any more."""
+        if self.asked:
+            with self._mutex:
+                if self.asked:
+                    self.asked = False
+                    self._given.release()
+
     def _withdraw(self) -> bool:
         """Ask no more; whether the helm was given before."""
         with self._mutex:
-            self._asked = False
+            self.asked = False
             self._given.acquire(blocking=False)
             return self._guest
 
     def leave(self) -> None:
         """The caller goes away from the sockets, and keeps the helm if it comes back soon."""
         with self._mutex:
-            self._inside = False
+            self.inside = False
             rouse = self._long
         if rouse:
             self.rouse()
@@ -82,11 +92,11 @@ class Helm:
 
     def give(self) -> bool:
         """Whether the training thread asked for the helm, and has it now."""
-        if not self._asked:
+        if not self.asked:
             return False
         with self._mutex:
-            if self._asked and not self.closed:
-                self._guest, self._inside, self._asked = True, True, False
+            if self.asked and not self.closed:
+                self._guest, self.inside, self.asked = True, True, False
                 self._given.release()
             return self._guest
 
@@ -97,7 +107,7 @@ class Helm:
         try:
             while not self._back(visits, urgent):
                 with self._mutex:
-                    same, visits = self._inside and self._visits == visits, self._visits
+                    same, visits = self.inside and self._visits == visits, self._visits
                     nap = min(2 * nap, LONGEST_NAP_SECONDS) if same else NAP_SECONDS
                     self._long = nap > 2 * NAP_SECONDS
                 self._roused.acquire(timeout=nap)
@@ -106,7 +116,7 @@ class Helm:
 
     def _back(self, visits: int, urgent: Callable[[], bool]) -> bool:
         with self._mutex:
-            if self._inside or (self._visits != visits and not self.closed and not urgent()):
+            if self.inside or (self._visits != visits and not self.closed and not urgent()):
                 return False
             self._guest = False
             return True
@@ -118,24 +128,26 @@ class SocketBell:
     def __init__(self, helm: Helm, wake: Callable[[], None], work: Callable[[float], None]) -> None:
         """work(seconds): wait at the sockets for no longer, and take in what comes."""
         self._helm, self._wake, self._work = helm, wake, work
-        self._rung = False
+        self.rung = False
+        """Whether there is something for the training thread to look at, so that it should come back."""
         self._listener = 0
 
     def ring(self) -> None:
         """Any thread."""
-        self._rung = True
+        self.rung = True
         if threading.get_ident() != self._listener:
-            self._wake()
+            self._helm.recall()
+            if self._helm.inside:
+                self._wake()
 
     def listen(self, timeout_seconds: float) -> None:
         """Training thread: until rung."""
         deadline = time.monotonic() + timeout_seconds
         self._listener = threading.get_ident()
-        if not self._helm.take(timeout_seconds):
-            return
-        try:
-            while not (self._rung or self._helm.closed) and (remaining := deadline - time.monotonic()) > 0:
-                self._work(remaining)
-        finally:
-            self._helm.leave()
-            self._rung = False
+        if not self.rung and self._helm.take(timeout_seconds):
+            try:
+                while not (self.rung or self._helm.closed) and (remaining := deadline - time.monotonic()) > 0:
+                    self._work(remaining)
+            finally:
+                self._helm.leave()
+        self.rung = False

@@ -31,7 +31,8 @@ Endpoints = tuple[str, str]
 CONTROL, BULK = 0, 1
 MAX_CONTROL_BYTES = 1 << 20
 RECEIVE_BURST = 64
-"""Messages taken from one socket before the others are looked at."""
+"""Messages taken from one socket before the others are looked at; fewer when the training thread has to be let in or
+out."""
 IDLE_SECONDS = 0.25
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE = int(zmq.POLLIN)
@@ -191,7 +192,7 @@ class IoThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.poller.register(self._wake_out, zmq.POLLIN)
+            self.poller.register(self._wake_out.fileno(), zmq.POLLIN)
             while not self._over():
                 if self._helm.give():
                     self._helm.take_back(lambda: bool(self._calls))
@@ -271,7 +272,7 @@ class IoThread(threading.Thread):
             uid = int(frames[-1].get("User-Id")) if secure else None
             with self.lock:
                 self._handler.received(plane, frames, uid)
-            if not int(listener.get(zmq.EVENTS)) & _READABLE:
+            if self._helm.asked or self.bell.rung or not int(listener.get(zmq.EVENTS)) & _READABLE:
                 return
 
     def _watch(self, monitor: zmq.Socket[bytes]) -> None:

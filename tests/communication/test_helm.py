@@ -97,7 +97,7 @@ def test_a_closed_helm_is_not_taken() -> None:
     sockets = Sockets()
     listener = threading.Thread(target=sockets.bell.listen, args=(30,))
     listener.start()
-    wait_for(lambda: sockets.helm._inside)
+    wait_for(lambda: sockets.helm.inside)
     sockets.helm.close()
     sockets.awake.set()
     listener.join(5)
@@ -130,7 +130,7 @@ def test_a_waiting_training_thread_serves_control_and_notices_stops() -> None:
                 for arrival in node.exchange(0, {}, (1,)).arrivals(20):
                     arrived.append(not arrival.missing)
                 return
-            wait_for(lambda: made[0]._io._helm._inside)  # type: ignore[attr-defined]
+            wait_for(lambda: made[0]._io._helm.inside)  # type: ignore[attr-defined]
             if node.uid == 2:
                 node.announce_stop()
             wait_for(lambda: node.stopping and made[0].stopping)
