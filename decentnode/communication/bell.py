@@ -22,6 +22,7 @@ class DatagramBell:
         self._on_datagram = on_datagram
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
+        self._paths: dict[int, str] = {}
         self._own = self._path(uid)
         Path(self._own).unlink(missing_ok=True)  # of a process that was killed
         self._socket.bind(self._own)
@@ -30,7 +31,10 @@ class DatagramBell:
         self._poll.register(self._socket, select.POLLIN)
 
     def _path(self, uid: int) -> str:
-        return str(self._folder / f"{uid}d")
+        found = self._paths.get(uid)
+        if found is None:
+            found = self._paths[uid] = str(self._folder / f"{uid}d")
+        return found
 
     def ring(self) -> None:
         """Any thread but the listening one, which is awake while it takes things in."""

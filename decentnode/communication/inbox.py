@@ -203,7 +203,10 @@ class Inbox:
             if message.round < self._floor or key in self._finished:
                 raise PeerFault("stale_round", f"round {message.round} from {message.source}")
             tensors = self.plans[message.phase]
-            incoming = self._incoming.setdefault(key, {}).setdefault(message.source, _Incoming(tensors))
+            sources = self._incoming.setdefault(key, {})
+            incoming = sources.get(message.source)
+            if incoming is None:
+                incoming = sources[message.source] = _Incoming(tensors)
             if incoming.has(message.tensor, message.chunk):
                 raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
             known = incoming.totals[message.tensor]

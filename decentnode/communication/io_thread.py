@@ -1,7 +1,8 @@
 """The one thread that owns a node's ZeroMQ sockets: it moves frames and knows nothing of what they say.
 
 Two planes with their own sockets, control and bulk. A node listens on one ROUTER per plane and sends on one DEALER
-per plane and peer; frames only ever go from a DEALER to a ROUTER.
+per plane and peer; frames only ever go from a DEALER to a ROUTER. While the training thread waits for a message, it
+may be at the sockets itself, in the I/O thread's place (helm.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Literal, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from decentnode.communication.helm import Helm, SocketBell
 from decentnode.communication.security import Door, Keyring, Pass
 
 logger = logging.getLogger(__name__)
@@ -29,8 +31,11 @@ Endpoints = tuple[str, str]
 CONTROL, BULK = 0, 1
 MAX_CONTROL_BYTES = 1 << 20
 RECEIVE_BURST = 64
-"""Messages taken from one socket before the others are looked at."""
+"""Messages taken from one socket before the others are looked at; fewer when the training thread has to be let in or
+out."""
 IDLE_SECONDS = 0.25
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_READABLE = int(zmq.POLLIN)
 
 KEEPALIVE_SECONDS = (10, 5, 3)
 """TCP's own probes of idle connections: after, every, how many. ZeroMQ's heartbeats stay off: libzmq 4.3.5 aborts the
@@ -55,7 +60,8 @@ class Security:
 
 
 class Handler(Protocol):
-    """Who is told what happens on the sockets; all calls come from the I/O thread, which holds `lock` meanwhile."""
+    """Who is told what happens on the sockets; all calls come from the thread at the sockets, which holds `lock`
+    meanwhile."""
 
     lock: threading.RLock
 
@@ -104,6 +110,10 @@ class IoThread(threading.Thread):
         self._wake_out.setblocking(False)
         self._awake = threading.Event()
         self._deadline: float | None = None
+        self._next_tick = 0.0
+        self._helm = Helm(self._wake)
+        self.bell = SocketBell(self._helm, self._wake, self._guest_step)
+        """Where the training thread may wait."""
         self.poller = zmq.Poller()
         self._door: Door | None = None
         if security is not None:
@@ -117,8 +127,12 @@ class IoThread(threading.Thread):
     # -- any thread -------------------------------------------------------------------------------------------
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` on the I/O thread soon; not blocking."""
+        """Run `function` soon on the thread at the sockets; not blocking."""
         self._calls.append(function)
+        self._wake()
+        self._helm.rouse()
+
+    def _wake(self) -> None:
         if not self._awake.is_set():
             self._awake.set()
             with contextlib.suppress(OSError):
@@ -127,6 +141,7 @@ class IoThread(threading.Thread):
     def close(self, linger_seconds: float) -> None:
         """Stop the thread and release every socket, once the handler has finished or `linger_seconds` are over."""
         self._deadline = time.monotonic() + linger_seconds
+        self._helm.close()
         if self.is_alive():
             self.call(lambda: None)
             self.join(linger_seconds + 10)
@@ -140,6 +155,8 @@ class IoThread(threading.Thread):
     # -- before the thread starts -----------------------------------------------------------------------------
 
     def _listener(self, plane: int, max_bytes: int) -> zmq.Socket[bytes]:
+        """max_bytes: of one frame; a connection that sends more is cut. libzmq 4.3.5 has no limit for, and never tells
+        of, a message of many frames that never ends: what bounds it is who gets in (keys, or the network's walls)."""
         listener = self.context.socket(zmq.ROUTER)
         listener.maxmsgsize = max_bytes
         listener.rcvhwm = 1000
@@ -171,30 +188,15 @@ class IoThread(threading.Thread):
         socket_.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
         socket_.setsockopt(zmq.HANDSHAKE_IVL, 5000)
 
-    # -- I/O thread -------------------------------------------------------------------------------------------
+    # -- I/O thread, or training thread at the helm -----------------------------------------------------------
 
     def run(self) -> None:
         try:
-            self.poller.register(self._wake_out, zmq.POLLIN)
-            next_tick = 0.0
+            self.poller.register(self._wake_out.fileno(), zmq.POLLIN)
             while not self._over():
-                now = time.monotonic()
-                if now >= next_tick:
-                    next_tick = now + IDLE_SECONDS
-                    with self.lock:
-                        self._handler.tick(now)
-                ready = dict(self.poller.poll(int(1000 * (0.02 if self.closing else IDLE_SECONDS))))
-                self._run_calls(self._wake_out.fileno() in ready)
-                if self._door is not None and self._door.socket in ready:
-                    self._door.answer()
-                for plane, listener in enumerate(self.listeners):
-                    if listener in ready:
-                        self._receive(plane, listener)
-                for monitor in self._monitors:
-                    if monitor in ready:
-                        self._watch(monitor)
-                with self.lock:
-                    self._unblock(ready)
+                if self._helm.give():
+                    self._helm.take_back(lambda: bool(self._calls))
+                self._step(0.02 if self.closing else IDLE_SECONDS)
             with self.lock:
                 self._handler.goodbye()
         except BaseException as error:
@@ -202,6 +204,34 @@ class IoThread(threading.Thread):
             self._handler.crashed(error)
         finally:
             self._release()
+
+    def _guest_step(self, timeout_seconds: float) -> None:
+        try:
+            self._step(min(timeout_seconds, IDLE_SECONDS))
+        except Exception as error:
+            logger.exception("the sockets failed")
+            self._handler.crashed(error)
+
+    def _step(self, timeout_seconds: float) -> None:
+        """Wait at the sockets for no longer, and take in what is there."""
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + IDLE_SECONDS
+            with self.lock:
+                self._handler.tick(now)
+        ready = dict(self.poller.poll(max(1, int(1000 * timeout_seconds))))
+        self._run_calls(self._wake_out.fileno() in ready)
+        if self._door is not None and self._door.socket in ready:
+            self._door.answer()
+        for plane, listener in enumerate(self.listeners):
+            if listener in ready:
+                self._receive(plane, listener)
+        for monitor in self._monitors:
+            if monitor in ready:
+                self._watch(monitor)
+        if self._blocked:
+            with self.lock:
+                self._unblock(ready)
 
     def _unblock(self, ready: dict[Any, int]) -> None:
         """Sockets that refused a message are the I/O thread's alone until they take messages again."""
@@ -233,12 +263,17 @@ class IoThread(threading.Thread):
         secure = self._security is not None
         for _ in range(RECEIVE_BURST):
             try:
-                frames = listener.recv_multipart(zmq.NOBLOCK, copy=False)
+                listener.recv(_NOW)  # the sender's routing id, which proves nothing
             except zmq.Again:
                 return
+            frames = [listener.recv(_NOW, copy=False)]
+            while frames[-1].more:
+                frames.append(listener.recv(_NOW, copy=False))
             uid = int(frames[-1].get("User-Id")) if secure else None
             with self.lock:
-                self._handler.received(plane, frames[1:], uid)
+                self._handler.received(plane, frames, uid)
+            if self._helm.asked or self.bell.rung or not int(listener.get(zmq.EVENTS)) & _READABLE:
+                return
 
     def _watch(self, monitor: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
@@ -257,10 +292,10 @@ class IoThread(threading.Thread):
         sender = self._senders.get((uid, plane)) or self._connect(uid, plane, token)
         try:
             if body is None:
-                sender.send(first, zmq.NOBLOCK)
+                sender.send(first, _NOW)
             else:
-                sender.send(first, zmq.SNDMORE | zmq.NOBLOCK)
-                sender.send(body, zmq.NOBLOCK, copy=False)
+                sender.send(first, _MORE)
+                sender.send(body, _NOW, copy=False)
         except zmq.Again:
             self._blocked.add((uid, plane))
             if threading.current_thread() is not self:

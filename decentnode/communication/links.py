@@ -41,6 +41,8 @@ from decentnode.wire.stream import ReceiveStream, SendStream
 
 logger = logging.getLogger(__name__)
 
+EDGE_KINDS = (Ack, Probe, Credit, Ask, Key, Bye)
+"""What an edge's two ends say to each other about the edge."""
 MAX_QUEUED = 20_000
 """Control messages that wait for one peer; beyond it the peer is given up."""
 HELLOS_PER_CONNECTION, RENEW_SECONDS = 4, 2.0
@@ -314,16 +316,16 @@ class Links:
                 self._acknowledge(message.source, edge, plane)
             if not new:
                 return
-        if isinstance(message, MEMBERSHIP):
+        if isinstance(message, EDGE_KINDS):
+            self._session.receive(message)
+            self._serve(plane, message)
+        elif isinstance(message, BULK_KINDS):
+            assert body is not None
+            self._admit_bulk(message, len(header), body)
+        elif isinstance(message, MEMBERSHIP):
             if self._on_word is None:
                 raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
             self._on_word(message)
-        elif isinstance(message, Ack | Probe | Credit | Ask | Key | Bye):
-            self._session.receive(message)
-            self._serve(plane, message)
-        elif isinstance(message, Chunk | Part):
-            assert body is not None
-            self._admit_bulk(message, len(header), body)
         else:
             self._deliver(message, len(header), None)
             if isinstance(message, Hello):

@@ -223,7 +223,9 @@ class ZeroMQ(Communication):
         """Blocking: make the ways of the generation in force; where that one ends meanwhile, those of the next."""
         while True:
             try:
-                return self._open_ways(timeout_seconds)
+                self._open_ways(timeout_seconds)
+                self._status.bell = self._status.bell or self._io.bell
+                return
             except (PeerLost, AssemblyError) as error:
                 regroup = self._regroup
                 if regroup is None:

@@ -19,6 +19,7 @@ from decentnode.node.config import NodeConfig
 from decentnode.node.schedule import SCHEDULES, Mixed
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
+from decentnode.tensors import blocks
 from decentnode.training.base import Evaluation, Training, Update
 from decentnode.wire.membership import Generation
 
@@ -324,9 +325,9 @@ class Node:
         yield from self._until_ready(pending)
         self.merged, contributors = pending.wait(timeout)
         merged = self._evaluate_merged(self.merged)
-        own_x, mean_x = own[: model.num_parameters].double(), self.merged[: model.num_parameters].double()
+        distance, norm = _squares(own[: model.num_parameters], self.merged[: model.num_parameters])
         sums = torch.tensor(
-            [float((own_x - mean_x).square().sum()), merged.loss * merged.samples,
+            [distance, merged.loss * merged.samples,
              merged.accuracy * merged.samples, merged.samples, local.accuracy, local.loss], dtype=torch.float64)
         pending = self.communication.mean(f"{key}/figures", sums, closing)
         yield from self._until_ready(pending)
@@ -336,7 +337,7 @@ class Node:
             "loss": local.loss, "accuracy": local.accuracy,
             "accuracy_mean": float(mean[4]), "loss_mean": float(mean[5]),
             "accuracy_merged": float(mean[2] / mean[3]), "loss_merged": float(mean[1] / mean[3]),
-            "consensus_distance": math.sqrt(float(mean[0])) / max(float(mean_x.norm()), 1e-30),
+            "consensus_distance": math.sqrt(float(mean[0])) / max(math.sqrt(norm), 1e-30),
             "consensus_rms": math.sqrt(float(mean[0])),
             "contributors": contributors,
         }
@@ -379,3 +380,14 @@ class Node:
             "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
             "faults": sum(counters.faults.values()),
         }
+
+
+def _squares(x: Tensor, mean: Tensor) -> tuple[float, float]:
+    """(||x - mean||^2, ||mean||^2) in double precision, block by block: copies of whole models would take more memory
+    than the run. x, mean: [P]."""
+    total = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for start, stop in blocks(0, x.numel()):
+        far = mean[start:stop].double()
+        total[1] += far.square().sum()
+        total[0] += far.sub_(x[start:stop]).square().sum()
+    return float(total[0]), float(total[1])

@@ -148,10 +148,11 @@ class Schedule(abc.ABC):
     def _mix_in_place(self, view: RoundView) -> None:
         """Blocking: the arrivals of the exchange in flight into the model, which may move to another place."""
         started, waited = time.perf_counter(), self.times.wait
-        model = self.model.parameters
-        place = self._place(model)
+        model, place, chosen = self.model.parameters, None, False
         with torch.no_grad():
             for a, b, received, now in self._slices(self._exchange, view):
+                if not chosen:  # whoever has sent this round's model is through with the one before, as a rule
+                    place, chosen = self._place(model), True
                 if place is None:
                     self.sharing.mix(model[a:b], received, now)
                 else:

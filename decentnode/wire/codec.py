@@ -17,17 +17,28 @@ MAX_HEADER_BYTES = 256 * 1024
 MAX_SCALAR_TEXT = 256
 MAX_SCALAR_NAME = 64
 
+_RULES: dict[type[Message], tuple[tuple[str, int, Mapping[str, Any]], ...]] = {
+    kind: tuple((each.name, each.metadata.get("limit", 0), each.metadata) for each in fields)
+    for kind, fields in FIELDS.items()
+}
+"""Per field: name, upper limit (0: no whole number), metadata. Most fields are numbers within their limit, and every
+message of a round passes here."""
+
 
 def encode(message: Message) -> bytes:
     """The header of a message. Raises ValueError when a field is out of bounds: our own fault."""
-    values = []
-    for each in FIELDS[type(message)]:
-        value = getattr(message, each.name)
-        problem = _problem(value, each.metadata)
-        if problem:
-            raise ValueError(f"{type(message).__name__}.{each.name} {problem}, got {value!r:.80}")
-        values.append(dict(value) if "scalars" in each.metadata else value)
-    return bytes(msgpack.packb([MAGIC, PROTOCOL_VERSION, message.TYPE, *values], use_bin_type=True))
+    values: list[Any] = [MAGIC, PROTOCOL_VERSION, message.TYPE]
+    for name, limit, rule in _RULES[type(message)]:
+        value = getattr(message, name)
+        if not (limit and type(value) is int and 0 <= value < limit):
+            problem = _problem(value, rule)
+            if problem:
+                raise ValueError(f"{type(message).__name__}.{name} {problem}, got {value!r:.80}")
+            if "scalars" in rule:
+                value = dict(value)
+        values.append(value)
+    packed: bytes = msgpack.packb(values, use_bin_type=True)
+    return packed
 
 
 def decode(header: Bytes) -> Message:
@@ -56,14 +67,16 @@ def decode(header: Bytes) -> Message:
     kind = MESSAGES.get(parts[2]) if type(parts[2]) is int else None
     if kind is None:
         raise PeerFault("unknown_type", f"{parts[2]!r:.20}")
-    expected = FIELDS[kind]
-    if len(parts) != 3 + len(expected):
-        raise PeerFault("malformed_header", f"{kind.__name__} has {len(parts) - 3} fields, not {len(expected)}")
-    for each, value in zip(expected, parts[3:], strict=True):
-        problem = _problem(value, each.metadata)
+    expected, values = _RULES[kind], parts[3:]
+    if len(values) != len(expected):
+        raise PeerFault("malformed_header", f"{kind.__name__} has {len(values)} fields, not {len(expected)}")
+    for (name, limit, rule), value in zip(expected, values, strict=True):
+        if limit and type(value) is int and 0 <= value < limit:
+            continue
+        problem = _problem(value, rule)
         if problem:
-            raise PeerFault("malformed_header", f"{kind.__name__}.{each.name} {problem}")
-    return kind(*parts[3:])
+            raise PeerFault("malformed_header", f"{kind.__name__}.{name} {problem}")
+    return kind(*values)
 
 
 def _problem(value: Any, rule: Mapping[str, Any]) -> str | None:
@@ -81,7 +94,7 @@ def _problem(value: Any, rule: Mapping[str, Any]) -> str | None:
 
 
 def _scalars_problem(value: Any) -> str | None:
-    if not isinstance(value, Mapping) or len(value) > MAX_SCALARS:
+    if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > MAX_SCALARS:
         return f"must be a map of at most {MAX_SCALARS} entries"
     for key, entry in value.items():
         if type(key) is not str or len(key) > MAX_SCALAR_NAME:

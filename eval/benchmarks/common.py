@@ -88,6 +88,19 @@ def _floors(overrides: list[str], shares: list[tuple[int, int]], rounds: int) ->
     return seconds
 
 
+def planned_mb(overrides: list[str]) -> float:
+    """What a node's memory is planned to be, beside Python's and torch's own: model, gradient, two publish slots."""
+    import torch
+
+    from decentnode.build import make_model
+    from decentnode.experiment import load
+
+    experiment = load(str(CONFIG), overrides)
+    with torch.device("meta"):
+        model = make_model(experiment, experiment.data.input_shape, experiment.data.num_classes)  # type: ignore[attr-defined]
+    return 4 * sum(parameter.nbytes for parameter in model.parameters()) / 1e6
+
+
 @dataclass
 class Run:
     round_seconds: float
@@ -96,7 +109,9 @@ class Run:
     wait_share: float
     bytes_per_node_round: float
     pss_mb: float
-    """Proportional set size per node process, the median of the samples taken during the run."""
+    """Proportional set size per node process, the median of the samples taken while rounds were turned."""
+    peak_mb: float
+    """The largest sample of the whole run, with start and closing evaluation."""
     threads: int
     descriptors: int
     """Threads and open descriptors of the median node at the last sample."""
@@ -108,19 +123,20 @@ class _Memory(threading.Thread):
     def __init__(self, pid: int, nodes: int) -> None:
         super().__init__(daemon=True)
         self._root, self._nodes = psutil.Process(pid), nodes
-        self.samples: list[float] = []
+        self.samples: list[tuple[float, float]] = []
+        """Seconds since the epoch, MB per node."""
         self.threads = self.descriptors = 0
         self.stop = threading.Event()
 
     def run(self) -> None:
-        while not self.stop.wait(1.0):
+        while not self.stop.wait(0.5):
             try:
                 pids = [p.pid for p in self._root.children(recursive=True)]
             except psutil.NoSuchProcess:
                 return
             found = sorted(((self._pss(pid), pid) for pid in pids), reverse=True)[: self._nodes]
             if len(found) == self._nodes:
-                self.samples.append(sum(size for size, _ in found) / self._nodes)
+                self.samples.append((time.time(), sum(size for size, _ in found) / self._nodes))
                 with contextlib.suppress(psutil.Error):
                     nodes = [psutil.Process(pid) for _, pid in found]
                     self.threads = statistics.median_low(node.num_threads() for node in nodes)
@@ -149,15 +165,18 @@ def run_rounds(overrides: list[str], nodes: int) -> Run:
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
         latest = next(Path(folder).glob("*/latest"))
         summary = json.loads((latest / "summary.json").read_text())
-        seconds = []
+        seconds, turned = [], []
         for path in sorted(latest.glob("nodes/*/metrics.jsonl")):
             records = [json.loads(line) for line in path.read_text().splitlines()]
-            times = [record["seconds"] for record in records if record["kind"] == "round"][2:]
-            waits = [record["wait_seconds"] for record in records if record["kind"] == "round"][2:]
-            seconds.append((statistics.median(times), sum(waits) / sum(times)))
+            rounds = [record for record in records if record["kind"] == "round"][2:]
+            times = [record["seconds"] for record in rounds]
+            seconds.append((statistics.median(times), sum(record["wait_seconds"] for record in rounds) / sum(times)))
+            turned += [record["time"] for record in rounds]
+    during = [mb for at, mb in memory.samples if min(turned) <= at <= max(turned)]
     return Run(
         statistics.median(s for s, _ in seconds), summary["start_seconds"], summary["accuracy_mean"],
         statistics.mean(w for _, w in seconds),
         summary["bytes_sent_total"] / nodes / max(summary["rounds"], 1),
-        statistics.median(memory.samples) if memory.samples else float("nan"), memory.threads, memory.descriptors,
+        statistics.median(during) if during else float("nan"),
+        max((mb for _, mb in memory.samples), default=float("nan")), memory.threads, memory.descriptors,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from common import floor_seconds, machine, memory_ceilings, run_rounds, separate_seconds
+from common import floor_seconds, machine, memory_ceilings, planned_mb, run_rounds, separate_seconds
 
 MLP_1M, MLP_25M = "{name: mlp, hidden: [325]}", "{name: mlp, hidden: [4096, 3000]}"
 
@@ -30,9 +30,11 @@ def main() -> None:
     ceilings = memory_ceilings()
     print(machine())
     print(f"ceilings: memory copy {ceilings['copy']:.1f} GB/s, axpy {ceilings['axpy']:.1f} GB/s (one thread)\n")
-    print("floor: the same local steps by one process per core; apart: by one process per node; neither exchanges\n")
+    print("floor: the same local steps by one process per core; apart: by one process per node; neither exchanges")
+    print("sum: model, gradient and two publish slots (edges without shared memory add window_bytes each at most);\n"
+          "PSS: while rounds are turned, of which some 50 MB are Python and torch; peak: with the evaluation\n")
     print(f"{'case':10} {'floor':>9} {'apart':>9} {'round':>9} {'/floor':>6} {'/apart':>6} {'waiting':>8} {'start':>7} "
-          f"{'PSS/node':>9} {'threads':>7} {'files':>5} "
+          f"{'sum/node':>9} {'PSS/node':>9} {'peak':>9} {'threads':>7} {'files':>5} "
           f"{'sent/node':>10}   decentralizepy")
     for name in options.cases:
         model, nodes, degree, rounds, peer = CASES[name]
@@ -42,14 +44,15 @@ def main() -> None:
         floor = floor_seconds(overrides, nodes, max(4, rounds // 2))
         apart = separate_seconds(overrides, nodes, max(4, rounds // 2))
         run = run_rounds(overrides, nodes)
-        row = {"case": name, "floor_seconds": floor, "apart_seconds": apart, **vars(run)}
+        planned = planned_mb(overrides)
+        row = {"case": name, "floor_seconds": floor, "apart_seconds": apart, "planned_mb": planned, **vars(run)}
         if options.json:
             print(json.dumps(row))
             continue
         print(f"{name:10} {1e3 * floor:6.1f} ms {1e3 * apart:6.1f} ms {1e3 * run.round_seconds:6.1f} ms "
               f"{run.round_seconds / floor:6.2f} {run.round_seconds / apart:6.2f} "
-              f"{100 * run.wait_share:7.0f}% {run.start_seconds:6.2f}s {run.pss_mb:6.1f} MB "
-              f"{run.threads:7} {run.descriptors:5} "
+              f"{100 * run.wait_share:7.0f}% {run.start_seconds:6.2f}s {planned:6.1f} MB {run.pss_mb:6.1f} MB "
+              f"{run.peak_mb:6.1f} MB {run.threads:7} {run.descriptors:5} "
               f"{run.bytes_per_node_round / 1e6:7.2f} MB   {peer}", flush=True)
 
 

@@ -13,7 +13,7 @@ from decentnode.errors import Diverged, PeerLost
 from decentnode.graph.spectrum import contraction
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node
+from decentnode.node.node import Node, _squares
 from decentnode.sharing.full import Full
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import NETWORKED, nodes, together
@@ -221,3 +221,12 @@ def test_survivors_go_on_when_weights_return(transport: str) -> None:
     target = stacked(trainings, "target")[:2].mean(0)
     before = (stacked([Quadratic(u, 10) for u in range(2)]).mean(0) - target).norm()
     assert (torch.stack(x[:2]).mean(0) - target).norm() < before
+
+
+def test_distances_are_summed_in_double_precision() -> None:
+    elements = 2 * BLOCK_ELEMENTS + 5
+    x, mean = torch.randn(elements) + 100, torch.randn(elements) + 100
+    distance, norm = _squares(x, mean)
+    wide = mean.double().numpy()
+    assert distance == pytest.approx(float(np.square(x.double().numpy() - wide).sum()), rel=1e-12)
+    assert norm == pytest.approx(float(np.square(wide).sum()), rel=1e-12)

@@ -1,0 +1,64 @@
+"""Limits against peers that send too much: each ends in a counter and an event, and is not kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import zmq
+
+from decentnode.communication.plan import MESSAGE_COST
+from decentnode.communication.zeromq import ZeroMQ
+from decentnode.metrics.events import EVENTS
+from decentnode.tensors import BLOCK_ELEMENTS
+from decentnode.wire import codec, seal
+from decentnode.wire.messages import Chunk
+from tests.communication.contract import flat_schema, gossip, nodes
+
+
+def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.01)
+
+
+def test_a_frame_beyond_the_maximum_costs_its_sender_the_connection() -> None:
+    with nodes("tcp", 2, flat_schema(1000)) as made, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        victim = made[0]
+        assert isinstance(victim, ZeroMQ)
+        seen: list[tuple[str, int | None]] = []
+        victim.counters.on_event = lambda kind, peer, _: seen.append((kind, peer))
+        largest = victim._io.listeners[1].maxmsgsize
+        dealer.linger = 0
+        dealer.connect(victim._local[1])
+        dealer.send_multipart([b"x" * 60, bytes(largest + 1)])
+        until(lambda: ("connection_lost", None) in seen, lambda: seen)
+        assert "connection_lost" in EVENTS and not victim.counters.faults
+        gossip(made, 1000, torch.float32, 2)
+
+
+def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:
+    elements = 16 * BLOCK_ELEMENTS
+    with (
+        nodes("tcp", 2, flat_schema(elements), chunk_bytes=1 << 20, window_bytes=1 << 20) as made,
+        zmq.Context() as context, context.socket(zmq.DEALER) as dealer,
+    ):  # fmt: skip
+        victim = made[0]
+        assert isinstance(victim, ZeroMQ)
+        seen: list[tuple[str, int | None]] = []
+        victim.counters.on_event = lambda kind, peer, _: seen.append((kind, peer))
+        fitting = victim._links._window // (4 * BLOCK_ELEMENTS + MESSAGE_COST)
+        assert fitting < 16
+        dealer.linger = 0
+        dealer.connect(victim._local[1])
+        for chunk in range(16):
+            header = codec.encode(Chunk(victim.run_id, 0, 1, 0, 0, 0, chunk, elements, {}))
+            body = bytes(4 * BLOCK_ELEMENTS)
+            sum_ = seal.body_sum(seal.XXH3, body)
+            dealer.send_multipart([seal.sealed(1 + chunk, header, seal.XXH3, sum_), body])
+        until(lambda: seen.count(("window_exceeded", 1)) == 16 - fitting, lambda: victim.counters.faults)
+        assert victim.counters.faults == {"window_exceeded": 16 - fitting} and "window_exceeded" in EVENTS
+        (incoming,) = victim._inbox._incoming[0, 0].values()
+        assert len(incoming.buffers[0]) == fitting and incoming.waiting_bytes() <= victim._links._window
