@@ -276,6 +276,9 @@ class Membership:
             who = ", ".join(map(self._describe, sorted(uids)))
             what = "failed" if suspect.source in uids else f"does not answer {self._describe(suspect.source)}"
             self._suspect(uids, now, f"{who} {what}")
+            if self.stage == "steady":  # nobody of it is missed here, but it is over for whoever asks
+                self._break(f"{self._describe(suspect.source)} asks for another generation")
+                self._turn(now)
 
     def _on_prepare(self, prepare: Prepare, now: float) -> None:
         number, members = prepare.generation, from_bitmap(prepare.members, self.num_nodes)
