@@ -35,15 +35,18 @@ def accuracy(output: str, way: str, ranks: int) -> float:
 
 
 def test_digits() -> None:
-    output = torchrun(4, "eval/ddp_digits.py", "--parallel", "decent", "--epochs", "8")
-    assert accuracy(output, "decent", 4) > 0.93
+    output = torchrun(2, "eval/ddp_digits.py", "--parallel", "decent", "--epochs", "5")
+    assert accuracy(output, "decent", 2) > 0.9
 
 
-@pytest.mark.parametrize(("way", "least"), [("easgd", 0.9), ("lsgd", 0.9), ("ddp", 0.9), ("none", 0.7)])
-def test_digits_in_other_ways(way: str, least: float) -> None:
-    script = str(ROOT / "eval" / "ddp_digits.py")
-    outputs = run_ranks(2, work.script, script, ["--parallel", way, "--epochs", "5"])
-    assert accuracy(outputs[0], way, 2) > least and not outputs[1]
+@pytest.mark.parametrize(("way", "ranks", "least"), [
+    ("decent", 4, 0.93), ("easgd", 4, 0.9), ("lsgd", 2, 0.9), ("ddp", 2, 0.9), ("none", 2, 0.7),
+])  # fmt: skip
+def test_digits_in_every_way(way: str, ranks: int, least: float) -> None:
+    """As under torchrun, in processes that need not import torch anew."""
+    script, epochs = str(ROOT / "eval" / "ddp_digits.py"), "8" if ranks == 4 else "5"
+    first, *others = run_ranks(ranks, work.script, script, ["--parallel", way, "--epochs", epochs])
+    assert accuracy(first, way, ranks) > least and not any(others)
 
 
 def test_the_readme_s_script(tmp_path: Path) -> None:
