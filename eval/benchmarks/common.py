@@ -114,7 +114,7 @@ class Run:
     """The largest sample of the whole run, with start and closing evaluation."""
     threads: int
     descriptors: int
-    """Threads and open descriptors of the median node at the last sample."""
+    """Most threads and open descriptors of the median node in any sample."""
 
 
 class _Memory(threading.Thread):
@@ -139,8 +139,8 @@ class _Memory(threading.Thread):
                 self.samples.append((time.time(), sum(size for size, _ in found) / self._nodes))
                 with contextlib.suppress(psutil.Error):
                     nodes = [psutil.Process(pid) for _, pid in found]
-                    self.threads = statistics.median_low(node.num_threads() for node in nodes)
-                    self.descriptors = statistics.median_low(node.num_fds() for node in nodes)
+                    self.threads = max(self.threads, statistics.median_low(node.num_threads() for node in nodes))
+                    self.descriptors = max(self.descriptors, statistics.median_low(node.num_fds() for node in nodes))
 
     @staticmethod
     def _pss(pid: int) -> float:
