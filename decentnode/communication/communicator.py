@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decentnode.communication.gloo import NEVER, abandon, make_group
+from decentnode.communication.calls import NEVER, Calls
+from decentnode.communication.gloo import abandon, make_group
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,11 @@ class Communicator(abc.ABC):
         self.peers = frozenset(members) - {uid}
         self._rank = {member: rank for rank, member in enumerate(members)}
         self._group: Any = None
+
+    @property
+    def calls(self) -> Calls:
+        """What all members do at once; from the issuing thread, in the order of batches."""
+        return Calls(self._group, tuple(self._rank), scatters=self.device.type == "cuda")
 
     def batch(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
         """Launch one `batch_isend_irecv` with every peer inside (R3), peers ascending; what `wait` takes.

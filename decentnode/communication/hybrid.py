@@ -20,14 +20,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from decentnode import component
-from decentnode.communication.base import CommunicationConfig, Exchange
+from decentnode.communication.base import Circle, CommunicationConfig, Exchange
 from decentnode.communication.batched import BatchedPath
+from decentnode.communication.circle import Kind, SumExchange, kind_of
 from decentnode.communication.clique import CliquePath
 from decentnode.communication.communicator import (
     Communicator,
@@ -165,7 +167,8 @@ class Hybrid(ZeroMQ):
     # -- rounds -----------------------------------------------------------------------------------------------
 
     def exchange(
-        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        circle: Circle | None = None,
     ) -> Exchange:
         path = self._path
         if path is None:
@@ -174,12 +177,31 @@ class Hybrid(ZeroMQ):
         self._inbox.advance(round)
         for payload, _ in grouped(outgoing):
             self._checked(payload, phase)
+        kind = None if circle is None else self._at_once(circle, outgoing, phase)
+        if circle is not None and kind is not None:
+            path.begin_at_once(kind, (round, phase), circle, outgoing)
+            if kind != "all_gather":
+                return SumExchange(self._inbox, (round, phase), expected)
+            return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
         inside = self._inside & outgoing.keys()
         self._send_all(round, {uid: p for uid, p in outgoing.items() if uid not in inside}, phase)
         sources = self._inside.intersection(expected)
         groups = grouped({uid: outgoing[uid] for uid in sorted(inside)})
         dropped = path.begin((round, phase), groups, sorted(sources))
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), dropped)
+
+    def _at_once(self, circle: Circle, outgoing: Mapping[int, Payload], phase: int) -> Kind | None:
+        """How a circle does this phase, by one rule: at once where it is a whole clique, each edge of which goes by its
+        communicator. Payloads that are to be looked at one by one are no sums."""
+        assert isinstance(self.config, TorchConfig) and self._path is not None
+        members = circle.members
+        if not self.config.at_once or set(members) != {*self._path.peers, self.uid}:
+            return None
+        if any(self.edges.way(a, b) != "collective" for a, b in combinations(members, 2)):
+            return None
+        if circle.own is not None and self.config.non_finite == "reject":
+            return None
+        return kind_of(circle, outgoing, self.schemas[phase], self._path.scatters)
 
     def close(self) -> None:
         if not self._closed and self._path is not None:

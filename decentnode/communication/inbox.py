@@ -20,6 +20,8 @@ from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars, Slot
 
 Key = tuple[int, int]  # round, phase
+SUM = -1
+"""The source of what a whole circle adds up; nobody in particular is waited for."""
 
 STOPPING_TIMEOUT_SECONDS = 10.0
 """Once a stop is announced, a silent neighbor is waited for no longer than this."""
@@ -169,7 +171,7 @@ class Inbox:
         self._consumed = consumed
         self._incoming: dict[Key, dict[int, _Incoming]] = {}
         self.together: dict[Key, frozenset[int]] = {}
-        """Nodes that a communicator serves in one batch: when one departs, nothing comes of the others either."""
+        """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
         self._floor = 0
         self._finished: set[Key] = set()
         self._wanted: set[tuple[Key, int, int]] = set()
@@ -334,19 +336,22 @@ class Inbox:
                 if not waiting or remaining <= 0:
                     break
                 self._wanted = {(key, source, chunk) for source in waiting}
-                self.status.waiting = (tuple(waiting), began)
+                self.status.waiting = (self._whom(key, waiting), began)
                 self.status.wait(min(remaining, 1.0))
                 still = self._outstanding(key, chunk, waiting)
                 if len(still) < len(waiting):
                     last = time.monotonic()
-                if not still:
+                if not still and waiting[-1] != SUM:
                     self.counters.edge(waiting[-1]).wait_seconds += last - began
                 waiting = still
             self._wanted, self.status.waiting = set(), None
-            for source in waiting:
+            for source in set(waiting) - {SUM}:
                 self.counters.edge(source).wait_seconds += time.monotonic() - began
             arrived = self._incoming.get(key, {})
             return {s: arrived[s] for s in sources if s not in waiting and self._delivered(arrived.get(s), chunk)}
+
+    def _whom(self, key: Key, waiting: list[int]) -> tuple[int, ...]:
+        return tuple(sorted(self.together.get(key, ()))) if SUM in waiting else tuple(waiting)
 
     def _departed(self, uid: int, key: Key) -> bool:
         return self.status.departed.get(uid, key[0] + 1) <= key[0]
@@ -354,7 +359,7 @@ class Inbox:
     def _held_up(self, source: int, key: Key) -> bool:
         """Whether a source comes together with a node that departed before: then neither does."""
         group = self.together.get(key, frozenset())
-        return source in group and any(self._departed(uid, key) for uid in group)
+        return (source in group or source == SUM) and any(self._departed(uid, key) for uid in group)
 
     def _outstanding(self, key: Key, chunk: int, sources: list[int]) -> list[int]:
         arrived = self._incoming.get(key, {})

@@ -16,6 +16,7 @@ from torch import Tensor
 import decentnode
 from decentnode import component
 from decentnode.communication.base import (
+    Circle,
     Communication,
     CommunicationConfig,
     Counters,
@@ -231,7 +232,8 @@ class ZeroMQ(Communication):
     # -- rounds -----------------------------------------------------------------------------------------------
 
     def exchange(
-        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        circle: Circle | None = None,  # noqa: ARG002
     ) -> Exchange:
         self._status.raise_if_failed()
         self._inbox.advance(round)
