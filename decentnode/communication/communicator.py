@@ -7,6 +7,7 @@ tests/gpu. It is written from torch 2.13's sources and NCCL's documentation; it 
 from __future__ import annotations
 
 import abc
+import hashlib
 import logging
 import os
 import threading
@@ -185,6 +186,14 @@ def describe_gpu(device: torch.device) -> str:
         return ""
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{version} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def gpu_number(device: torch.device) -> int:
+    """What stands for a GPU wherever it is seen, in (0, 2^40): it survives a mean of doubles. 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    identity = str(torch.cuda.get_device_properties(device).uuid)
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest(), "big") or 1
 
 
 def refusal(found: dict[int, str]) -> str:

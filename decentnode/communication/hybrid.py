@@ -37,13 +37,16 @@ from decentnode.communication.communicator import (
     NcclCommunicator,
     describe_gpu,
     exchange_descriptions,
+    gpu_number,
     refusal,
 )
+from decentnode.communication.cuda_ipc import CudaLending
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.gloo import Clique, connect, listen, own_address
 from decentnode.communication.hybrid_config import HybridConfig, TorchConfig
 from decentnode.communication.inbox import InboxExchange
 from decentnode.communication.io_thread import CONTROL
+from decentnode.communication.lending import Lending
 from decentnode.communication.tagged import TaggedPath
 from decentnode.communication.zeromq import ZeroMQ, grouped
 from decentnode.errors import AssemblyError
@@ -81,18 +84,23 @@ class Hybrid(ZeroMQ):
 
     def _open_ways(self, timeout_seconds: float) -> None:
         assert isinstance(self.config, TorchConfig)
-        if self.edges.cliques and self.config.backend != "gloo":
+        together = self.edges.memory and len(set(self._machine_of.values())) < len(self._machine_of)
+        if together or (self.edges.cliques and self.config.backend != "gloo"):
             self._look_for_gpus(timeout_seconds)
         super()._open_ways(timeout_seconds)
         if self.edges.used("collective"):
             self._meet(timeout_seconds)
 
     def _look_for_gpus(self, timeout_seconds: float) -> None:
-        """Blocking: every node tells all others whether its model lies on a GPU, so that the rule may look at it."""
+        """Blocking: every node tells all others on which GPU its model lies, so that the rule may look at it."""
         told = torch.zeros(len(self._machine_of), dtype=torch.float64)
-        told[self.uid] = float(self._device.type == "cuda")
-        mean, _ = self.mean("cliques/gpus", told).wait(timeout_seconds)
-        self.edges = dataclasses.replace(self.edges, gpu=frozenset(mean.nonzero().flatten().tolist()))
+        told[self.uid] = gpu_number(self._device)
+        mean, contributors = self.mean("cliques/gpus", told).wait(timeout_seconds)
+        found = (mean * contributors).round().tolist()
+        self.edges = dataclasses.replace(self.edges, gpu={uid: int(gpu) for uid, gpu in enumerate(found) if gpu})
+
+    def _lending(self, device: torch.device | None) -> Lending | None:
+        return CudaLending(device) if device is not None and device.type == "cuda" else None
 
     def _meet(self, timeout_seconds: float) -> None:
         """Blocking: the lowest uid of every clique opens a store on a free port; all numbers travel in one mean."""
@@ -141,7 +149,7 @@ class Hybrid(ZeroMQ):
         """Blocking, the same answer on every member. Raises AssemblyError where nccl is asked for and cannot be."""
         assert isinstance(self.config, TorchConfig)
         wanted = self.config.backend
-        if wanted == "gloo" or (wanted == "auto" and not set(members) <= self.edges.gpu):
+        if wanted == "gloo" or (wanted == "auto" and not set(members) <= self.edges.gpu.keys()):
             return False
         problem = refusal(exchange_descriptions(store, self.uid, members, describe_gpu(self._device)))
         if problem and wanted == "nccl":

@@ -87,6 +87,8 @@ class _Incoming:
         self.pieces: int | None = None
         """How many chunks of `mapped` are there, in the order of the plans; None: all."""
         self.let_go: Callable[[], None] = lambda: None
+        self.enter: Callable[[], None] | None = None
+        """What the training thread does once before it reads `mapped`."""
         self.arrived = 0.0
         """When the last bytes came (monotonic)."""
         self.totals: list[int | None] = [plan.spec.max_elements if plan.spec.exact else None for plan in tensors]
@@ -243,7 +245,7 @@ class Inbox:
         key = (message.round, message.phase)
 
         def let_go() -> None:
-            reader.release(message.phase, message.use)
+            reader.release(message.phase, message.slot, message.use)
 
         with self.status.changed:
             if message.round < self._floor or key in self._finished:
@@ -257,6 +259,7 @@ class Inbox:
             incoming.arrived = time.monotonic()
             incoming.mapped = [tensor[:total] for tensor, total in zip(slots, totals, strict=True)]
             incoming.let_go = let_go
+            incoming.enter = lambda: reader.enter(message.phase, message.slot)
             incoming.scalars = message.scalars
             if self._wanted:
                 self._wanted = {each for each in self._wanted if each[:2] != (key, message.source)}
@@ -444,6 +447,10 @@ class InboxExchange(Exchange):
 
     def _note(self, arrived: dict[int, _Incoming]) -> None:
         self._last = max([self._last, *(incoming.arrived for incoming in arrived.values())])
+        for incoming in arrived.values():
+            if incoming.enter is not None:
+                incoming.enter()
+                incoming.enter = None
 
     def _accepted(self, received: dict[int, Payload]) -> dict[int, Payload]:
         """Without those that hold NaN or infinity, where these are to be rejected."""

@@ -28,6 +28,7 @@ from decentnode.communication.collectives import Collectives
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.inbox import Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, Security
+from decentnode.communication.lending import Lending
 from decentnode.communication.links import Links
 from decentnode.communication.links import Outgoing as Bulk
 from decentnode.communication.means import Outgoing
@@ -129,7 +130,7 @@ class ZeroMQ(Communication):
         self._closed = False
         self._memory = MemoryPath(
             uid, schemas, len(machine_of), self._inbox, self._status, self.counters, self._session.receive,
-            self._links.refuse,
+            self._links.refuse, self._lending(device),
         )  # fmt: skip
         self._collectives = Collectives(
             self._session, config.chunk_bytes, self._status, self.describe, self._io.call, self._control, self._emit
@@ -197,18 +198,23 @@ class ZeroMQ(Communication):
 
     def _open_ways(self, timeout_seconds: float) -> None:
         """Blocking, on every node alike: make the ways that edges of the run take."""
-        local = [uid for uid in self._addresses if self.edges.way(self.uid, uid) == "shared_memory"]
-        if local and self._plan.ipc_dir is not None:
+        ways = {uid: self.edges.way(self.uid, uid) for uid in self._addresses}
+        local, near = ([u for u, way in ways.items() if way == each] for each in ("shared_memory", "cuda_ipc"))
+        if (local or near) and self._plan.ipc_dir is not None:
             required = "shared_memory" in (self.config.name, self.config.same_host)
             self._memory.open(self._plan.ipc_dir, self.run_id.hex(), local, required,
-                              lambda name: self.barrier(name, timeout_seconds))  # fmt: skip
-        elif self.edges.used("shared_memory"):
+                              lambda name: self.barrier(name, timeout_seconds), near)  # fmt: skip
+        elif self.edges.used("shared_memory") or self.edges.used("cuda_ipc"):
             for step in STEPS:
                 self.barrier(step, timeout_seconds)
 
     def _edge_rule(self) -> EdgeRule:
         same_host = self.config.same_host or ("ipc" if self.config.name == "zeromq" else "shared_memory")
         return EdgeRule(self._machine_of, same_host == "shared_memory")
+
+    def _lending(self, device: torch.device | None) -> Lending | None:  # noqa: ARG002
+        """How memory of this node's device is lent to others on it; None where it is not."""
+        return None
 
     @property
     def absent(self) -> tuple[int, ...]:
