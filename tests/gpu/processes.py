@@ -23,7 +23,6 @@ def _node(uid: int, n: int, elements: int, folder: str, work: Work, results: Any
     node = Hybrid(
         Hybrid.Config.model_validate({"name": "hybrid"}), uid=uid, machine_of=dict.fromkeys(range(n), 0),
         schemas=flat_schema(elements), digest="d", bind=BindPlan(Path(folder)), device=device,
-        run_id=bytes(8) if uid == 0 else None,
     )  # fmt: skip
     node.bind()
     node.set_peers({u: (f"ipc://{folder}/{u}c", f"ipc://{folder}/{u}b") for u in range(n)})
