@@ -137,7 +137,8 @@ class Hybrid(ZeroMQ):
         nccl = self._takes_nccl(store, members)
         logger.info("clique of nodes %s by %s", members, "nccl" if nccl else "gloo")
         if not nccl and not self.config.batched:
-            return TaggedPath(Clique(store, self.uid, members, via, timeout_seconds), *parts)
+            return TaggedPath(Clique(store, self.uid, members, via, timeout_seconds), *parts,
+                              pinned=self._device.type == "cuda")  # fmt: skip
         found: Communicator
         if nccl:
             found = NcclCommunicator(store, self.uid, members, self._device, timeout_seconds)

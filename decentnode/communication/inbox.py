@@ -165,6 +165,8 @@ class Inbox:
     ) -> None:
         """device: where exchanges give their payloads; the CPU when None."""
         self.device = device or torch.device("cpu")
+        self.lift: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(self.device)
+        """How a tensor in the host's memory comes to `device`; it may change afterwards."""
         self.schemas = schemas
         self.reject_non_finite = reject_non_finite
         self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
@@ -443,7 +445,7 @@ class InboxExchange(Exchange):
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """On the device of the models; the copy of one that lies elsewhere is complete."""
-        return tensor if tensor.device == self._inbox.device else tensor.to(self._inbox.device)
+        return tensor if tensor.device == self._inbox.device else self._inbox.lift(tensor)
 
     def _note(self, arrived: dict[int, _Incoming]) -> None:
         self._last = max([self._last, *(incoming.arrived for incoming in arrived.values())])

@@ -23,9 +23,9 @@ class TaggedPath(CliquePath):
     peer.
     """
 
-    def __init__(self, clique: Clique, *parts: Any) -> None:
-        """parts: CliquePath's."""
-        super().__init__(clique.calls, Pool(torch.device("cpu")), *parts)
+    def __init__(self, clique: Clique, *parts: Any, pinned: bool = False) -> None:
+        """parts: CliquePath's. pinned: models lie on a GPU."""
+        super().__init__(clique.calls, Pool(torch.device("cpu"), pinned=pinned), *parts)
         self.peers = clique.peers
         self._clique = clique
         per_phase = [sum(plan.count(plan.spec.max_elements) for plan in plans) for plans in self._inbox.plans]

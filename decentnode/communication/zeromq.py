@@ -35,6 +35,7 @@ from decentnode.communication.means import Outgoing
 from decentnode.communication.memory import STEPS, MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.communication.security import Keyring
+from decentnode.communication.staging import Fetched, Lease, staging_of
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost
 from decentnode.payload import Payload
@@ -65,11 +66,6 @@ def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
     for uid, payload in outgoing.items():
         groups.setdefault(id(payload), (payload, []))[1].append(uid)
     return list(groups.values())
-
-
-class Lease:
-    """Held by every message whose bytes lie in the model itself."""
-
 
 
 class ZeroMQ(Communication):
@@ -124,6 +120,9 @@ class ZeroMQ(Communication):
         self._io = self._links.io
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
+        self._staging = staging_of(self._inbox.device, [spec for each in schemas for spec in each.tensors.values()])
+        if self._staging is not None:
+            self._inbox.lift = self._staging.lift
         self._homes: list[Tensor] = []
         self._leases: dict[int, weakref.ref[Lease]] = {}
         self._joined = False
@@ -286,15 +285,27 @@ class ZeroMQ(Communication):
         sums = self._sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
             tensor = payload.tensors[plan.name]
-            raw, size, lease = to_bytes(tensor), plan.spec.dtype.itemsize, self._lease(tensor)
+            fetched = self._fetched(plan, tensor)
+            raw = to_bytes(tensor) if fetched is None else memoryview(b"")
+            size, lease = plan.spec.dtype.itemsize, self._lease(tensor) if fetched is None else fetched.lease
             for chunk in range(plan.count(tensor.numel())):
                 start, stop = plan.bounds(chunk, tensor.numel())
-                body = raw[start * size : stop * size]
+                body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
                 header = self._header(Chunk, round, phase, index, chunk, tensor.numel(), scalars)
                 scalars = {}
                 message = self._bulk(header, body, sums, lease)
                 self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
                 self._hand_over(uids, message)
+
+    def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
+        """A tensor on a GPU, on its way to a slot of pinned memory; None on the CPU, or while peers have not said yet
+        that they got what lies in the slots: then it is copied as a whole."""
+        if self._staging is None or tensor.device.type == "cpu":
+            return None
+        fetched = self._staging.fetch(plan, tensor)
+        if fetched is None:
+            self._links.hurry()
+        return fetched
 
     @staticmethod
     def _bulk(header: bytes, body: memoryview, sums: int, lease: object = None) -> Bulk:
