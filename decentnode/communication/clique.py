@@ -45,6 +45,8 @@ class CliquePath(abc.ABC):
         self._timeout_seconds, self._lease_of = timeout_seconds, lease_of
         self._flying: dict[int, int] = {}
         """Payloads under way to each peer."""
+        self._blocked = 0
+        """Calls that wait for what is under way; others need not be woken by it."""
         self._coming = 0
         """Receives under way."""
 
@@ -94,8 +96,10 @@ class CliquePath(abc.ABC):
         status = self._status
         deadline = time.monotonic() + (0.0 if status.failure is not None else CLOSE_SECONDS)
         with status.changed:
+            self._blocked += 1
             while self._sends_under_way() and (remaining := deadline - time.monotonic()) > 0:
                 status.wait(min(remaining, 0.5))
+            self._blocked -= 1
             clean = not any(self._flying.values()) and not self._coming
         self.leave(clean)
 
@@ -117,19 +121,23 @@ class CliquePath(abc.ABC):
                 if remaining <= 0:
                     self._counters.fault("send_window", uid, f"round {round}")
                     return False
+                self._blocked += 1
                 self._status.wait(min(remaining, 1.0))
+                self._blocked -= 1
 
     def _sent(self, uid: int) -> None:
         """Any thread: a payload to `uid` has left."""
         with self._status.changed:
             self._flying[uid] -= 1
-            self._status.notify()
+            if self._blocked:
+                self._status.notify()
 
     def _expecting(self, count: int) -> None:
         """Any thread: so many more receives are under way, or fewer."""
         with self._status.changed:
             self._coming += count
-            self._status.notify()
+            if self._blocked:
+                self._status.notify()
 
     def _has_header(self, phase: int) -> bool:
         """Whether payloads say anything that the schema does not: sizes or scalars. Slices have neither."""

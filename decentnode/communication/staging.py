@@ -131,8 +131,10 @@ class Staging:
         self._next = 0
 
     def fetch(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
-        """Queue the copies of all chunks of a tensor of `plan`; None while every slot is leased. Not blocking: the tensor
-        may change when its last piece was asked for."""
+        """Queue the copies of all chunks of a tensor of `plan`; None while every slot is leased. Not blocking.
+
+        The tensor may change when its last piece was asked for.
+        """
         slots = self._out.get((plan.spec.max_elements, plan.spec.dtype), [])
         slot = next((slot for slot in slots if slot.lease() is None), None)
         if slot is None:

@@ -157,8 +157,10 @@ class Compressed(Sharing):
         return Payload(tensors, scalars, payload.metadata)
 
     def _slice(self, payload: Payload) -> Payload:
-        """One slice of a payload whose codec works element by element."""
+        """One slice of a payload whose codec works element by element; weighted sums widen it block by block."""
         dtype = self._specs["x"].dtype
+        if self.rule.linear and payload.tensors["x"].is_floating_point():
+            return payload
         return Payload({"x": payload.tensors["x"].to(dtype)}, payload.scalars)
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
