@@ -5,16 +5,19 @@ Why no schedule of rounds, however its graph changes, can make these batches wai
 
 R1  Every send has its receive: neighbors and sources of a round are one pure function on both ends, sizes come from
     the schema or from the header that went before.
-R2  Batches are launched in the order of (round, phase, bucket), never in the order of arrivals; batch b of a payload
-    is launched when b - 1 of it has been.
+R2  Batches, and calls of all members in their place (circle.py), are launched in the order of (round, phase,
+    bucket), never in the order of arrivals; batch b of a payload is launched when b - 1 of it has been.
 R3  A batch holds all peers at once; different rounds and phases never share one.
 R4  At most 256 operations per batch (`Communicator.batch`).
 R5  The communicator is made eagerly and warmed up by a batch between all its members, in which everybody takes part.
 R6  One communicator per device.
 R7  Whatever waits for the device or allocates on it does so on all nodes alike, or on a thread that launches nothing:
     receive buffers have the schema's largest size and are taken before the round's first launch.
-R8  A kernel of NCCL spins on the GPU while its peer is late. Nothing here asks first whether the peer is ready: nodes
-    of very different speed should not share a clique.
+R8  A kernel of NCCL spins on the GPU while its peer is late. Nothing here asks first whether the peer is ready: it
+    would put a round trip of control before every launch, and bound nothing, as a peer can die after its answer. What
+    bounds the wait are the deadlines of arrivals, above which communicators are aborted; what bounds its cost is
+    MAX_CTAS: in an overlapped schedule the local steps have the rest of the GPU, in a sequential one the node has
+    nothing else to do. Nodes of very different speed still should not share a clique.
 R9  Every launched operation is waited for, on a thread of its own, before its buffers are used again.
 R10 One thread launches everything.
 """

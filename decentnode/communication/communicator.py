@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS = 256
 """R4: of one batch; NCCL splits larger groups differently on different ranks, and hangs (pytorch#174288)."""
+MAX_CTAS = 8
+"""Multiprocessors of the GPU that kernels of a batch may hold while they wait for a peer (R8; an H200 has 132)."""
 ABORT_SECONDS = 10.0
 POLL_SECONDS = 1e-3
 NCCL_ENVIRONMENT = {
@@ -133,6 +135,7 @@ class NcclCommunicator(Communicator):
         rank, size, nccl = self._rank[uid], len(members), dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=timeout_seconds)
+        options.is_high_priority_stream, options.config.max_ctas = True, MAX_CTAS
         self._backend = nccl(store, rank, size, options)
         self._group = _group_of(store, rank, size, self._backend, device, "NCCL")
         self._group.bound_device_id = device
