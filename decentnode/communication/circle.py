@@ -113,7 +113,7 @@ class Turn:
 
     def _fill(self, tensors: Sequence[Tensor], payload: Payload) -> None:
         for plan, tensor in zip(self._plans, tensors, strict=True):
-            tensor.copy_(payload.tensors[plan.name], non_blocking=True)
+            tensor.copy_(payload.tensors[plan.name], non_blocking=self._pool.device.type == "cuda")
 
     def count(self, edge: EdgeCounters) -> None:
         """What passed between this member and one of the others: that of the call's algorithm, the same for each."""

@@ -35,7 +35,7 @@ from decentnode.communication.means import Outgoing
 from decentnode.communication.memory import STEPS, MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.communication.security import Keyring
-from decentnode.communication.staging import Fetched, Lease, staging_of
+from decentnode.communication.staging import Fetched, Lease, Staging, staging_of
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost
 from decentnode.payload import Payload
@@ -120,9 +120,7 @@ class ZeroMQ(Communication):
         self._io = self._links.io
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
-        self._staging = staging_of(self._inbox.device, [spec for each in schemas for spec in each.tensors.values()])
-        if self._staging is not None:
-            self._inbox.lift = self._staging.lift
+        self._staging: Staging | None = None
         self._homes: list[Tensor] = []
         self._leases: dict[int, weakref.ref[Lease]] = {}
         self._joined = False
@@ -198,6 +196,8 @@ class ZeroMQ(Communication):
     def _open_ways(self, timeout_seconds: float) -> None:
         """Blocking, on every node alike: make the ways that edges of the run take."""
         ways = {uid: self.edges.way(self.uid, uid) for uid in self._addresses}
+        if {"zeromq", "shared_memory", "collective"}.intersection(ways.values()):
+            self._take_pinned("zeromq" in ways.values())
         local, near = ([u for u, way in ways.items() if way == each] for each in ("shared_memory", "cuda_ipc"))
         if (local or near) and self._plan.ipc_dir is not None:
             required = "shared_memory" in (self.config.name, self.config.same_host)
@@ -206,6 +206,13 @@ class ZeroMQ(Communication):
         elif self.edges.used("shared_memory") or self.edges.used("cuda_ipc"):
             for step in STEPS:
                 self.barrier(step, timeout_seconds)
+
+    def _take_pinned(self, outwards: bool) -> None:
+        """H5: what passes between a GPU and the host's memory gets its slots before round 0."""
+        specs = [spec for each in self.schemas for spec in each.tensors.values()] if outwards else []
+        self._staging = staging_of(self._inbox.device, specs)
+        if self._staging is not None:
+            self._inbox.lift = self._staging.lift
 
     def _edge_rule(self) -> EdgeRule:
         same_host = self.config.same_host or ("ipc" if self.config.name == "zeromq" else "shared_memory")
