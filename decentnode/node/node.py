@@ -302,7 +302,8 @@ class Node:
     def figures(self) -> dict[str, float | int | str]:
         """The node's closing figures, as they go to summary.json."""
         counters = self.communication.counters
-        waited = max(counters.edges.items(), key=lambda item: item[1].wait_seconds, default=None)
+        known = [item for item in counters.edges.items() if item[1].wait_seconds > 0]  # not of sums
+        waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
         ordered = sorted(self._round_seconds)
         return {
             "uid": self.uid, "rounds": self.round, **self._evaluation,
