@@ -37,16 +37,21 @@ def threads_of(experiment: Experiment, uid: int) -> int:
     return max(1, cores // len(mapping.local(place.machine)))
 
 
-def device_of(wanted: str) -> torch.device:
-    """The torch device behind auto, cpu, cuda or cuda:N. Raises EnvironmentFault when it is not there."""
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def device_of(wanted: str, rank: int = 0) -> torch.device:
+    """The torch device behind auto, cpu, cuda or cuda:N for the rank-th node of a machine; a GPU with its number.
+
+    Raises EnvironmentFault when it is not there.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto" or (wanted == "cuda" and count):
+        return torch.device("cuda", rank % count) if count else torch.device("cpu")
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
         raise EnvironmentFault(f"mapping.device must be auto, cpu, cuda or cuda:N, got {wanted!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentFault(f"mapping.device is {wanted}, but no GPU is usable here; use auto or cpu")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        here = f"only {count} GPUs are" if count else "no GPU is"
+        raise EnvironmentFault(f"mapping.device is {wanted}, but {here} usable here; use auto or cpu")
     return device
 
 
@@ -83,7 +88,7 @@ def build(
     device: overrides the mapping's.
     """
     graph, mapping = experiment.make_graph(), experiment.make_mapping()
-    place = device_of(device or mapping.place(uid).device)
+    place = device_of(device or mapping.place(uid).device, mapping.place(uid).rank)
     dataset, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
     module = make_model(experiment, dataset.input_shape, dataset.num_classes).to(place)
     model = FlatModel(module)

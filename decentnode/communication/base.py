@@ -66,6 +66,22 @@ class Arrival:
     stop: int
     received: Mapping[int, Payload]
     missing: frozenset[int]
+    total: Tensor | None = None
+    """Instead of `received`: the sum of a circle's payloads, this node's own among them."""
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Nodes that in one phase all exchange with all others of them, and with nobody else; all of them know.
+
+    A transport may then let all act at once (communication/circle.py). The same rule and round everywhere decide.
+    """
+
+    members: tuple[int, ...]
+    """Ascending."""
+    own: Payload | None = None
+    """What this node would send to itself, where the sum of everybody's payloads is all that is wanted; None where each
+    is, on all of them."""
 
 
 class Exchange(abc.ABC):
@@ -166,10 +182,15 @@ class Communication(Component, abc.ABC):
 
     @abc.abstractmethod
     def exchange(
-        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        circle: Circle | None = None,
     ) -> Exchange:
         """Send and return at once. Payload tensors may be changed as soon as this returns, but for the model in a place
-        that `claim` gave."""
+        that `claim` gave.
+
+        circle: given where neighbors and sources are all others of one; its payloads have no scalars. With a circle's
+        `own` arrivals may have a `total` instead of payloads, and all of the circle are missing where one is.
+        """
 
     def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:  # noqa: ARG002
         """A place [P] for the model's next values, from where sending them costs no copy; None without such a place.

@@ -5,16 +5,19 @@ Why no schedule of rounds, however its graph changes, can make these batches wai
 
 R1  Every send has its receive: neighbors and sources of a round are one pure function on both ends, sizes come from
     the schema or from the header that went before.
-R2  Batches are launched in the order of (round, phase, bucket), never in the order of arrivals; batch b of a payload
-    is launched when b - 1 of it has been.
+R2  Batches, and calls of all members in their place (circle.py), are launched in the order of (round, phase,
+    bucket), never in the order of arrivals; batch b of a payload is launched when b - 1 of it has been.
 R3  A batch holds all peers at once; different rounds and phases never share one.
 R4  At most 256 operations per batch (`Communicator.batch`).
 R5  The communicator is made eagerly and warmed up by a batch between all its members, in which everybody takes part.
 R6  One communicator per device.
 R7  Whatever waits for the device or allocates on it does so on all nodes alike, or on a thread that launches nothing:
     receive buffers have the schema's largest size and are taken before the round's first launch.
-R8  A kernel of NCCL spins on the GPU while its peer is late. Nothing here asks first whether the peer is ready: nodes
-    of very different speed should not share a clique.
+R8  A kernel of NCCL spins on the GPU while its peer is late. Nothing here asks first whether the peer is ready: it
+    would put a round trip of control before every launch, and bound nothing, as a peer can die after its answer. What
+    bounds the wait are the deadlines of arrivals, above which communicators are aborted; what bounds its cost is
+    MAX_CTAS: in an overlapped schedule the local steps have the rest of the GPU, in a sequential one the node has
+    nothing else to do. Nodes of very different speed still should not share a clique.
 R9  Every launched operation is waited for, on a thread of its own, before its buffers are used again.
 R10 One thread launches everything.
 """
@@ -33,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentnode.communication.circle import Turn
 from decentnode.communication.clique import CliquePath
 from decentnode.communication.communicator import Communicator
 from decentnode.communication.inbox import Key
@@ -96,13 +100,13 @@ class BatchedPath(CliquePath):
         peers: others than all members but this node; a node of a world of one may be its own peer. start_seconds:
         longest wait for the warm-up. Raises RuntimeError after it.
         """
-        super().__init__(*parts)
-        self.peers = communicator.peers if peers is None else peers
+        found = communicator.peers if peers is None else peers
+        super().__init__(communicator.calls, Pool(communicator.device, keep=4 * len(found) + 4), *parts)
+        self.peers = found
         self._communicator, self._device = communicator, communicator.device
-        self._pool = Pool(self._device, keep=4 * len(self.peers) + 4)
         if self._device.type == "cuda":
             self._allocate()
-        self._rounds: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
+        self._rounds: queue.SimpleQueue[_Round | Turn | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"clique {communicator.uid} {name}", daemon=True)
@@ -143,6 +147,10 @@ class BatchedPath(CliquePath):
         self._inbox.together[key] = frozenset(c.uid for c in coming).union(*(s.uids for s in sending))
         self._rounds.put(_Round(key, plans, sending, coming, self._marked()))
         return frozenset(dropped)
+
+    def _launch_turn(self, turn: Turn) -> None:
+        turn.ready = self._marked()
+        self._rounds.put(turn)
 
     def _coming_from(self, uid: int, key: Key) -> _Coming:
         plans = self._inbox.plans[key[1]]
@@ -196,7 +204,12 @@ class BatchedPath(CliquePath):
         with self._on_device():
             try:
                 while (each := self._rounds.get()) is not None:
-                    self._launch(each)
+                    if each.ready is not None:
+                        torch.cuda.current_stream(self._device).wait_event(each.ready)
+                    if isinstance(each, Turn):
+                        self._launch_calls(each)
+                    else:
+                        self._launch(each)
             except RuntimeError as error:  # the connection broke: control tells why, or the deadline does
                 logger.debug("launching ended: %s", error)
         self._launched.put(None)
@@ -206,9 +219,13 @@ class BatchedPath(CliquePath):
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self._device))
 
+    def _launch_calls(self, turn: Turn) -> None:
+        """Bucket by bucket like batches, in the same order of (round, phase): R2."""
+        for launch in turn.launches:
+            work = launch()
+            self._launched.put(lambda work=work: self._called(turn, work))  # type: ignore[misc]
+
     def _launch(self, each: _Round) -> None:
-        if each.ready is not None:
-            torch.cuda.current_stream(self._device).wait_event(each.ready)
         if self._has_header(each.key[1]):
             headers = self._batch(
                 [(uid, s.header) for s in each.sending if s.header is not None for uid in s.uids],
@@ -265,6 +282,10 @@ class BatchedPath(CliquePath):
                 self._inbox.landed(each.key, coming.uid, last=False)
             elif bucket + 1 == len(coming.parts):
                 self._complete(each, coming)
+
+    def _called(self, turn: Turn, work: Any) -> None:
+        self._communicator.wait([work])
+        self._turned(turn)
 
     def _complete(self, each: _Round, coming: _Coming) -> None:
         self._count_received(coming.uid, each.key[1], coming.totals, len(coming.parts))

@@ -15,73 +15,24 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from decentnode.communication.base import Schema
+from decentnode.communication.layout import SLOTS, Layout
+from decentnode.communication.lending import Borrowed, Lending, Lent
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 
 FOLDER = Path("/dev/shm")
-PAGE = 4096
-ALIGNMENT = 128
-SLOTS = 2
 MAGIC = 0x6465636E6F6465
 POLL_SECONDS = (20e-6, 1e-3)
 """Shortest and longest sleep while a slot is still being read; it hardly ever is."""
 
 
-class Layout:
-    """Where everything lies; a function of the run's schemas alone, so that both ends agree."""
-
-    def __init__(self, schemas: tuple[Schema, ...], num_nodes: int) -> None:
-        self.schemas = schemas
-        self.num_nodes = num_nodes
-        self.phases = len(schemas)
-        header = 8 * (1 + num_nodes * self.phases)
-        self.header_bytes = -(-header // PAGE) * PAGE
-        self.offsets: list[list[list[int]]] = []
-        """[phase][slot][tensor]"""
-        position = self.header_bytes
-        for schema in schemas:
-            slots = []
-            for _ in range(SLOTS):
-                starts = []
-                for spec in schema.tensors.values():
-                    starts.append(position)
-                    position += -(-spec.max_elements * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-                slots.append(starts)
-                position = -(-position // PAGE) * PAGE
-            self.offsets.append(slots)
-        self.size = max(position, self.header_bytes + PAGE)
-
-
-def _tensors(memory: mmap.mmap, layout: Layout, base: int) -> list[list[list[Tensor]]]:
-    """[phase][slot][tensor] views of a mapping that starts at byte `base` of the file."""
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a neighbor's mapping is read-only, and nobody writes to it
-        for schema, slots in zip(layout.schemas, layout.offsets, strict=True):
-            found.append(
-                [
-                    [
-                        torch.frombuffer(memory, dtype=spec.dtype, count=spec.max_elements, offset=start - base)
-                        if spec.max_elements
-                        else torch.empty(0, dtype=spec.dtype)
-                        for spec, start in zip(schema.tensors.values(), starts, strict=True)
-                    ]
-                    for starts in slots
-                ]
-            )
-    return found
-
-
-def path_of(run: str, uid: int) -> Path:
+def path_of(run: str, uid: int, lent: bool = False) -> Path:
     """Where node `uid` publishes, before the file is unlinked; never taken from a message.
 
     run: the name of the run's private folder on this host and the generation of members, as `run_of` makes it.
     """
-    return FOLDER / f"decentnode-{run}-{uid}"
+    return FOLDER / f"decentnode-{run}-{uid}{'-lent' if lent else ''}"
 
 
 def run_of(folder: Path, generation: int) -> str:
@@ -92,9 +43,12 @@ def run_of(folder: Path, generation: int) -> str:
 class Board:
     """The owner's end."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
-        """Raises EnvironmentFault when there is no room or no right to make the file."""
-        self.path, self.layout = path, layout
+    def __init__(self, path: Path, layout: Layout, lent: Lent | None = None) -> None:
+        """lent: the slots, where the layout says that they are not in the file.
+
+        Raises EnvironmentFault when there is no room or no right to make the file.
+        """
+        self.path, self.layout, self._lent = path, layout, lent
         self._linked = False
         try:
             free = os.statvfs(path.parent)
@@ -119,7 +73,12 @@ class Board:
         words[0] = MAGIC
         self._released = words[1:].reshape(layout.num_nodes, layout.phases)
         """[uid, phase]: 0 not attached, else 1 + uses of the phase's slots that the reader has done with."""
-        self.slots = _tensors(self._memory, layout, 0)
+        if lent is not None:
+            if len(lent.offer) + 8 > layout.size - layout.header_bytes:
+                raise EnvironmentFault(f"an offer must fit in {layout.size - layout.header_bytes} bytes")
+            offer = len(lent.offer).to_bytes(8, "little") + lent.offer
+            self._memory[layout.header_bytes : layout.header_bytes + len(offer)] = offer
+        self.slots = layout.views(self._memory) if lent is None else lent.slots
         for phase in self.slots:
             for slot in phase:
                 for tensor in slot:
@@ -153,11 +112,25 @@ class Board:
         slot = own[0] if own else use % SLOTS
         self.wait_released(phase, slot, deadline, gone)
         self._uses[phase] = use
+        if self._lent is not None:
+            self._lent.may_write(phase, slot, self._readers[phase][slot][1])
         if not own:
             for home, tensor in zip(self.slots[phase][slot], payload.tensors.values(), strict=True):
                 home[: tensor.numel()].copy_(tensor)
+        if self._lent is not None:
+            self._lent.written(phase, slot)
         self._readers[phase][slot] = (use, frozenset(readers))
         return slot, use
+
+    def drain(self, deadline: float, gone: Callable[[int], bool]) -> None:
+        """Blocking until nobody needs lent slots any more, which end with this process. Raises TimeoutError."""
+        for phase, slots in enumerate(self.slots if self._lent is not None else []):
+            for slot in range(len(slots)):
+                self.wait_released(phase, slot, deadline, gone)
+        while self._lent is not None and not self._lent.idle():
+            if time.monotonic() > deadline:
+                raise TimeoutError(-1)
+            time.sleep(POLL_SECONDS[1])
 
     def wait_released(self, phase: int, slot: int, deadline: float, gone: Callable[[int], bool]) -> None:
         """Blocking until nobody reads a slot any more. Raises TimeoutError as `publish` does."""
@@ -174,8 +147,11 @@ class Board:
 class Reader:
     """A neighbor's end of a board."""
 
-    def __init__(self, path: Path, layout: Layout, uid: int) -> None:
-        """uid: the reading node. Raises PeerFault when the file is not what the run's schemas say."""
+    def __init__(self, path: Path, layout: Layout, uid: int, lending: Lending | None = None) -> None:
+        """uid: the reading node. lending: where the layout is of lent slots.
+
+        Raises PeerFault when the file is not what the run's schemas say.
+        """
         try:
             handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
@@ -194,9 +170,27 @@ class Reader:
         if words[0] != MAGIC:
             raise PeerFault("wrong_board", str(path))
         self._released = words[1:].reshape(layout.num_nodes, layout.phases)[uid]
-        self.slots = _tensors(self._memory, layout, layout.header_bytes)
+        self._borrowed: Borrowed | None = None
+        self._inside: set[tuple[int, int]] = set()
+        if lending is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a neighbor's mapping is read-only, and nobody writes to it
+                self.slots = layout.views(self._memory, layout.header_bytes)
+        else:
+            length = min(int.from_bytes(self._memory[:8], "little"), layout.size)
+            self._borrowed = lending.borrow(self._memory[8 : 8 + length], layout, uid)
+            self.slots = self._borrowed.slots
         self._released[:] = 1
 
-    def release(self, phase: int, use: int) -> None:
-        """The owner may write this slot again."""
+    def enter(self, phase: int, slot: int) -> None:
+        """Training thread, before a slot is read."""
+        if self._borrowed is not None:
+            self._borrowed.enter(phase, slot)
+            self._inside.add((phase, slot))
+
+    def release(self, phase: int, slot: int, use: int) -> None:
+        """The owner may write this slot again. The training thread after `enter`, any thread without."""
+        if self._borrowed is not None and (phase, slot) in self._inside:
+            self._inside.discard((phase, slot))
+            self._borrowed.leave(phase, slot)
         self._released[phase] = max(int(self._released[phase]), use + 1)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from decentnode.communication.base import Counters
+from decentnode.communication.base import Circle, Counters
+from decentnode.communication.calls import Calls
+from decentnode.communication.circle import Kind, Turn
 from decentnode.communication.inbox import Inbox, Key, Status
-from decentnode.communication.landing import HEADER_BYTES
+from decentnode.communication.landing import HEADER_BYTES, Pool
 from decentnode.payload import Payload
 
 SEND_WINDOW = 4
@@ -28,19 +30,23 @@ class CliquePath(abc.ABC):
     """
 
     def __init__(
-        self, inbox: Inbox, status: Status, counters: Counters, timeout_seconds: float,
+        self, calls: Calls, pool: Pool, inbox: Inbox, status: Status, counters: Counters, timeout_seconds: float,
         lease_of: Callable[[Tensor], object],
     ) -> None:
-        """timeout_seconds: longest wait for room in a peer's window.
+        """calls: of this node's communicator. pool: of buffers on its device. timeout_seconds: longest wait for room in
+        a peer's window.
 
         lease_of: what to hold while a tensor is sent from where it lies; None where it has to be copied first.
         """
         self.peers: frozenset[int] = frozenset()
         """The members that are reached by this way."""
+        self._calls, self._pool = calls, pool
         self._inbox, self._status, self._counters = inbox, status, counters
         self._timeout_seconds, self._lease_of = timeout_seconds, lease_of
         self._flying: dict[int, int] = {}
         """Payloads under way to each peer."""
+        self._blocked = 0
+        """Calls that wait for what is under way; others need not be woken by it."""
         self._coming = 0
         """Receives under way."""
 
@@ -54,6 +60,33 @@ class CliquePath(abc.ABC):
         than SEND_WINDOW payloads are under way to a peer.
         """
 
+    def begin_at_once(self, kind: Kind, key: Key, circle: Circle, outgoing: Mapping[int, Payload]) -> None:
+        """Instead of `begin`, when all members call it for this (round, phase): what arrives is the inbox's as ever.
+
+        With a member that is known to have left nothing is launched: of the others, too, nothing comes.
+        """
+        self._inbox.together[key] = self.peers
+        if any(self._status.departed.get(uid, key[0] + 1) <= key[0] for uid in circle.members):
+            return
+        self._expecting(1)
+        self._launch_turn(Turn(kind, key, self._calls, self._inbox, self._pool).load(circle, outgoing))
+
+    @property
+    def scatters(self) -> bool:
+        return self._calls.scatters
+
+    @abc.abstractmethod
+    def _launch_turn(self, turn: Turn) -> None:
+        """Not blocking: launch, then tell `_turned` of every launch that is over."""
+
+    def _turned(self, turn: Turn) -> None:
+        """A waiting thread: the next launch of a turn is over."""
+        if turn.ends:
+            for uid in self.peers:
+                turn.count(self._counters.edge(uid))
+            self._expecting(-1)
+        turn.came()
+
     @abc.abstractmethod
     def leave(self, clean: bool) -> None:
         """Give the communicator up. clean: nothing is under way."""
@@ -63,8 +96,10 @@ class CliquePath(abc.ABC):
         status = self._status
         deadline = time.monotonic() + (0.0 if status.failure is not None or status.regrouping else CLOSE_SECONDS)
         with status.changed:
+            self._blocked += 1
             while self._sends_under_way() and (remaining := deadline - time.monotonic()) > 0:
                 status.wait(min(remaining, 0.5))
+            self._blocked -= 1
             clean = not any(self._flying.values()) and not self._coming
         self.leave(clean)
 
@@ -88,20 +123,24 @@ class CliquePath(abc.ABC):
                     return False
                 if self._status.regrouping:
                     return False
+                self._blocked += 1
                 with self._status.waits_for([uid]):
                     self._status.wait(min(remaining, 1.0))
+                self._blocked -= 1
 
     def _sent(self, uid: int) -> None:
         """Any thread: a payload to `uid` has left."""
         with self._status.changed:
             self._flying[uid] -= 1
-            self._status.notify()
+            if self._blocked:
+                self._status.notify()
 
     def _expecting(self, count: int) -> None:
         """Any thread: so many more receives are under way, or fewer."""
         with self._status.changed:
             self._coming += count
-            self._status.notify()
+            if self._blocked:
+                self._status.notify()
 
     def _has_header(self, phase: int) -> bool:
         """Whether payloads say anything that the schema does not: sizes or scalars. Slices have neither."""

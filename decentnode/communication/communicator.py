@@ -7,6 +7,7 @@ tests/gpu. It is written from torch 2.13's sources and NCCL's documentation; it 
 from __future__ import annotations
 
 import abc
+import hashlib
 import logging
 import os
 import threading
@@ -19,12 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decentnode.communication.gloo import NEVER, abandon, make_group
+from decentnode.communication.calls import NEVER, Calls
+from decentnode.communication.gloo import abandon, make_group
 
 logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS = 256
 """R4: of one batch; NCCL splits larger groups differently on different ranks, and hangs (pytorch#174288)."""
+MAX_CTAS = 8
+"""Multiprocessors of the GPU that kernels of a batch may hold while they wait for a peer (R8; an H200 has 132)."""
 ABORT_SECONDS = 10.0
 POLL_SECONDS = 1e-3
 NCCL_ENVIRONMENT = {
@@ -54,6 +58,11 @@ class Communicator(abc.ABC):
         self.peers = frozenset(members) - {uid}
         self._rank = {member: rank for rank, member in enumerate(members)}
         self._group: Any = None
+
+    @property
+    def calls(self) -> Calls:
+        """What all members do at once; from the issuing thread, in the order of batches."""
+        return Calls(self._group, tuple(self._rank), scatters=self.device.type == "cuda")
 
     def batch(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
         """Launch one `batch_isend_irecv` with every peer inside (R3), peers ascending; what `wait` takes.
@@ -126,6 +135,7 @@ class NcclCommunicator(Communicator):
         rank, size, nccl = self._rank[uid], len(members), dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=timeout_seconds)
+        options.is_high_priority_stream, options.config.max_ctas = True, MAX_CTAS
         self._backend = nccl(store, rank, size, options)
         self._group = _group_of(store, rank, size, self._backend, device, "NCCL")
         self._group.bound_device_id = device
@@ -179,6 +189,14 @@ def describe_gpu(device: torch.device) -> str:
         return ""
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{version} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def gpu_number(device: torch.device) -> int:
+    """What stands for a GPU wherever it is seen, in (0, 2^40): it survives a mean of doubles. 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    identity = str(torch.cuda.get_device_properties(device).uuid)
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest(), "big") or 1
 
 
 def refusal(found: dict[int, str]) -> str:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
-Way = Literal["shared_memory", "collective", "zeromq"]
+Way = Literal["shared_memory", "cuda_ipc", "collective", "zeromq"]
 
 
 @dataclass(frozen=True)
 class EdgeRule:
-    """The first that holds: what the configuration says of the edge; shared memory between CPU nodes of one machine;
-    torch.distributed inside a clique; shared memory between other nodes of one machine; ZeroMQ."""
+    """The first that holds: what the configuration says of the edge; the GPU's memory between nodes on one GPU; shared
+    memory between CPU nodes of one machine; torch.distributed inside a clique; shared memory between other nodes of one
+    machine; ZeroMQ."""
 
     machine_of: Mapping[int, int]
     memory: bool = False
@@ -23,8 +24,8 @@ class EdgeRule:
     """Disjoint sets of nodes that can have a communicator; uids ascending."""
     chosen: Mapping[frozenset[int], Way] = field(default_factory=dict)
     """Edges that the configuration decides."""
-    gpu: frozenset[int] = frozenset()
-    """Nodes whose models lie on a GPU."""
+    gpu: Mapping[int, int] = field(default_factory=dict)
+    """Nodes whose models lie on a GPU, and which one: a number for each."""
 
     def way(self, a: int, b: int) -> Way:
         """Symmetric."""
@@ -32,7 +33,9 @@ class EdgeRule:
         if chosen is not None:
             return chosen
         near = self.memory and self.machine_of[a] == self.machine_of[b]
-        if near and not {a, b} & self.gpu:
+        if near and a in self.gpu and self.gpu[a] == self.gpu.get(b):
+            return "cuda_ipc"
+        if near and not {a, b} & self.gpu.keys():
             return "shared_memory"
         if b in self.clique_of(a):
             return "collective"
@@ -50,7 +53,9 @@ class EdgeRule:
         """Whether any two nodes of the run would use `way`."""
         if way == "collective":
             return any(self.joined(clique) for clique in self.cliques)
-        if way == "shared_memory" and not self.chosen:
+        if way == "cuda_ipc" and not self.gpu:
+            return False
+        if way == "shared_memory" and not self.chosen and not self.gpu:
             machines = list(self.machine_of.values())
             if not self.memory or len(set(machines)) == len(machines):
                 return False

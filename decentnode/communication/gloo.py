@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from decentnode.communication.calls import NEVER, Calls
+
 logger = logging.getLogger(__name__)
 
-NEVER = timedelta(days=30)
-"""gloo's own deadline tears every connection of the node down; the deadlines of rounds are kept above it."""
 TAGS = 1 << 30
 _abandoned: list[object] = []
 
@@ -85,6 +85,7 @@ class Clique:
         self.uid, self.peers = uid, frozenset(members) - {uid}
         self._rank = {member: rank for rank, member in enumerate(members)}
         self._group = make_group(store, self._rank[uid], len(members), via, timeout_seconds)
+        self.calls = Calls(self._group, members)
         self._lock = threading.Lock()
         self._lines: dict[tuple[int, bool], Line] = {}
 
@@ -100,7 +101,14 @@ class Clique:
             work = self._group.recv([tensor], self._rank[uid], tag % TAGS)
         return lambda: work.wait(NEVER)
 
+    def call(self, launch: Callable[[], Any]) -> Callable[[], object]:
+        """One of `calls`, which all members make in the same order."""
+        with self._lock:
+            work = launch()
+        return lambda: work.wait(NEVER)
+
     def line(self, uid: int, out: bool) -> Line:
+        """That of a peer and a direction; that from the node itself is for `calls`."""
         if (uid, out) not in self._lines:
             self._lines[uid, out] = Line(f"gloo {self.uid} {'to' if out else 'from'} {uid}")
         return self._lines[uid, out]

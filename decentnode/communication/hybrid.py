@@ -20,14 +20,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from decentnode import component
-from decentnode.communication.base import CommunicationConfig, Exchange
+from decentnode.communication.base import Circle, CommunicationConfig, Exchange
 from decentnode.communication.batched import BatchedPath
+from decentnode.communication.circle import Kind, SumExchange, kind_of
 from decentnode.communication.clique import CliquePath
 from decentnode.communication.communicator import (
     Communicator,
@@ -35,13 +37,16 @@ from decentnode.communication.communicator import (
     NcclCommunicator,
     describe_gpu,
     exchange_descriptions,
+    gpu_number,
     refusal,
 )
+from decentnode.communication.cuda_ipc import CudaLending
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.gloo import Clique, connect, listen, own_address
 from decentnode.communication.hybrid_config import HybridConfig, TorchConfig
 from decentnode.communication.inbox import InboxExchange
 from decentnode.communication.io_thread import CONTROL
+from decentnode.communication.lending import Lending
 from decentnode.communication.tagged import TaggedPath
 from decentnode.communication.zeromq import ZeroMQ, grouped
 from decentnode.errors import AssemblyError
@@ -80,18 +85,23 @@ class Hybrid(ZeroMQ):
 
     def _open_ways(self, timeout_seconds: float) -> None:
         assert isinstance(self.config, TorchConfig)
-        if self.edges.cliques and self.config.backend != "gloo":
+        together = self.edges.memory and len(set(self._machine_of.values())) < len(self._machine_of)
+        if together or (self.edges.cliques and self.config.backend != "gloo"):
             self._look_for_gpus(timeout_seconds)
         super()._open_ways(timeout_seconds)
         if self.edges.used("collective"):
             self._meet(timeout_seconds)
 
     def _look_for_gpus(self, timeout_seconds: float) -> None:
-        """Blocking: every node tells all others whether its model lies on a GPU, so that the rule may look at it."""
+        """Blocking: every node tells all others on which GPU its model lies, so that the rule may look at it."""
         told = torch.zeros(len(self._machine_of), dtype=torch.float64)
-        told[self.uid] = float(self._device.type == "cuda")
-        mean, _ = self.mean("cliques/gpus", told).wait(timeout_seconds)
-        self.edges = dataclasses.replace(self.edges, gpu=frozenset(mean.nonzero().flatten().tolist()))
+        told[self.uid] = gpu_number(self._device)
+        mean, contributors = self.mean("cliques/gpus", told).wait(timeout_seconds)
+        found = (mean * contributors).round().tolist()
+        self.edges = dataclasses.replace(self.edges, gpu={uid: int(gpu) for uid, gpu in enumerate(found) if gpu})
+
+    def _lending(self, device: torch.device | None) -> Lending | None:
+        return CudaLending(device) if device is not None and device.type == "cuda" else None
 
     def _meet(self, timeout_seconds: float) -> None:
         """Blocking: the lowest uid of every clique opens a store on a free port; all numbers travel in one mean."""
@@ -130,7 +140,8 @@ class Hybrid(ZeroMQ):
         nccl = self._takes_nccl(store, members)
         logger.info("clique of nodes %s by %s", members, "nccl" if nccl else "gloo")
         if not nccl and not self.config.batched:
-            return TaggedPath(Clique(store, self.uid, members, via, timeout_seconds), *parts)
+            return TaggedPath(Clique(store, self.uid, members, via, timeout_seconds), *parts,
+                              pinned=self._device.type == "cuda")  # fmt: skip
         found: Communicator
         if nccl:
             found = NcclCommunicator(store, self.uid, members, self._device, timeout_seconds)
@@ -142,7 +153,7 @@ class Hybrid(ZeroMQ):
         """Blocking, the same answer on every member. Raises AssemblyError where nccl is asked for and cannot be."""
         assert isinstance(self.config, TorchConfig)
         wanted = self.config.backend
-        if wanted == "gloo" or (wanted == "auto" and not set(members) <= self.edges.gpu):
+        if wanted == "gloo" or (wanted == "auto" and not set(members) <= self.edges.gpu.keys()):
             return False
         problem = refusal(exchange_descriptions(store, self.uid, members, describe_gpu(self._device)))
         if problem and wanted == "nccl":
@@ -168,7 +179,8 @@ class Hybrid(ZeroMQ):
     # -- rounds -----------------------------------------------------------------------------------------------
 
     def exchange(
-        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        circle: Circle | None = None,
     ) -> Exchange:
         path = self._path
         if path is None or self._status.regrouping:
@@ -177,12 +189,31 @@ class Hybrid(ZeroMQ):
         self._inbox.advance(round)
         for payload, _ in grouped(outgoing):
             self._checked(payload, phase)
+        kind = None if circle is None else self._at_once(circle, outgoing, phase)
+        if circle is not None and kind is not None:
+            path.begin_at_once(kind, (round, phase), circle, outgoing)
+            if kind != "all_gather":
+                return SumExchange(self._inbox, (round, phase), expected)
+            return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
         inside = self._inside & outgoing.keys()
         self._send_all(round, {uid: p for uid, p in outgoing.items() if uid not in inside}, phase)
         sources = self._inside.intersection(expected)
         groups = grouped({uid: outgoing[uid] for uid in sorted(inside)})
         dropped = path.begin((round, phase), groups, sorted(sources))
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), dropped)
+
+    def _at_once(self, circle: Circle, outgoing: Mapping[int, Payload], phase: int) -> Kind | None:
+        """How a circle does this phase, by one rule: at once where it is a whole clique, each edge of which goes by its
+        communicator. Payloads that are to be looked at one by one are no sums."""
+        assert isinstance(self.config, TorchConfig) and self._path is not None
+        members = circle.members
+        if not self.config.at_once or set(members) != {*self._path.peers, self.uid}:
+            return None
+        if any(self.edges.way(a, b) != "collective" for a, b in combinations(members, 2)):
+            return None
+        if circle.own is not None and self.config.non_finite == "reject":
+            return None
+        return kind_of(circle, outgoing, self.schemas[phase], self._path.scatters)
 
     def _put_away(self, generation: Generation) -> None:
         if self._path is not None:

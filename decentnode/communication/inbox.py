@@ -21,6 +21,8 @@ from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars, Slot
 
 Key = tuple[int, int]  # round, phase
+SUM = -1
+"""The source of what a whole circle adds up; nobody in particular is waited for."""
 
 STOPPING_TIMEOUT_SECONDS = 10.0
 """Once a stop is announced, a silent neighbor is waited for no longer than this."""
@@ -103,6 +105,8 @@ class _Incoming:
         self.pieces: int | None = None
         """How many chunks of `mapped` are there, in the order of the plans; None: all."""
         self.let_go: Callable[[], None] = lambda: None
+        self.enter: Callable[[], None] | None = None
+        """What the training thread does once before it reads `mapped`."""
         self.arrived = 0.0
         """When the last bytes came (monotonic)."""
         self.totals: list[int | None] = [plan.spec.max_elements if plan.spec.exact else None for plan in tensors]
@@ -179,6 +183,8 @@ class Inbox:
     ) -> None:
         """device: where exchanges give their payloads; the CPU when None."""
         self.device = device or torch.device("cpu")
+        self.lift: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(self.device)
+        """How a tensor in the host's memory comes to `device`; it may change afterwards."""
         self.schemas = schemas
         self.reject_non_finite = reject_non_finite
         self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
@@ -187,7 +193,7 @@ class Inbox:
         self._consumed = consumed
         self._incoming: dict[Key, dict[int, _Incoming]] = {}
         self.together: dict[Key, frozenset[int]] = {}
-        """Nodes that a communicator serves in one batch: when one departs, nothing comes of the others either."""
+        """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
         self._floor = 0
         self._finished: set[Key] = set()
         self._wanted: set[tuple[Key, int, int]] = set()
@@ -262,7 +268,7 @@ class Inbox:
         key = (message.round, message.phase)
 
         def let_go() -> None:
-            reader.release(message.phase, message.use)
+            reader.release(message.phase, message.slot, message.use)
 
         with self.status.changed:
             if message.round < self._floor or key in self._finished:
@@ -276,6 +282,7 @@ class Inbox:
             incoming.arrived = time.monotonic()
             incoming.mapped = [tensor[:total] for tensor, total in zip(slots, totals, strict=True)]
             incoming.let_go = let_go
+            incoming.enter = lambda: reader.enter(message.phase, message.slot)
             incoming.scalars = message.scalars
             if self._wanted:
                 self._wanted = {each for each in self._wanted if each[:2] != (key, message.source)}
@@ -367,19 +374,22 @@ class Inbox:
                 if not waiting or remaining <= 0 or self.status.regrouping:
                     break
                 self._wanted = {(key, source, chunk) for source in waiting}
-                self.status.waiting = (tuple(waiting), began)
+                self.status.waiting = (self._whom(key, waiting), began)
                 self.status.wait(min(remaining, 1.0))
                 still = self._outstanding(key, chunk, waiting)
                 if len(still) < len(waiting):
                     last = time.monotonic()
-                if not still:
+                if not still and waiting[-1] != SUM:
                     self.counters.edge(waiting[-1]).wait_seconds += last - began
                 waiting = still
             self._wanted, self.status.waiting = set(), None
-            for source in waiting:
+            for source in set(waiting) - {SUM}:
                 self.counters.edge(source).wait_seconds += time.monotonic() - began
             arrived = self._incoming.get(key, {})
             return {s: arrived[s] for s in sources if s not in waiting and self._delivered(arrived.get(s), chunk)}
+
+    def _whom(self, key: Key, waiting: list[int]) -> tuple[int, ...]:
+        return tuple(sorted(self.together.get(key, ()))) if SUM in waiting else tuple(waiting)
 
     def _departed(self, uid: int, key: Key) -> bool:
         return self.status.departed.get(uid, key[0] + 1) <= key[0]
@@ -387,7 +397,7 @@ class Inbox:
     def _held_up(self, source: int, key: Key) -> bool:
         """Whether a source comes together with a node that departed before: then neither does."""
         group = self.together.get(key, frozenset())
-        return source in group and any(self._departed(uid, key) for uid in group)
+        return (source in group or source == SUM) and any(self._departed(uid, key) for uid in group)
 
     def _outstanding(self, key: Key, chunk: int, sources: list[int]) -> list[int]:
         arrived = self._incoming.get(key, {})
@@ -468,10 +478,14 @@ class InboxExchange(Exchange):
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """On the device of the models; the copy of one that lies elsewhere is complete."""
-        return tensor if tensor.device == self._inbox.device else tensor.to(self._inbox.device)
+        return tensor if tensor.device == self._inbox.device else self._inbox.lift(tensor)
 
     def _note(self, arrived: dict[int, _Incoming]) -> None:
         self._last = max([self._last, *(incoming.arrived for incoming in arrived.values())])
+        for incoming in arrived.values():
+            if incoming.enter is not None:
+                incoming.enter()
+                incoming.enter = None
 
     def _accepted(self, received: dict[int, Payload]) -> dict[int, Payload]:
         """Without those that hold NaN or infinity, where these are to be rejected."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from decentnode.communication.base import (
     Arrival,
+    Circle,
     Communication,
     CommunicationConfig,
     Counters,
@@ -174,7 +175,8 @@ class Inproc(Communication):
         """Nobody to wait for: all nodes of the process are there."""
 
     def exchange(
-        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        circle: Circle | None = None,  # noqa: ARG002
     ) -> Exchange:
         self.raise_if_failed()
         if self.regrouping:

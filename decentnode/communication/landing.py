@@ -63,9 +63,9 @@ def pieces(plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> list[Tensor]
 class Pool:
     """Buffers of the schema's largest sizes that are used again; any thread. What never comes back is forgotten."""
 
-    def __init__(self, device: torch.device, keep: int = 16) -> None:
-        """keep: how many free ones of one size and dtype are kept."""
-        self.device, self._keep = device, keep
+    def __init__(self, device: torch.device, keep: int = 16, pinned: bool = False) -> None:
+        """keep: how many free ones of one size and dtype are kept. pinned: for copies to and from a GPU."""
+        self.device, self._keep, self._pinned = device, keep, pinned
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._lock = threading.Lock()
 
@@ -75,7 +75,7 @@ class Pool:
             free = self._free.get((elements, dtype))
             if free:
                 return free.pop()
-        return torch.empty(elements, dtype=dtype, device=self.device)
+        return torch.empty(elements, dtype=dtype, device=self.device, pin_memory=self._pinned)
 
     def give(self, tensor: Tensor) -> None:
         with self._lock:

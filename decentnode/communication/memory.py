@@ -1,7 +1,11 @@
-"""The way of payloads between nodes of one host: boards in shared memory, and doorbells that say what lies there."""
+"""The way of payloads between nodes of one host: boards in shared memory, and doorbells that say what lies there.
+
+A node on a GPU has a second board, in the memory of the GPU, for the others on it (lending.py).
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -11,15 +15,19 @@ from torch import Tensor
 
 from decentnode.communication.base import Counters, Schema
 from decentnode.communication.bell import MAX_DATAGRAM, DatagramBell
-from decentnode.communication.board import Board, Layout, Reader, path_of
+from decentnode.communication.board import Board, Reader, path_of
 from decentnode.communication.inbox import Inbox, Status
-from decentnode.errors import EnvironmentFault, PeerFault
+from decentnode.communication.layout import Layout
+from decentnode.communication.lending import Lending
+from decentnode.errors import DecentnodeError, EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 from decentnode.wire import codec
 from decentnode.wire.messages import Message, Slot
 
 logger = logging.getLogger(__name__)
 
+DRAIN_SECONDS = 2.0
+"""Longest wait, when closing, for readers of lent memory."""
 STEPS = ("boards made", "boards mapped")
 """Barriers of `MemoryPath.open`: nodes without a board pass them too."""
 
@@ -37,46 +45,69 @@ class MemoryPath:
         counters: Counters,
         admit: Callable[[Message], object],
         refuse: Callable[[PeerFault], None],
+        lending: Lending | None = None,
     ) -> None:
-        """admit: raises PeerFault for a message that may not be said now. refuse: counts a fault."""
+        """admit: raises PeerFault for a message that may not be said now. refuse: counts a fault.
+
+        lending: of the GPU that this node is on.
+        """
         self.readers: frozenset[int] = frozenset()
         """Neighbors that read this node's board."""
-        self._uid, self._schemas, self._layout = uid, schemas, Layout(schemas, num_nodes)
+        self._uid, self._schemas, self._lending = uid, schemas, lending
+        self._layouts = {lent: Layout(schemas, num_nodes, lent) for lent in (False, True)}
         self._inbox, self._status, self._counters = inbox, status, counters
         self._admit, self._refuse = admit, refuse
-        self._board: Board | None = None
+        self._boards: dict[bool, Board] = {}
+        """In the host's memory, and lent (True)."""
+        self._read_by: dict[bool, frozenset[int]] = {}
         self._mapped: dict[int, Reader] = {}
         self._bell: DatagramBell | None = None
 
     def open(
-        self, folder: Path, run: str, others: Collection[int], required: bool, barrier: Callable[[str], None]
+        self, folder: Path, run: str, others: Collection[int], required: bool, barrier: Callable[[str], None],
+        near: Collection[int] = (),
     ) -> None:
-        """Make this node's board, map those of `others`, and take the names away when everybody has them. Blocking.
+        """Make this node's boards, map those of `others`, and take the names away when everybody has them. Blocking.
 
-        A board's name comes from the run's id and the uid, its size from the local schema. Raises EnvironmentFault
-        when there is no room for a board and it is `required`.
+        near: nodes on this node's GPU. A board's name comes from the run's id and the uid, its size from the local
+        schema. Raises EnvironmentFault when there is no room for a board and it is `required`.
         """
         self._bell = DatagramBell(folder, self._uid, self._on_datagram)
-        try:
-            self._board = Board(path_of(run, self._uid), self._layout)
-        except EnvironmentFault as error:
-            if required:
-                raise
-            logger.warning("payloads leave over ipc: %s", error)
+        wanted = {lent: uids for lent, uids in ((False, others), (True, near)) if uids}
+        for lent, uids in wanted.items():
+            try:
+                self._boards[lent] = self._made(run, lent, uids)
+            except EnvironmentFault as error:
+                if required:
+                    raise
+                logger.warning("payloads leave over ipc: %s", error)
         try:
             barrier(STEPS[0])
-            for uid in others:
-                try:
-                    self._mapped[uid] = Reader(path_of(run, uid), self._layout, self._uid)
-                except PeerFault as fault:
-                    logger.warning("no shared memory from node %d: %s", uid, fault)
+            for lent, uids in wanted.items():
+                self._map(run, lent, uids)
             barrier(STEPS[1])
         finally:
-            if self._board is not None:
-                self._board.unlink()
-        if self._board is not None:
-            self.readers = frozenset(uid for uid in others if self._board.attached(uid))
+            for board in self._boards.values():
+                board.unlink()
+        for lent, board in self._boards.items():
+            self._read_by[lent] = frozenset(uid for uid in wanted[lent] if board.attached(uid))
+        self.readers = frozenset().union(*self._read_by.values())
         self._status.bell = self._bell
+
+    def _made(self, run: str, lent: bool, readers: Collection[int]) -> Board:
+        layout = self._layouts[lent]
+        if not lent:
+            return Board(path_of(run, self._uid), layout)
+        assert self._lending is not None, "only nodes on one GPU are near"
+        return Board(path_of(run, self._uid, lent), layout, self._lending.lend(layout, readers))
+
+    def _map(self, run: str, lent: bool, uids: Collection[int]) -> None:
+        for uid in uids:
+            try:
+                lending = self._lending if lent else None
+                self._mapped[uid] = Reader(path_of(run, uid, lent), self._layouts[lent], self._uid, lending)
+            except PeerFault as fault:
+                logger.warning("no shared memory from node %d: %s", uid, fault)
 
     def publish(
         self,
@@ -87,22 +118,34 @@ class MemoryPath:
         header_of: Callable[[int, int, bytes], bytes],
         send_control: Callable[[int, bytes], None],
     ) -> bool:
-        """Write a payload into the board and ring at `uids`; header_of(slot, use, totals) makes the doorbell.
+        """Write a payload into the boards and ring at `uids`; header_of(slot, use, totals) makes the doorbell.
 
         False when a reader still holds an earlier payload after the time-out: the slot must not change under it, so
         everybody gets chunks from then on.
         """
-        board, bell = self._board, self._bell
-        assert board is not None and bell is not None
-        try:
-            slot, use = board.publish(phase, payload, uids, time.monotonic() + timeout_seconds, self._gone)
-        except TimeoutError as error:
-            self.readers = frozenset()
-            logger.warning("node %d still reads an earlier payload after %g s: payloads leave as chunks from now on",
-                           error.args[0], timeout_seconds)  # fmt: skip
-            return False
+        deadline, told = time.monotonic() + timeout_seconds, []
+        for lent, board in self._boards.items():
+            mine = [uid for uid in uids if uid in self._read_by[lent]]
+            try:
+                if mine:
+                    told.append((mine, *board.publish(phase, payload, mine, deadline, self._gone)))
+            except TimeoutError as error:
+                self.readers = frozenset()
+                logger.warning("node %d still reads an earlier payload after %g s: payloads leave as chunks from now "
+                               "on", error.args[0], timeout_seconds)  # fmt: skip
+                return False
+        for mine, slot, use in told:
+            self._ring(payload, mine, functools.partial(header_of, slot, use), send_control)
+        return True
+
+    def _ring(
+        self, payload: Payload, uids: list[int], header_of: Callable[[bytes], bytes],
+        send_control: Callable[[int, bytes], None],
+    ) -> None:
+        bell = self._bell
+        assert bell is not None
         totals = b"".join(tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values())
-        header = header_of(slot, use, totals)
+        header = header_of(totals)
         metadata = sum(t.nbytes for name, t in payload.tensors.items() if name in payload.metadata)
         data = sum(t.nbytes for t in payload.tensors.values()) - metadata
         for uid in uids:
@@ -112,17 +155,15 @@ class MemoryPath:
             edge.data_bytes_sent += data
             if len(header) > MAX_DATAGRAM or not bell.send(uid, header):
                 send_control(uid, header)
-        return True
 
     def homes(self) -> list[Tensor]:
         """The slots of phase 0, where a payload of one tensor needs no copy; empty without a board."""
-        return [] if self._board is None or not self.readers else [slot[0] for slot in self._board.slots[0]]
+        return [] if not self.readers or False not in self._boards else [s[0] for s in self._boards[False].slots[0]]
 
     def wait_unread(self, home: int, timeout_seconds: float) -> bool:
         """Blocking until nobody reads slot `home` of phase 0; False after the time-out."""
-        assert self._board is not None
         try:
-            self._board.wait_released(0, home, time.monotonic() + timeout_seconds, self._gone)
+            self._boards[False].wait_released(0, home, time.monotonic() + timeout_seconds, self._gone)
         except TimeoutError:
             return False
         return True
@@ -163,9 +204,18 @@ class MemoryPath:
     def close(self) -> None:
         """Let go of everything; idempotent."""
         self._status.bell = None
+        if True in self._boards:
+            self._drain(self._boards[True])
         if self._bell is not None:
             self._bell.close()
-        if self._board is not None:
-            self._board.unlink()
-        self._board = None
+        for board in self._boards.values():
+            board.unlink()
+        self._boards = {}
         self._mapped.clear()
+
+    def _drain(self, board: Board) -> None:
+        """Lent memory ends with this process: others have to be done with it."""
+        try:
+            board.drain(time.monotonic() + DRAIN_SECONDS, self._gone)
+        except (TimeoutError, DecentnodeError, RuntimeError) as error:  # a reader that died takes its events along
+            logger.debug("lent memory is still read: %s", error)

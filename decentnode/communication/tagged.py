@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from decentnode.communication.circle import Turn
 from decentnode.communication.clique import CliquePath
 from decentnode.communication.gloo import Clique
 from decentnode.communication.inbox import Key
@@ -22,11 +23,11 @@ class TaggedPath(CliquePath):
     peer.
     """
 
-    def __init__(self, clique: Clique, *parts: Any) -> None:
-        """parts: CliquePath's."""
-        super().__init__(*parts)
+    def __init__(self, clique: Clique, *parts: Any, pinned: bool = False) -> None:
+        """parts: CliquePath's. pinned: models lie on a GPU."""
+        super().__init__(clique.calls, Pool(torch.device("cpu"), pinned=pinned), *parts)
         self.peers = clique.peers
-        self._clique, self._pool = clique, Pool(torch.device("cpu"))
+        self._clique = clique
         per_phase = [sum(plan.count(plan.spec.max_elements) for plan in plans) for plans in self._inbox.plans]
         self._slots = 1 + max(per_phase)
 
@@ -42,6 +43,17 @@ class TaggedPath(CliquePath):
             if open_:
                 self._send(payload, open_, key)
         return frozenset(dropped)
+
+    def _launch_turn(self, turn: Turn) -> None:
+        line = self._clique.line(self._clique.uid, out=False)
+        for launch in turn.launches:
+            wait = self._clique.call(launch)
+
+            def over(wait: Callable[[], object] = wait) -> None:
+                wait()
+                self._turned(turn)
+
+            line.put(over)
 
     def leave(self, clean: bool) -> None:
         self._clique.close(clean)

@@ -17,6 +17,7 @@ from torch import Tensor
 import decentnode
 from decentnode import component
 from decentnode.communication.base import (
+    Circle,
     Communication,
     CommunicationConfig,
     Counters,
@@ -30,6 +31,7 @@ from decentnode.communication.collectives import Collectives
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.inbox import Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, Security
+from decentnode.communication.lending import Lending
 from decentnode.communication.links import Links
 from decentnode.communication.links import Outgoing as Bulk
 from decentnode.communication.means import Outgoing
@@ -37,6 +39,7 @@ from decentnode.communication.memory import STEPS, MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.communication.regroup import Regroup, given_up
 from decentnode.communication.security import Keyring
+from decentnode.communication.staging import Fetched, Lease, Staging, staging_of
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
@@ -70,17 +73,12 @@ def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
     return list(groups.values())
 
 
-class Lease:
-    """Held by every message whose bytes lie in the model itself."""
-
-
 class NextGeneration(PendingGeneration):
     def __init__(self, owner: ZeroMQ) -> None:
         self._owner = owner
 
     def wait(self) -> Generation:
         return self._owner.next_generation()
-
 
 
 class ZeroMQ(Communication):
@@ -140,6 +138,7 @@ class ZeroMQ(Communication):
             self._regroup = Regroup(membership, self._links, self._status, self.counters)
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
+        self._staging: Staging | None = None
         self._joined = False
         self._closed = False
         self._begin_generation()
@@ -152,7 +151,7 @@ class ZeroMQ(Communication):
         self._leases: dict[int, weakref.ref[Lease]] = {}
         self._memory = MemoryPath(
             self.uid, self.schemas, len(self._machine_of), self._inbox, self._status, self.counters,
-            self._session.receive, self._links.refuse,
+            self._session.receive, self._links.refuse, self._lending(self._inbox.device),
         )  # fmt: skip
         self._collectives = Collectives(
             self._session, self.config.chunk_bytes, self._status, self.describe, self._io.call, self._control,
@@ -239,20 +238,33 @@ class ZeroMQ(Communication):
 
     def _open_ways(self, timeout_seconds: float) -> None:
         """Blocking, on every node alike: make the ways that edges of the run take."""
-        others = [uid for uid in self._session.members if uid != self.uid]
-        local = [uid for uid in others if self.edges.way(self.uid, uid) == "shared_memory"]
-        if local and self._plan.ipc_dir is not None:
+        ways = {uid: self.edges.way(self.uid, uid) for uid in self._session.members if uid != self.uid}
+        if self._staging is None and {"zeromq", "shared_memory", "collective"}.intersection(ways.values()):
+            self._take_pinned("zeromq" in ways.values())
+        local, near = ([u for u, way in ways.items() if way == each] for each in ("shared_memory", "cuda_ipc"))
+        if (local or near) and self._plan.ipc_dir is not None:
             required = "shared_memory" in (self.config.name, self.config.same_host)
             run = run_of(self._plan.ipc_dir, self._session.generation)
             self._memory.open(self._plan.ipc_dir, run, local, required,
-                              lambda name: self.barrier(name, timeout_seconds))  # fmt: skip
-        elif self.edges.used("shared_memory"):
+                              lambda name: self.barrier(name, timeout_seconds), near)  # fmt: skip
+        elif self.edges.used("shared_memory") or self.edges.used("cuda_ipc"):
             for step in STEPS:
                 self.barrier(step, timeout_seconds)
+
+    def _take_pinned(self, outwards: bool) -> None:
+        """H5: what passes between a GPU and the host's memory gets its slots before round 0."""
+        specs = [spec for each in self.schemas for spec in each.tensors.values()] if outwards else []
+        self._staging = staging_of(self._inbox.device, specs)
+        if self._staging is not None:
+            self._inbox.lift = self._staging.lift
 
     def _edge_rule(self) -> EdgeRule:
         same_host = self.config.same_host or ("ipc" if self.config.name == "zeromq" else "shared_memory")
         return EdgeRule(self._machine_of, same_host == "shared_memory")
+
+    def _lending(self, device: torch.device | None) -> Lending | None:  # noqa: ARG002
+        """How memory of this node's device is lent to others on it; None where it is not."""
+        return None
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -276,7 +288,8 @@ class ZeroMQ(Communication):
     # -- rounds -----------------------------------------------------------------------------------------------
 
     def exchange(
-        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        circle: Circle | None = None,  # noqa: ARG002
     ) -> Exchange:
         self._status.raise_if_failed()
         if self._status.regrouping:
@@ -327,15 +340,27 @@ class ZeroMQ(Communication):
         sums = self._sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
             tensor = payload.tensors[plan.name]
-            raw, size, lease = to_bytes(tensor), plan.spec.dtype.itemsize, self._lease(tensor)
+            fetched = self._fetched(plan, tensor)
+            raw = to_bytes(tensor) if fetched is None else memoryview(b"")
+            size, lease = plan.spec.dtype.itemsize, self._lease(tensor) if fetched is None else fetched.lease
             for chunk in range(plan.count(tensor.numel())):
                 start, stop = plan.bounds(chunk, tensor.numel())
-                body = raw[start * size : stop * size]
+                body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
                 header = self._header(Chunk, round, phase, index, chunk, tensor.numel(), scalars)
                 scalars = {}
                 message = self._bulk(header, body, sums, lease)
                 self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
                 self._hand_over(uids, message)
+
+    def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
+        """A tensor on a GPU, on its way to a slot of pinned memory; None on the CPU, or while peers have not said yet
+        that they got what lies in the slots: then it is copied as a whole."""
+        if self._staging is None or tensor.device.type == "cpu":
+            return None
+        fetched = self._staging.fetch(plan, tensor)
+        if fetched is None:
+            self._links.hurry()
+        return fetched
 
     @staticmethod
     def _bulk(header: bytes, body: memoryview, sums: int, lease: object = None) -> Bulk:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from decentnode import rng
+
+EQUAL = 1e-9
+"""Weights that differ by no more are the same."""
 
 
 class Graph(abc.ABC):
@@ -64,6 +67,9 @@ class RoundView:
     phase: int = 0
     generation: int = 0
     extra: dict[str, object] = field(default_factory=dict)
+    circle: tuple[int, ...] = ()
+    """Nodes, this one among them, that all exchange with all others of them and with nobody else, each with one weight
+    for all others, ascending: every one of them knows. Empty where there are none."""
 
     def rng(self, purpose: str) -> np.random.Generator:
         """A stream of this node, round and purpose."""
@@ -74,7 +80,7 @@ class RoundView:
         if not missing:
             return self
         sources = tuple(j for j in self.sources if j not in missing)
-        return replace(self, sources=sources, weights=self._kept(self.weights, missing))
+        return replace(self, sources=sources, weights=self._kept(self.weights, missing), circle=())
 
     def among(self, members: Collection[int]) -> RoundView:
         """The same round with nobody but `members`: what edges to others weigh goes to the node itself."""
@@ -88,6 +94,12 @@ class RoundView:
         kept = {j: w for j, w in weights.items() if j not in gone}
         kept[self.uid] = weights[self.uid] + sum(weights.get(j, 0.0) for j in gone)
         return kept
+
+    @property
+    def averaging(self) -> tuple[int, ...]:
+        """`circle`, unless a rule has made other neighbors or weights of those that it came with: then none."""
+        others = tuple(uid for uid in self.circle if uid != self.uid)
+        return self.circle if self.neighbors == self.sources == others and _alike(self.weights, self.uid) else ()
 
 
 def parts(graph: Graph, members: Collection[int], rounds: int) -> list[set[int]]:
@@ -118,3 +130,23 @@ def view(graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[
         tuple(sorted(members)) if members is not None else tuple(range(graph.num_nodes)),
         seed,
     )
+
+
+def circle_of(graph: Graph, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
+    """What `RoundView.circle` says of node `uid` in a graph: a clique of it that nobody else has an edge to."""
+    circle = tuple(sorted({uid, *graph.sources(uid, round, members)}))
+    if len(circle) < 2:
+        return ()
+    for each in (uid, *circle):  # the own row says no most of the time
+        others = tuple(other for other in circle if other != each)
+        if graph.neighbors(each, round, members) != others or graph.sources(each, round, members) != others:
+            return ()
+        if not _alike(graph.weights(each, round, members), each):
+            return ()
+    return circle
+
+
+def _alike(weights: Mapping[int, float], uid: int) -> bool:
+    """Whether a row of W gives all but the node itself one weight."""
+    others = [weight for source, weight in weights.items() if source != uid]
+    return max(others, default=0.0) - min(others, default=0.0) <= EQUAL

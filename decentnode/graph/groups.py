@@ -7,12 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from decentnode.graph.base import Graph
+from decentnode.graph.base import EQUAL, Graph
 
 CHECKED_ROUNDS = 64
 """Rounds of a graph without a shorter period that are looked at."""
-EQUAL = 1e-9
-"""Weights that differ by no more are the same."""
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,9 @@ def transport_maker(
     mapping = experiment.make_mapping()
     config = experiment.communication
     transport: Any = load_class(config.name, COMMUNICATIONS, "communication")
-    keyring, device = None, device_of(mapping.place(uid).device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    keyring, device = None, device_of(mapping.place(uid).device, mapping.place(uid).rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     own: dict[str, Any] = {} if device.type == "cpu" else {"device": device}
     if isinstance(config, ZeroMQConfig) and config.secure and config.keys is not None:
         keyring = load_keyring(experiment.base_dir / config.keys, uid, mapping.num_nodes)

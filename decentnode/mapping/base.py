@@ -20,7 +20,7 @@ class Place:
     port: int | None
     """First of the node's two TCP ports (control; bulk is port + 1), or None: free ones, one machine only."""
     device: str
-    """A torch device string, or "auto"."""
+    """auto, cpu, cuda or cuda:N."""
     bind: str
     """Address of the interface that the node listens on."""
     threads: int | None = None

@@ -26,8 +26,9 @@ class LinearConfig(Config):
     sockets or free ports when not given; across machines it is 20000."""
     bind: str | None = None
     """Address of the interface to listen on; a machine's own address when there are several, loopback otherwise."""
-    device: str = "auto"
-    """Torch device of every node."""
+    device: str | list[str] = "auto"
+    """Where models live: auto, cpu, cuda or cuda:N, or a list of these that the nodes of a machine take in turn. With
+    auto and cuda node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)
     """Threads per node; cores / nodes when not given."""
 

@@ -31,8 +31,9 @@ class MachineConfig(pydantic.BaseModel):
     """First port: node r of the machine takes base_port + 2 r and the next one."""
     bind: str | None = None
     """Address of the interface to listen on; `host` when there are several machines, loopback otherwise."""
-    device: str = "auto"
-    """Torch device of its nodes."""
+    device: str | list[str] = "auto"
+    """Where models live: auto, cpu, cuda or cuda:N, or a list of these that its nodes take in turn. With auto and cuda
+    node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)
     """Threads per node; cores / nodes when not given."""
 
@@ -52,6 +53,9 @@ class Table(Mapping):
         self._lay_out(config.machines)
 
     def _lay_out(self, machines: list[MachineConfig]) -> None:
+        for number, machine in enumerate(machines):
+            if not machine.device:
+                raise MappingError(f"device of machine {number} must name one at least, got {machine.device!r}")
         self.machines = machines
         self.num_machines = len(machines)
         self._first = [sum(m.nodes for m in machines[:i]) for i in range(len(machines) + 1)]
@@ -65,7 +69,8 @@ class Table(Mapping):
         base = m.base_port if single else m.base_port or DEFAULT_BASE_PORT
         port = None if base is None else base + PORTS_PER_NODE * rank
         bind = m.bind or ("127.0.0.1" if single else m.host)
-        return Place(self._first[machine] + rank, machine, rank, m.host, port, m.device, bind, m.threads)
+        device = m.device if isinstance(m.device, str) else m.device[rank % len(m.device)]
+        return Place(self._first[machine] + rank, machine, rank, m.host, port, device, bind, m.threads)
 
     def _check_ports(self) -> None:
         taken: dict[tuple[str, int], Place] = {}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Communication, Pending
+from decentnode.communication.base import Circle, Communication, Pending
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
-from decentnode.graph.base import Graph, RoundView, parts, view
+from decentnode.graph.base import Graph, RoundView, circle_of, parts, view
 from decentnode.node.config import NodeConfig
 from decentnode.node.schedule import SCHEDULES, Mixed
 from decentnode.payload import Payload
@@ -60,6 +60,7 @@ class Node:
         """On the lowest uid after the run: every node's closing figures."""
         self.doing = "joining"
         """What the node is at, in a word or two, for whoever looks on."""
+        self._last_circle: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
         self._stop_asked = False
         self._edges: dict[int, tuple[int, int, int, int, float]] = {}
         self._evaluation: dict[str, float] = {}
@@ -72,7 +73,9 @@ class Node:
 
     def _take_rule(self, sharing: Sharing) -> None:
         self.sharing = sharing
-        self.schedule = SCHEDULES[self.config.schedule](self.training, sharing, self.communication)
+        self.schedule = SCHEDULES[self.config.schedule](
+            self.training, sharing, self.communication, circles=self.config.missing == "fail"
+        )
 
     # -- running ----------------------------------------------------------------------------------------------
 
@@ -214,9 +217,19 @@ class Node:
         """
         members = self.generation.members
         seen = view(self.graph, self.uid, round, self.seed, members if len(members) < self.graph.num_nodes else None)
-        seen = replace(seen, generation=self.generation.number)
+        seen = replace(seen, generation=self.generation.number, circle=self._circle(seen))
         plans = [self.sharing.plan(replace(seen, phase=phase)).among(members) for phase in range(self.sharing.phases)]
-        return [*plans, plans[0] if len(plans) == 1 else seen]
+        return [*plans, plans[0] if len(plans) == 1 else self.sharing.plan_buffers(seen).among(members)]
+
+    def _circle(self, seen: RoundView) -> tuple[int, ...]:
+        """Found once for every round of the graph's period and set of members."""
+        period, alive = self.graph.period, None if len(seen.members) == self.graph.num_nodes else seen.members
+        key = (seen.round if period is None else seen.round % period, seen.members)
+        if not self.schedule.circles:
+            return ()
+        if self._last_circle is None or self._last_circle[0] != key:
+            self._last_circle = key, circle_of(self.graph, self.uid, seen.round, alive)
+        return self._last_circle[1]
 
     def finish_round(self, round: int) -> None:
         """Blocking: wait for the neighbors of the last phase, mix, record."""
@@ -295,7 +308,8 @@ class Node:
             return None
         payload = Payload({"x": self.training.model.buffers})
         outgoing = dict.fromkeys(now.neighbors, payload)
-        return self.communication.exchange(now.round, outgoing, now.sources, phase=self.sharing.phases)
+        circle = Circle(now.averaging, payload) if self.schedule.circles and now.averaging else None
+        return self.communication.exchange(now.round, outgoing, now.sources, self.sharing.phases, circle)
 
     def _mix_buffers(self, now: RoundView) -> None:
         if self._buffers is None:
@@ -304,6 +318,9 @@ class Node:
         for arrival in self._buffers.arrivals(self.schedule.timeout_seconds(self.sharing.phases - 1)):
             weights = now.without(arrival.missing).weights
             part = flat[arrival.start : arrival.stop]
+            if arrival.total is not None:
+                self.sharing.mix_sum(part, part, arrival.total, now)
+                continue
             part.mul_(weights[self.uid])
             for uid, payload in arrival.received.items():
                 part.add_(payload.tensors["x"], alpha=weights[uid])
@@ -369,7 +386,8 @@ class Node:
     def figures(self) -> dict[str, float | int | str]:
         """The node's closing figures, as they go to summary.json."""
         counters = self.communication.counters
-        waited = max(counters.edges.items(), key=lambda item: item[1].wait_seconds, default=None)
+        known = [item for item in counters.edges.items() if item[1].wait_seconds > 0]  # not of sums
+        waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
         ordered = sorted(self._round_seconds)
         return {
             "uid": self.uid, "rounds": self.round, **self._evaluation,

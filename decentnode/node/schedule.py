@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Communication, Exchange
+from decentnode.communication.base import Circle, Communication, Exchange
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
@@ -54,10 +54,36 @@ class Mixed:
     undelivered: frozenset[int]
 
 
+@dataclass(frozen=True)
+class _Slice:
+    """What arrived for the part [start, stop) of the model, and the view that it is mixed by."""
+
+    start: int
+    stop: int
+    received: Mapping[int, Payload]
+    view: RoundView
+    total: Tensor | None = None
+
+    def mix(self, sharing: Sharing, model: Tensor, place: Tensor | None = None) -> None:
+        """Into `model` [P], or from there into `place` [P]."""
+        part = slice(self.start, self.stop)
+        x = model[part]
+        if self.total is not None:
+            sharing.mix_sum(x if place is None else place[part], x, self.total, self.view)
+        elif place is None:
+            sharing.mix(x, self.received, self.view)
+        else:
+            sharing.mix_into(place[part], x, self.received, self.view)
+
+
 class Schedule(abc.ABC):
     """One round, cut where the neighbors must act before it can go on. `view` is that of the phase under way."""
 
-    def __init__(self, training: Training, sharing: Sharing, communication: Communication) -> None:
+    def __init__(
+        self, training: Training, sharing: Sharing, communication: Communication, *, circles: bool = False
+    ) -> None:
+        """circles: whether the transport may be told of them: one who is missing is missed with all others then."""
+        self.circles = circles
         self.training = training
         self.sharing = sharing
         self.communication = communication
@@ -93,7 +119,8 @@ class Schedule(abc.ABC):
     def _send(self, model: Tensor, view: RoundView) -> Exchange:
         started = time.perf_counter()
         self._outgoing = self.sharing.outgoing(model, view)
-        exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase)
+        circle = Circle(view.averaging, self.sharing.own(model, view)) if self.circles and view.averaging else None
+        exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase, circle)
         self.times.send += time.perf_counter() - started
         return exchange
 
@@ -106,7 +133,7 @@ class Schedule(abc.ABC):
         self.times.train += time.perf_counter() - started
         return update
 
-    def _slices(self, exchange: Exchange, view: RoundView) -> Iterator[tuple[int, int, dict[int, Payload], RoundView]]:
+    def _slices(self, exchange: Exchange, view: RoundView) -> Iterator[_Slice]:
         """Arrived slices, cut into blocks, with the view that has the weights of missing sources returned."""
         now, missing = view, frozenset[int]()
         waiting, wait = time.perf_counter(), 0.0
@@ -114,14 +141,16 @@ class Schedule(abc.ABC):
             wait += time.perf_counter() - waiting
             if arrival.missing != missing:
                 missing, now = arrival.missing, view.without(arrival.missing)
-            if self.sharing.elementwise:
+            if arrival.total is not None:
+                yield _Slice(arrival.start, arrival.stop, {}, now, arrival.total)
+            elif self.sharing.elementwise:
                 flats = {uid: payload.tensors["x"] for uid, payload in arrival.received.items()}
                 for a, b in blocks(arrival.start, arrival.stop):
                     part = slice(a - arrival.start, b - arrival.start)
-                    yield a, b, {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}, now
+                    yield _Slice(a, b, {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}, now)
             else:
                 received = self._unpacked(arrival.received, view)
-                yield arrival.start, arrival.stop, received, now.without(self._refused)
+                yield _Slice(arrival.start, arrival.stop, received, now.without(self._refused))
             waiting = time.perf_counter()
         self.times.wait += wait + time.perf_counter() - waiting
 
@@ -150,13 +179,10 @@ class Schedule(abc.ABC):
         started, waited = time.perf_counter(), self.times.wait
         model, place, chosen = self.model.parameters, None, False
         with torch.no_grad():
-            for a, b, received, now in self._slices(self._exchange, view):
+            for each in self._slices(self._exchange, view):
                 if not chosen:  # whoever has sent this round's model is through with the one before, as a rule
                     place, chosen = self._place(model), True
-                if place is None:
-                    self.sharing.mix(model[a:b], received, now)
-                else:
-                    self.sharing.mix_into(place[a:b], model[a:b], received, now)
+                each.mix(self.sharing, model, place)
         if place is not None:
             self.model.rebind(place)
         self.times.mix += time.perf_counter() - started - (self.times.wait - waited)
@@ -244,12 +270,12 @@ class Overlapped(Schedule):
         started, waited = time.perf_counter(), self.times.wait
         model, before = self.model.parameters, self._before
         with torch.no_grad():
-            for a, b, received, now in self._slices(self._exchange, view):
-                x = model[a:b]
-                delta = x - before[a:b]
-                x.copy_(before[a:b])
-                self.sharing.mix(x, received, now)
-                self.sharing.advance(x, delta, now)
+            for each in self._slices(self._exchange, view):
+                x, was = model[each.start : each.stop], before[each.start : each.stop]
+                delta = x - was
+                x.copy_(was)
+                each.mix(self.sharing, model)
+                self.sharing.advance(x, delta, each.view)
         self.times.mix += time.perf_counter() - started - (self.times.wait - waited)
 
 

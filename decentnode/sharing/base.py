@@ -6,11 +6,13 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
+import torch
 from torch import Tensor, dtype
 
 from decentnode.component import Component, Config, section
 from decentnode.compression import CODECS
-from decentnode.graph.base import RoundView
+from decentnode.graph.base import EQUAL, RoundView
+from decentnode.mixing import mix_into
 from decentnode.payload import Payload, TensorSpec
 
 
@@ -30,7 +32,8 @@ class Sharing(Component, abc.ABC):
 
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
-    """mix is x <- w_ii x + sum_j w_ij payload_j["x"]: a transport may hand over the sum instead."""
+    """mix is x <- w_ii x + sum_j w_ij payload_j["x"], the model being what leaves: where all neighbors have one weight
+    a transport may hand over the sum instead (`own`, `mix_sum`)."""
     # what is needed of W; the run is refused before it starts where the graph does not give it
     needs_symmetric: ClassVar[bool] = False
     needs_doubly_stochastic: ClassVar[bool] = False
@@ -68,6 +71,15 @@ class Sharing(Component, abc.ABC):
         Every node must come to the same answer from the view alone, before anything of the round was sent.
         """
         return view
+
+    def plan_buffers(self, view: RoundView) -> RoundView:
+        """As `plan`, for the model's float buffers; asked of rules with several phases only."""
+        return view
+
+    def hears_itself(self, view: RoundView) -> bool:  # noqa: ARG002
+        """Whether `received` is to have what this node sent itself, as its neighbors read it, where that is not what it
+        gave out: a lossy codec lies between."""
+        return False
 
     def begin(self, model: Tensor, view: RoundView) -> None:
         """Before the local steps: model [P] as the last round left it."""
@@ -112,6 +124,22 @@ class Sharing(Component, abc.ABC):
     ) -> None:
         """As `mix`, but the result goes to `out`, which shares no memory with `model`."""
         self.mix(out.copy_(model), received, view)
+
+    def own(self, model: Tensor, view: RoundView) -> Payload | None:  # noqa: ARG002
+        """What this node would send to itself in a phase where the sum of what all of `view.circle` send, themselves
+        included, is all that mixing needs; None where it needs every payload. The answer of all of them is alike."""
+        return Payload({"x": model}) if self.linear else None
+
+    def mix_sum(self, out: Tensor, model: Tensor, total: Tensor, view: RoundView) -> None:
+        """As `mix_into`, from the sum over `view.circle`; only after `own` gave something: x <- (w_ii - w) x + w sum.
+
+        out: where the result goes, may be the model itself. total: the sum of their tensors "x", not modified.
+        """
+        own, other = view.weights[view.uid], max(w for uid, w in view.weights.items() if uid != view.uid)
+        if abs(own - other) <= EQUAL:
+            torch.mul(total, other, out=out)
+        else:
+            mix_into(out, model, own - other, [(total, other)])
 
     def undelivered(self, uid: int, payload: Payload) -> None:
         """Called when a payload certainly did not reach `uid`, to restore what it carried."""

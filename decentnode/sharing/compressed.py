@@ -63,6 +63,8 @@ class Compressed(Sharing):
             setattr(self, name, getattr(rule, name))
         self.elementwise = rule.elementwise and codec.elementwise  # type: ignore[misc]
         self._specs: dict[str, TensorSpec] = {}
+        self._own: Payload | None = None
+        """What this node sent, as its neighbors read it, until it is mixed."""
 
     def locate(self, machines: Sequence[Sequence[int]]) -> None:
         self.rule.locate(machines)
@@ -72,6 +74,9 @@ class Compressed(Sharing):
 
     def plan(self, view: RoundView) -> RoundView:
         return self.rule.plan(view)
+
+    def plan_buffers(self, view: RoundView) -> RoundView:
+        return self.rule.plan_buffers(view)
 
     def begin(self, model: Tensor, view: RoundView) -> None:
         self.rule.begin(model, view)
@@ -116,6 +121,7 @@ class Compressed(Sharing):
             if id(payload) not in packed:
                 packed[id(payload)] = self._packed(payload, draws)
             out[uid] = packed[id(payload)]
+        self._own = self._decoded(next(iter(out.values()))) if out and self.rule.hears_itself(view) else None
         return out
 
     def _packed(self, payload: Payload, draws: torch.Generator | None) -> Payload:
@@ -154,13 +160,17 @@ class Compressed(Sharing):
         return Payload(tensors, scalars, payload.metadata)
 
     def _slice(self, payload: Payload) -> Payload:
-        """One slice of a payload whose codec works element by element."""
+        """One slice of a payload whose codec works element by element; weighted sums widen it block by block."""
         dtype = self._specs["x"].dtype
+        if self.rule.linear and payload.tensors["x"].is_floating_point():
+            return payload
         return Payload({"x": payload.tensors["x"].to(dtype)}, payload.scalars)
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         if self.elementwise:
             received = {uid: self._slice(payload) for uid, payload in received.items()}
+        if self._own is not None and self.rule.hears_itself(view):
+            received, self._own = {**received, view.uid: self._own}, None
         self.rule.mix(model, received, view)
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:

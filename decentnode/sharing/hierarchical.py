@@ -37,9 +37,10 @@ class Hierarchical(Sharing):
     models. W_between is the graph's W, summed over groups (graph/groups.py). The scheme is that of hierarchical
     all-reduce (BlueConnect, Cho et al. 2019; transport.md section 7) with gossip in place of its middle step.
 
-    Float buffers are averaged by the graph's own W. Of a node that falls silent, its weight returns: in the first phase
-    to the owner of a shard, in the second to the own group, and in the third the others keep their own values of its
-    shard. Means are added in ascending order of uid: the same bits on every transport and on all nodes of a group.
+    Float buffers take the same matrix in one exchange. Of a node that falls silent, its weight returns: in the first
+    phase to the owner of a shard, in the second to the own group, and in the third the others keep their own values of
+    its shard. Means are added in ascending order of uid: the same bits on every transport and on all nodes of a group;
+    where a clique is a group, its transport may add them in an order of its own (communication/circle.py).
     """
 
     Config: ClassVar[type[component.Config]] = HierarchicalConfig
@@ -80,11 +81,41 @@ class Hierarchical(Sharing):
             weights = {uid: weights[uid] for uid in sorted((view.uid, *sources))}
             out = 1.0 / (1 + len(neighbors))
             return replace(view, neighbors=neighbors, sources=sources, weights=weights,
-                           out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), out))  # fmt: skip
+                           out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), out), circle=())  # fmt: skip
         group = self._alive(sorted(groups.members[at]), view)
         peers = tuple(uid for uid in group if uid != view.uid)
         equal = dict.fromkeys(group, 1.0 / len(group))
-        return replace(view, neighbors=peers, sources=peers, weights=equal, out_weights=equal)
+        return replace(view, neighbors=peers, sources=peers, weights=equal, out_weights=equal, circle=group)
+
+    def plan_buffers(self, view: RoundView) -> RoundView:
+        """W_between kron the mean in a group, in one exchange: the buffers of a group agree as its models do."""
+        groups = self.groups
+        row = groups.row(view.weights)
+        weights = {uid: weight / groups.size for at, weight in row.items() for uid in groups.members[at]}
+        alive = {uid: weight for uid, weight in sorted(weights.items()) if uid in view.members}
+        alive[view.uid] += sum(weights.values()) - sum(alive.values())
+        here = {groups.place(view.uid)[0]}
+        neighbors, sources = (
+            tuple(sorted(uid for at in here.union(groups.of(uids)) for uid in groups.members[at]
+                         if uid in view.members and uid != view.uid))
+            for uids in (view.neighbors, view.sources)
+        )  # fmt: skip
+        weights = {uid: alive.get(uid, 0.0) for uid in sorted((view.uid, *sources))}
+        return replace(view, neighbors=neighbors, sources=sources, weights=weights, circle=(),
+                       out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), 1.0 / (1 + len(neighbors))))
+
+    def hears_itself(self, view: RoundView) -> bool:
+        """In the last phase: the owner of a shard keeps it as the others of its group read it, lossy codec or not."""
+        return view.phase == GATHER
+
+    def own(self, model: Tensor, view: RoundView) -> Payload | None:
+        if view.phase != REDUCE:
+            return None
+        return Payload({"x": model[self._shard(model.numel(), view.uid)]})
+
+    def mix_sum(self, out: Tensor, model: Tensor, total: Tensor, view: RoundView) -> None:
+        part = self._shard(model.numel(), view.uid)
+        super().mix_sum(out[part], model[part], total, view)
 
     @staticmethod
     def _alive(uids: Sequence[int], view: RoundView) -> tuple[int, ...]:

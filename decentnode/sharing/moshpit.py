@@ -44,4 +44,4 @@ class Moshpit(Full):
         group = [members[first + k * step] for k in range(side) if first + k * step < len(members)]
         peers = tuple(uid for uid in group if uid != view.uid)
         weights = dict.fromkeys(group, 1.0 / len(group))
-        return replace(view, neighbors=peers, sources=peers, weights=weights, out_weights=weights)
+        return replace(view, neighbors=peers, sources=peers, weights=weights, out_weights=weights, circle=tuple(group))

@@ -40,6 +40,7 @@ RUNS = {
     "zeromq": "zeromq",
     "shared_memory": "shared_memory",
 }
+ALL = {"all_reduce": "collective", "point to point": "{name: collective, at_once: false}"}
 
 
 def open_node(uid: int, elements: int, folder: Path, batched: bool, pipe: Connection) -> Collective:
@@ -118,9 +119,9 @@ def take_turns(elements: int, repeats: int, folder: Path) -> Callable[[int, Conn
     return work
 
 
-def rounds(way: str, count: int) -> float:
-    """Seconds per round of 8 nodes with an MLP of 1.0 M parameters, degree 4."""
-    overrides = ["graph={name: regular, nodes: 8, degree: 4}", "mapping.nodes_per_machine=8",
+def rounds(way: str, count: int, graph: str = "{name: regular, nodes: 8, degree: 4}") -> float:
+    """Seconds per round of 8 nodes with an MLP of 1.0 M parameters."""
+    overrides = [f"graph={graph}", "mapping.nodes_per_machine=8",
                  "model={name: mlp, hidden: [325]}", f"node.rounds={count}", f"communication={way}"]  # fmt: skip
     return run_rounds(overrides, 8).round_seconds
 
@@ -142,7 +143,7 @@ def main() -> None:
         ceilings = memory_ceilings()
         print(machine())
         print(f"ceilings: memory copy {ceilings['copy']:.1f} GB/s, axpy {ceilings['axpy']:.1f} GB/s (one thread)")
-        print("ratio: raw gloo's time (the faster of its two) / this; for rounds, ZeroMQ's time / this\n")
+        print("ratio: raw gloo's time (the faster of its two) / this; for rounds, ZeroMQ's or p2p's / this\n")
     with tempfile.TemporaryDirectory(prefix="dn") as name:
         for label, (elements, repeats) in SIZES.items():
             pair = both(take_turns(elements, repeats, Path(name) / label.replace(" ", "")))
@@ -154,6 +155,9 @@ def main() -> None:
         found = {way: rounds(section, options.rounds) for way, section in RUNS.items()}
         for way in RUNS:
             say(f"round of 8 nodes, MLP 1.0 M, {way}", found[way], found["zeromq"], "-")
+        found = {way: rounds(section, options.rounds, "{name: complete, nodes: 8}") for way, section in ALL.items()}
+        for way in ALL:
+            say(f"the same, all with all, {way}", found[way], found["point to point"], "-")
     if options.json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
 

@@ -19,6 +19,7 @@ from decentnode.component import load_class, section
 from decentnode.compression import indices, select
 from decentnode.graph import GRAPHS, WEIGHTS, build
 from decentnode.graph.base import view
+from decentnode.mixing import mix_into, passes
 from decentnode.payload import Payload
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.compressed import make_sharing
@@ -119,6 +120,26 @@ def rule(options: dict[str, object], shapes: list[tuple[int, ...]], model: Tenso
           flush=True)  # fmt: skip
 
 
+def mixing(model: Tensor, ceiling: Ceiling) -> None:
+    """Passes over memory, as counted and as the clock has them: a copy is two."""
+    for arrivals in (1, 2, 4):
+        received = [(torch.ones_like(model), 0.5 / arrivals) for _ in range(arrivals)]
+        out, lines = torch.empty_like(model), []
+
+        def chained(out: Tensor = out, received: list[tuple[Tensor, float]] = received) -> None:
+            torch.mul(model, 0.5, out=out)
+            for tensor, weight in received:
+                out.add_(tensor, alpha=weight)
+
+        def blocked(out: Tensor = out, received: list[tuple[Tensor, float]] = received) -> None:
+            mix_into(out, model, 0.5, received)
+
+        for name, fused, work in (("by blocks", True, blocked), ("chained", False, chained)):
+            seconds = min(timed(work) for _ in range(REPEATS))
+            lines.append(f"{name} {passes(arrivals, fused)} passes, took {2 * seconds / ceiling.seconds():.1f}")
+        print(f"mixing {arrivals} arrivals: {', '.join(lines)}", flush=True)
+
+
 def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -129,6 +150,7 @@ def main() -> None:
     ceiling = Ceiling(parameters)
     print(f"{machine()}; {parameters:,} parameters, one copy of them {1e3 * ceiling.seconds():.1f} ms")
     selection(model, ceiling)
+    mixing(model, ceiling)
     print(f"{'rule':22} {'encode':>7} {'decode':>7} {'mix':>7} {'all':>7}   bytes per parameter   (in copies)")
     for options in [each for each in RULES if not sys.argv[2:] or each["name"] in sys.argv[2:]]:
         rule(options, shapes, model, ceiling)

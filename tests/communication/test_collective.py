@@ -113,7 +113,7 @@ def test_auto_takes_gloo_where_nodes_share_a_gpu(monkeypatch: pytest.MonkeyPatch
     """As if both nodes had the one GPU of this machine: which NCCL refuses, and gloo does not."""
 
     def pretend(node: Hybrid, timeout_seconds: float) -> None:
-        node.edges = dataclasses.replace(node.edges, gpu=frozenset({0, 1}))
+        node.edges = dataclasses.replace(node.edges, gpu={0: 7, 1: 7})
 
     monkeypatch.setattr(Hybrid, "_look_for_gpus", pretend)
     monkeypatch.setattr("decentnode.communication.hybrid.describe_gpu", lambda device: "2.29.7 gpu-a")

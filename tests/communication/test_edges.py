@@ -23,9 +23,9 @@ from tests.communication.test_exchange import reference
 TWO_MACHINES = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1}
 
 
-def rule(memory: bool = True, gpu: frozenset[int] = frozenset(), **keys: Any) -> EdgeRule:
+def rule(memory: bool = True, gpu: dict[int, int] | None = None, **keys: Any) -> EdgeRule:
     config = HybridConfig.model_validate({"name": "hybrid", **keys})
-    plain = EdgeRule(TWO_MACHINES, memory, gpu=gpu)
+    plain = EdgeRule(TWO_MACHINES, memory, gpu=gpu or {})
     return config.rule(plain)
 
 
@@ -51,8 +51,16 @@ def test_a_clique_joins_machines_and_yields_to_shared_memory_between_cpus() -> N
 
 
 def test_gpus_prefer_their_clique() -> None:
-    found = rule(gpu=frozenset({0, 1, 2}), cliques=[[0, 1]])
+    found = rule(gpu={0: 7, 1: 8, 2: 9}, cliques=[[0, 1]])
     assert ways(found, *PAIRS) == ["collective", "shared_memory", "zeromq", "shared_memory", "zeromq"]
+
+
+def test_nodes_on_one_gpu_share_its_memory_whatever_their_clique() -> None:
+    found = rule(gpu={0: 7, 1: 7, 2: 8, 5: 7}, cliques=[[0, 1, 2]])
+    assert ways(found, *PAIRS) == ["cuda_ipc", "collective", "zeromq", "shared_memory", "zeromq"]
+    assert found.joined((0, 1, 2)) == (0, 1, 2)
+    assert ways(rule(memory=False, gpu={0: 7, 1: 7}), (0, 1)) == ["zeromq"]
+    assert ways(rule(gpu={0: 7, 1: 7}, edges=[{"nodes": [0, 1], "by": "zeromq"}]), (0, 1)) == ["zeromq"]
 
 
 def test_every_machine_can_be_a_clique() -> None:
@@ -72,12 +80,12 @@ def test_both_ends_come_to_the_same_answer() -> None:
     for _ in range(200):
         uids = draw.sample(range(6), 6)
         found = rule(
-            memory=draw.random() < 0.5, gpu=frozenset(u for u in range(6) if draw.random() < 0.3),
+            memory=draw.random() < 0.5, gpu={u: draw.randrange(1, 3) for u in range(6) if draw.random() < 0.6},
             cliques=[uids[:2], uids[2:4]], edges=[{"nodes": draw.sample(range(6), 3), "by": "zeromq"}],
         )  # fmt: skip
         pairs = [(a, b) for a in range(6) for b in range(6) if a != b]
         assert ways(found, *pairs) == ways(found, *[(b, a) for a, b in pairs])
-        for way in ("shared_memory", "collective", "zeromq"):
+        for way in ("shared_memory", "cuda_ipc", "collective", "zeromq"):
             assert found.used(way) == (way in ways(found, *pairs))  # type: ignore[arg-type]
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from decentnode.communication.base import Counters, Schema
+from decentnode.communication.base import Circle, Counters, Schema
 from decentnode.communication.batched import BatchedPath
+from decentnode.communication.circle import Kind, SumExchange
 from decentnode.communication.communicator import NcclCommunicator, describe_gpu, refusal
 from decentnode.communication.gloo import connect, listen
 from decentnode.communication.inbox import Inbox, InboxExchange, Status
@@ -60,6 +61,23 @@ def test_sizes_that_only_the_header_tells(path: BatchedPath) -> None:
         path.begin((r, 1), [(Payload({"at": at}, {"scale": r / 2}), [0])], [0])
         (arrival,) = InboxExchange(path._inbox, r, 1, (0,), frozenset({0})).arrivals(30)
         assert torch.equal(arrival.received[0].tensors["at"], at) and arrival.received[0].scalars == {"scale": r / 2}
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+def test_sums_of_one(path: BatchedPath, kind: Kind) -> None:
+    for r in range(5):
+        path._inbox.advance(r)
+        payload = Payload({"x": torch.randn(DENSE.elements, device="cuda")})
+        path.begin_at_once(kind, (r, 0), Circle((0,), payload), {0: payload})
+        got = torch.cat([arrival.total for arrival in SumExchange(path._inbox, (r, 0), (0,)).arrivals(30)])  # type: ignore[misc]
+        assert torch.equal(got, payload.tensors["x"])
+
+
+def test_gathering_of_one(path: BatchedPath) -> None:
+    payload = Payload({"x": torch.randn(DENSE.elements, device="cuda")})
+    path.begin_at_once("all_gather", (0, 0), Circle((0,)), {0: payload})
+    got = [a.received[0].tensors["x"] for a in InboxExchange(path._inbox, 0, 0, (0,), frozenset({0})).arrivals(30)]
+    assert torch.equal(torch.cat(got), payload.tensors["x"])
 
 
 def test_speed_of_an_exchange_with_itself(path: BatchedPath) -> None:

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from decentnode.errors import MappingError
+from decentnode.build import device_of
+from decentnode.errors import EnvironmentFault, MappingError
 from decentnode.mapping import addresses
 from decentnode.mapping.base import Mapping
 from decentnode.mapping.linear import Linear, LinearConfig
@@ -105,3 +107,31 @@ def test_finding_this_machine() -> None:
         mapping.find_machine({"10.0.0.1", "10.0.0.3"})
     assert linear(nodes_per_machine=2).find_machine({"whatever"}) == 0
     assert "127.0.0.1" in addresses.own_names()
+
+
+def test_devices_are_dealt_to_nodes_in_turn() -> None:
+    config = Table.Config.model_validate({"name": "table", "machines": [
+        {"nodes": 3, "host": "a", "device": ["cuda:1", "cpu"]}, {"nodes": 2, "host": "b", "device": "cuda"},
+        {"nodes": 1, "host": "c"},
+    ]})  # fmt: skip
+    mapping = Table(config)
+    assert [mapping.place(uid).device for uid in range(6)] == ["cuda:1", "cpu", "cuda:1", "cuda", "cuda", "auto"]
+    with pytest.raises(MappingError, match="device of machine 0 must name one at least, got"):
+        Table(Table.Config.model_validate({"name": "table", "machines": [{"nodes": 1, "device": []}]}))
+
+
+@pytest.mark.parametrize(("wanted", "rank", "gpus", "found"), [
+    ("auto", 0, 0, "cpu"), ("auto", 3, 2, "cuda:1"), ("cuda", 1, 4, "cuda:1"), ("cuda", 5, 4, "cuda:1"),
+    ("cuda:2", 0, 4, "cuda:2"), ("cpu", 1, 4, "cpu"), ("cuda:2", 0, 2, "only 2 GPUs are usable"),
+    ("cuda", 0, 0, "no GPU is usable"), ("gpu", 0, 0, "must be auto, cpu, cuda or cuda:N"),
+])  # fmt: skip
+def test_a_device_is_found_or_missed_by_name(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, rank: int, gpus: int, found: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if " " in found:
+        with pytest.raises(EnvironmentFault, match=found):
+            device_of(wanted, rank)
+    else:
+        assert device_of(wanted, rank) == torch.device(found)

@@ -296,6 +296,34 @@ def test_compressed_it_mixes_up_to_the_codec() -> None:
         torch.testing.assert_close(model, mean, atol=1e-2, rtol=0)
 
 
+@pytest.mark.parametrize("codec", ["float16", "int8", "int4", "sign"])
+def test_compressed_its_groups_agree_bit_for_bit(codec: str) -> None:
+    groups = consecutive(2, 3)
+    graph = make("grouped", nodes=6, between={"name": "ring", "nodes": 2})
+    models = draw(6, 61)
+    rules = [rule(groups, compression={"name": codec}) for _ in models]
+    for each, model in zip(rules, models, strict=True):
+        each.payload_schema(model.numel(), model.dtype)
+    for r in range(2):
+        one_round(rules, models, graph, r, 0.0)
+        assert all(torch.equal(models[group[0]], models[uid]) for group in groups for uid in group)
+
+
+@pytest.mark.parametrize(("name", "options", "groups"), [
+    ("torus", {"nodes": 12, "rows": 3}, consecutive(3, 4)), ("complete", {"nodes": 4}, consecutive(2, 2)),
+    ("one_peer_exponential", {"nodes": 8}, consecutive(4, 2)),
+])  # fmt: skip
+def test_float_buffers_take_the_matrix_of_the_models(name: str, options: dict[str, object], groups: Groups) -> None:
+    graph = make(name, **options)
+    built = run(graph, groups, buffers=3, rounds=3)
+    x, p = np.arange(float(graph.num_nodes)), averaging(groups)
+    for r in range(3):
+        x = p @ graph.matrix(r) @ p @ x
+    found = stacked([n.training for n in built], "buffers")  # type: ignore[misc]
+    np.testing.assert_allclose(found.double().numpy(), np.repeat(x[:, None], 3, 1), atol=1e-5)
+    assert all(torch.equal(found[group[0]], found[uid]) for group in groups for uid in group)
+
+
 def test_the_rule_is_told_its_groups() -> None:
     each = Hierarchical(Hierarchical.Config.model_validate({"name": "hierarchical"}))
     with pytest.raises(ValueError, match=r"groups must have one size, got 1 \(nodes 2\) and 2 \(nodes 0, 1\)"):

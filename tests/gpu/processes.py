@@ -1,0 +1,53 @@
+"""Nodes in processes of their own on one GPU, as a run has them; threads of one process cannot map their own memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from decentnode.communication.hybrid import Hybrid
+from decentnode.communication.zeromq_config import BindPlan
+from tests.communication.contract import flat_schema
+
+Work = Callable[[Hybrid, torch.device], Any]
+
+
+def _node(uid: int, n: int, elements: int, folder: str, work: Work, results: Any) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    node = Hybrid(
+        Hybrid.Config.model_validate({"name": "hybrid"}), uid=uid, machine_of=dict.fromkeys(range(n), 0),
+        schemas=flat_schema(elements), digest="d", bind=BindPlan(Path(folder)), device=device,
+    )  # fmt: skip
+    node.bind()
+    node.set_peers({u: (f"ipc://{folder}/{u}c", f"ipc://{folder}/{u}b") for u in range(n)})
+    try:
+        node.start(120)
+        results.put((uid, work(node, device)))
+        node.barrier("done", 120)
+    finally:
+        node.close()
+
+
+def on_one_gpu(n: int, elements: int, work: Work, limit_seconds: float = 300) -> dict[int, Any]:
+    """work(node, device) in n processes at once; their results by uid. Raises what a process died of."""
+    with tempfile.TemporaryDirectory(prefix="dn") as folder:
+        results: Any = mp.get_context("spawn").SimpleQueue()
+        context = mp.spawn(_node, (n, elements, folder, work, results), nprocs=n, join=False)
+        assert context is not None
+        found: dict[int, Any] = {}
+        while not context.join(0.1):  # raises when one fails
+            while not results.empty():
+                uid, value = results.get()
+                found[uid] = value
+            limit_seconds -= 0.1
+            assert limit_seconds > 0, "a process hangs"
+        while not results.empty():
+            uid, value = results.get()
+            found[uid] = value
+        return found
