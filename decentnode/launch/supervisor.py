@@ -223,7 +223,8 @@ class Run:
 
     def _on_death(self, failed: Failed) -> None:
         """A node died: the others go on without it, where they may."""
-        may = self.facts.regroup and self.phase == "running" and self._kill_at is None
+        begun = any(worker.joined for worker in self.workers)
+        may = self.facts.regroup and begun and self._kill_at is None
         if not may or failed.exit_code in FOR_ALL:
             self._on_failure(failed)
             return

@@ -207,8 +207,9 @@ class Membership:
         elif self.stage == "outside":
             self._knock(now)
         elif self.stage == "short":
-            for uid in sorted(self.suspects):
-                self._say(uid, Ping)
+            for uid in range(self.num_nodes):  # whoever went on without this node says so
+                if uid != self.uid:
+                    self._say(uid, Ping)
         elif now - self._heard > self.limits.suspect_seconds:
             self.suspects.add(self.coordinator)
             self._turn(now)

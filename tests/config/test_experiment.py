@@ -179,7 +179,7 @@ def test_all_problems_at_once(write):
         a.yaml:10:13: node.schedule must be one of sequential, overlapped, got 'overlaped'
             schedule: overlaped
                       ^ did you mean 'overlapped'?
-        a.yaml:11:12: node.missing must be one of fail, return_weight, got off
+        a.yaml:11:12: node.missing must be one of fail, return_weight, regroup, got off
             missing: off
                      ^ YAML reads a bare off as false: quote it
         a.yaml:12:1: extra is not a known key

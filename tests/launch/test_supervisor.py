@@ -87,7 +87,7 @@ def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
     merged = load_file(directory / "models" / "merged.safetensors")
     for name, tensor in merged.items():
         assert tensor == pytest.approx(sum(model[name] for model in models) / 4, abs=1e-6)
-    assert [label for label, _ in witness.lines] == ["versions", "graph", "data", "model"]
+    assert [label for label, _ in witness.lines] == ["versions", "graph", "data", "model", "sharing"]
     assert {uid for uid, _ in witness.records} == {0, 1, 2, 3}
 
 
