@@ -75,6 +75,16 @@ class Line(threading.Thread):
                 return
 
 
+class _Broken:
+    """The wait for what could not even be launched."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def __call__(self) -> object:
+        raise self._error
+
+
 class Clique:
     """One generation's communicator of `members`, ranks in their order. Every call may come from any thread."""
 
@@ -90,21 +100,21 @@ class Clique:
         self._lines: dict[tuple[int, bool], Line] = {}
 
     def send(self, uid: int, tensor: Tensor, tag: int) -> Callable[[], object]:
-        """tensor: on the CPU, unchanged until the returned wait is over. Not blocking."""
-        with self._lock:
-            work = self._group.send([tensor], self._rank[uid], tag % TAGS)
-        return lambda: work.wait(NEVER)
+        """tensor: on the CPU, unchanged until the returned wait is over. Not blocking. A connection that broke already
+        is told of by the wait, as one that breaks later is."""
+        return self.call(lambda: self._group.send([tensor], self._rank[uid], tag % TAGS))
 
     def receive(self, uid: int, tensor: Tensor, tag: int) -> Callable[[], object]:
         """As `send`, into `tensor`."""
-        with self._lock:
-            work = self._group.recv([tensor], self._rank[uid], tag % TAGS)
-        return lambda: work.wait(NEVER)
+        return self.call(lambda: self._group.recv([tensor], self._rank[uid], tag % TAGS))
 
     def call(self, launch: Callable[[], Any]) -> Callable[[], object]:
         """One of `calls`, which all members make in the same order."""
-        with self._lock:
-            work = launch()
+        try:
+            with self._lock:
+                work = launch()
+        except RuntimeError as error:
+            return _Broken(error)
         return lambda: work.wait(NEVER)
 
     def line(self, uid: int, out: bool) -> Line:
