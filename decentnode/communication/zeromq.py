@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import time
-import weakref
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
@@ -29,6 +28,7 @@ from decentnode.communication.base import (
 from decentnode.communication.board import run_of
 from decentnode.communication.collectives import Collectives
 from decentnode.communication.edges import EdgeRule
+from decentnode.communication.homes import Homes
 from decentnode.communication.inbox import Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, Security
 from decentnode.communication.lending import Lending
@@ -39,7 +39,7 @@ from decentnode.communication.memory import STEPS, MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.communication.regroup import Regroup, given_up
 from decentnode.communication.security import Keyring
-from decentnode.communication.staging import Fetched, Lease, Staging, staging_of
+from decentnode.communication.staging import Fetched, Staging, staging_of
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
@@ -62,7 +62,6 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
 CLOSE_SECONDS = 5.0
-LEASE_POLL_SECONDS = 100e-6
 
 
 def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
@@ -145,14 +144,11 @@ class ZeroMQ(Communication):
 
     def _begin_generation(self) -> None:
         """What belongs to one generation of members and no other; `_open_ways` fills it."""
-        self._homes: list[Tensor] = []
-        self._sent_to: tuple[int, ...] = ()
-        """Who may still read what was sent last."""
-        self._leases: dict[int, weakref.ref[Lease]] = {}
         self._memory = MemoryPath(
             self.uid, self.schemas, len(self._machine_of), self._inbox, self._status, self.counters,
             self._session.receive, self._links.refuse, self._lending(self._inbox.device),
         )  # fmt: skip
+        self._homes = Homes(self.schemas[0], self._memory, self._status, self._links.hurry)
         self._collectives = Collectives(
             self._session, self.config.chunk_bytes, self._status, self.describe, self._io.call, self._control,
             self._emit,
@@ -300,7 +296,7 @@ class ZeroMQ(Communication):
 
     def _send_all(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
         """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
-        self._sent_to = tuple(outgoing)
+        self._homes.sent_to = tuple(outgoing)
         by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
         alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
         if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
@@ -371,42 +367,11 @@ class ZeroMQ(Communication):
     # -- places for the model ---------------------------------------------------------------------------------
 
     def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
-        schema = self.schemas[0]
-        if not schema.elementwise or len(schema.tensors) != 1:
-            return None
-        if not self._homes:
-            (spec,) = schema.tensors.values()
-            self._homes = self._memory.homes() or [torch.empty(schema.elements, dtype=spec.dtype) for _ in range(2)]
-        deadline = time.monotonic() + timeout_seconds
-        with self._status.waits_for(self._sent_to):
-            for index, home in enumerate(self._homes):
-                if home.data_ptr() != current.data_ptr() and self._unused(index, deadline):
-                    return home
-        return torch.empty_like(current)
-
-    def _unused(self, index: int, deadline: float) -> bool:
-        """Blocking until nobody needs what was sent from home `index`."""
-        lease = self._leases.get(index)
-        if lease is not None and lease() is not None:
-            self._links.hurry()
-            while lease() is not None:
-                self._status.raise_if_failed()
-                if time.monotonic() > deadline or self._status.regrouping:
-                    return False
-                time.sleep(LEASE_POLL_SECONDS)
-        return not self._memory.homes() or self._memory.wait_unread(index, max(0.0, deadline - time.monotonic()))
+        return self._homes.claim(current, timeout_seconds)
 
     def _lease(self, tensor: Tensor) -> object:
-        """For what is sent from a home: it may not change until the lease is dropped. None for anything else."""
-        for index, home in enumerate(self._homes):
-            if home.data_ptr() == tensor.data_ptr() and tensor.numel():
-                held = self._leases.get(index)
-                lease = held() if held is not None else None
-                if lease is None:
-                    lease = Lease()
-                    self._leases[index] = weakref.ref(lease)
-                return lease
-        return None
+        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first."""
+        return self._homes.lease(tensor)
 
     def _header(self, kind: type[Message], *values: object) -> bytes:
         session = self._session
