@@ -50,20 +50,22 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def tcp_bytes_sent() -> int:
-    """What this process wrote to its TCP sockets, as the kernel counts it."""
-    total = 0
+def tcp_bytes_sent() -> dict[str, int]:
+    """What this process wrote to each of its TCP sockets, as the kernel counts it; those of earlier tests among them,
+    which may be closed at any moment."""
+    found_by_name = {}
     for number in os.listdir("/proc/self/fd"):
         try:
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if not name.startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as found:
                 info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
             continue
         if len(info) >= TCP_INFO_BYTES_SENT + 8:
-            total += struct.unpack_from("Q", info, TCP_INFO_BYTES_SENT)[0]
-    return total
+            found_by_name[name] = struct.unpack_from("Q", info, TCP_INFO_BYTES_SENT)[0]
+    return found_by_name
 
 
 def run(
@@ -91,7 +93,8 @@ def run(
         counted = sum(edge.data_bytes_sent for edge in edges)
         received = sum(edge.data_bytes_received for edge in edges) - early
         assert "compression" in (sharing or {}) or counted == received  # received metadata counts as data
-        return torch.cat([stacked(trainings), stacked(trainings, "buffers")], 1), counted, tcp_bytes_sent() - before
+        sent = sum(count - before.get(name, 0) for name, count in tcp_bytes_sent().items())
+        return torch.cat([stacked(trainings), stacked(trainings, "buffers")], 1), counted, sent
 
 
 def _config(values_: dict[str, object]) -> object:

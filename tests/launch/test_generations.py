@@ -15,7 +15,7 @@ from tests.conftest import scale
 from tests.launch.faults import experiment
 from tests.launch.test_supervisor import Witness, run
 
-COMMUNICATION = {"name": "auto", "timeout_seconds": 6, "start_timeout_seconds": 20, "suspect_seconds": 1}
+COMMUNICATION = {"name": "auto", "timeout_seconds": 6, "start_timeout_seconds": 20, "suspect_seconds": 2}
 
 
 class Listener(Witness):

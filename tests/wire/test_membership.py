@@ -354,7 +354,7 @@ faults = st.lists(
 )
 
 
-@settings(max_examples=scale(60, 2000), deadline=None)
+@settings(max_examples=scale(60, 2000), deadline=None, derandomize=not scale(0, 1))
 @given(plan=faults, mortal=st.integers(0, 5), seed=st.integers(0, 1 << 20), loss=st.sampled_from([0.0, 0.05, 0.2]))
 def test_whatever_happens_all_that_live_agree_in_the_end(
     plan: list[tuple[str, int, float]], mortal: int, seed: int, loss: float
@@ -363,7 +363,7 @@ def test_whatever_happens_all_that_live_agree_in_the_end(
     _survive([(fault, mortal if fault in ("kill", "restart") else uid, s) for fault, uid, s in plan], seed, loss, True)
 
 
-@settings(max_examples=scale(30, 1000), deadline=None)
+@settings(max_examples=scale(30, 1000), deadline=None, derandomize=not scale(0, 1))
 @given(plan=faults, seed=st.integers(0, 1 << 20), loss=st.sampled_from([0.0, 0.05]))
 def test_whoever_dies_all_that_live_agree_in_the_end(
     plan: list[tuple[str, int, float]], seed: int, loss: float
