@@ -51,7 +51,6 @@ from decentnode.communication.tagged import TaggedPath
 from decentnode.communication.zeromq import ZeroMQ, grouped
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload
-from decentnode.wire.membership import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -215,11 +214,12 @@ class Hybrid(ZeroMQ):
             return None
         return kind_of(circle, outgoing, self.schemas[phase], self._path.scatters)
 
-    def _put_away(self, generation: Generation) -> None:
-        if self._path is not None:
-            self._path.leave(clean=False)
-        self._path, self._store, self._inside = None, None, frozenset()
-        super()._put_away(generation)
+    def _next_generation(self) -> None:
+        """Without `Links.lock`: an abort may take seconds, in which the node answers whoever asks whether it lives."""
+        path, self._path, self._store, self._inside = self._path, None, None, frozenset()
+        if path is not None:
+            path.leave(clean=False)
+        super()._next_generation()
 
     def close(self) -> None:
         if not self._closed and self._path is not None:
