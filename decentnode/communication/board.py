@@ -50,6 +50,8 @@ class Board:
         """
         self.path, self.layout, self._lent = path, layout, lent
         self._linked = False
+        if lent is not None and len(lent.offer) + 8 > layout.size - layout.header_bytes:
+            raise EnvironmentFault(f"an offer must fit in {layout.size - layout.header_bytes} bytes")
         try:
             free = os.statvfs(path.parent)
             if free.f_bavail * free.f_frsize < layout.size + (16 << 20):
@@ -74,8 +76,6 @@ class Board:
         self._released = words[1:].reshape(layout.num_nodes, layout.phases)
         """[uid, phase]: 0 not attached, else 1 + uses of the phase's slots that the reader has done with."""
         if lent is not None:
-            if len(lent.offer) + 8 > layout.size - layout.header_bytes:
-                raise EnvironmentFault(f"an offer must fit in {layout.size - layout.header_bytes} bytes")
             offer = len(lent.offer).to_bytes(8, "little") + lent.offer
             self._memory[layout.header_bytes : layout.header_bytes + len(offer)] = offer
         self.slots = layout.views(self._memory) if lent is None else lent.slots

@@ -136,8 +136,10 @@ def test_a_slot_that_is_read_is_not_written_again(said: list[Said]) -> None:
 def test_an_offer_that_has_no_room_is_refused(said: list[Said]) -> None:
     lent = Fake(said).lend(LAYOUT, [1])
     lent.offer = bytes(LAYOUT.size)
+    path = path_of(uuid.uuid4().hex, 0, lent=True)
     with pytest.raises(EnvironmentFault, match="an offer must fit in"):
-        Board(path_of(uuid.uuid4().hex, 0, lent=True), LAYOUT, lent).unlink()
+        Board(path, LAYOUT, lent)
+    assert not path.exists()
 
 
 def test_a_lent_board_has_no_slots_in_its_file() -> None:
