@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "decentnode"
 
 FLOORS: list[list[str]] = [
-    ["errors", "logs", "rng", "tensors", "component", "problems", "yaml_source", "payload", "mixing"],
+    ["errors", "logs", "rng", "tensors", "component", "problems", "yaml_source", "payload", "mixing", "native"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "metrics"],
     ["sharing", "training", "communication"],
     ["node", "parallel"],

@@ -3,79 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from decentnode import native
 
 SMALLEST = 1 << 16
 """Elements below which a step is not worth a compiler's start."""
 CHUNK = 1 << 18
 """Elements that a thread takes at a time."""
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-
-SOURCE = r"""
-#include <math.h>
-#include <stddef.h>
-
-struct constants { float sign, l2, shrink, new1, keep2, new2, step, root, eps, share; };
-
-#define UPDATE                                                                   \
-    float gradient = c.sign * g[i] + c.l2 * x[i];                                \
-    float first = m[i] + c.new1 * (gradient - m[i]);                             \
-    float second = c.keep2 * v[i] + c.new2 * gradient * gradient;                \
-    float total = sum[i] + c.share * gradient;                                   \
-    x[i] = c.shrink * x[i] - c.step * first / (c.root * sqrtf(second) + c.eps);
-
-void inside(size_t n, float *restrict x, const float *restrict g, float *restrict m, float *restrict v,
-            float *restrict sum, const struct constants *constants) {
-    struct constants c = *constants;
-    for (size_t i = 0; i < n; i++) {
-        UPDATE
-        sum[i] = total;
-    }
-}
-
-void last(size_t n, float *restrict x, const float *restrict g, float *restrict m, float *restrict v,
-          float *restrict sum, const struct constants *constants) {
-    struct constants c = *constants;
-    for (size_t i = 0; i < n; i++) {
-        UPDATE
-        m[i] = m[i] + c.new1 * (total - m[i]);
-        v[i] = c.keep2 * v[i] + c.new2 * total * total;
-        sum[i] = 0;
-    }
-}
-"""
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled loops; None where there is no compiler, or it does not do. Blocking, once in a process."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))), None)
-    if compiler is None:
-        return None
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            source, target = Path(folder) / "accum_adam.c", Path(folder) / "accum_adam.so"
-            source.write_text(SOURCE)
-            subprocess.run([compiler, *FLAGS, str(source), "-o", str(target), "-lm"], check=True, capture_output=True,
-                           timeout=60)  # fmt: skip
-            return ctypes.CDLL(str(target))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("AccumAdam goes without its compiled loop: %s", error)
-        return None
+    return native.compiled(Path(__file__).with_name("accum_adam.c"))
 
 
 def usable(params: Sequence[Tensor]) -> bool:
@@ -101,19 +46,14 @@ def step(
     call: Callable[..., Any] = compiled.last if last else compiled.inside
     threads = min(torch.get_num_threads(), sum(row[0].numel() for row in rows) // CHUNK)
 
-    def run(chunk: tuple[int, list[int]]) -> None:
-        call(ctypes.c_size_t(chunk[0]), *map(ctypes.c_void_p, chunk[1]), constants)
+    def run(elements: int, addresses: list[int]) -> None:
+        call(ctypes.c_size_t(elements), *map(ctypes.c_void_p, addresses), constants)
 
     if threads < 2:
         for row in rows:
-            run((row[0].numel(), [t.data_ptr() for t in row]))
+            run(row[0].numel(), [t.data_ptr() for t in row])
     else:
-        list(_pool(threads).map(run, _chunks(rows)))
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="accum_adam")
+        native.spread(run, _chunks(rows), threads)
 
 
 def _chunks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[int, list[int]]]:

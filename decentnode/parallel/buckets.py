@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 from torch.nn import Parameter
 
 from decentnode.graph.base import RoundView
+from decentnode.parallel.advance import GRAIN_BYTES, LANES, MOST_ARRIVALS, Marks, Mixing, Rows, loops
 from decentnode.parallel.plan import Plan
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
@@ -24,6 +26,8 @@ PART_BYTES = 1 << 22
 part costs a call of the optimizer's step, 0.2 ms; for 10 M parameters 4 MB took less than 1, 2 and 8."""
 CACHED_BYTES = 1 << 23
 """Parts up to this size are taken to be in a cache from their mixing to their snapshot."""
+WORTH_ELEMENTS = 1 << 16
+"""Fewer elements than these are no part of their own, only because a compiled loop could take them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +40,16 @@ class Part:
     """Where they are in `flat`."""
     small: bool
     """Whether what is done to it one after the other finds it in a cache."""
+    even: bool
+    """Whether all parameters suit the compiled loop's Adam by their sizes."""
+    mark: int
+    """The number of its first grain's mark."""
+
+
+class _Where(NamedTuple):
+    part: Part
+    at: int
+    """Where a block starts."""
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -54,6 +68,8 @@ class Bucket:
     makes it, by a hash of each block (two different blocks pass for equal once in 2^64). On other devices, where
     looking would hold up the host, a write is noticed where torch counts it: in-place operations on a parameter and
     load_state_dict are, `p.data = other` is, in-place operations on `p.data` are not.
+
+    With a C compiler, float32 on a CPU takes compiled loops (advance.c), to the same bits.
     """
 
     index: int
@@ -86,23 +102,49 @@ class Bucket:
             offset += p.numel()
         self._hashes = self.flat.device.type == "cpu"
         self._bytes = self.flat.view(torch.uint8).numpy() if self._hashes else None
-        self._block = BLOCK_BYTES // self.flat.element_size() if self._hashes else max(1, total)
-        self._marks: dict[int, int] = {}
-        """Where a block starts -> its hash in the last snapshot."""
+        self._loops = loops() if self._hashes else None
+        block = BLOCK_BYTES if self._loops is None else -(-BLOCK_BYTES // GRAIN_BYTES) * GRAIN_BYTES
+        self._block = block // self.flat.element_size() if self._hashes else max(1, total)
+        self._hash_of: dict[int, int] = {}
+        """Without compiled loops: where a block starts -> its hash in the last snapshot."""
         self._seen: list[int] = []
         self._slots: list[Tensor] = []
         self.parts = list(self._cut(PART_BYTES // self.flat.element_size() if self._hashes else max(1, total)))
+        self._marks: Marks = np.zeros((self._mark(total) + len(self.parts), 2), np.uint64)
 
     def _cut(self, elements: int) -> Iterator[Part]:
-        """Parts of whole parameters, each full with so many elements or more; the last may be smaller."""
-        kept: list[Parameter] = []
-        start = stop = 0
+        """Parts of whole parameters, each full with so many elements or more; the last of a run may be smaller."""
+        number = start = stop = 0
+        for even, run in self._runs():
+            kept: list[Parameter] = []
+            for p in run:
+                kept.append(p)
+                stop += p.numel()
+                if stop - start >= elements or p is run[-1]:
+                    small = (stop - start) * p.element_size() <= CACHED_BYTES
+                    yield Part(tuple(kept), start, stop, small, even, self._mark(start) + number)
+                    kept, start, number = [], stop, number + 1
+
+    def _runs(self) -> Iterator[tuple[bool, list[Parameter]]]:
+        """Neighboring parameters that the compiled loop's Adam can take, or not; few of them go with those before."""
+        can = self._loops is not None and self.flat.dtype == torch.float32
+        runs: list[tuple[bool, list[Parameter]]] = []
         for p in self.params:
-            kept.append(p)
-            stop += p.numel()
-            if stop - start >= elements or p is self.params[-1]:
-                yield Part(tuple(kept), start, stop, (stop - start) * p.element_size() <= CACHED_BYTES)
-                kept, start = [], stop
+            even = can and p.numel() % LANES == 0
+            if not runs or runs[-1][0] != even:
+                runs.append((even, []))
+            runs[-1][1].append(p)
+        joined: list[tuple[bool, list[Parameter]]] = []
+        for even, run in runs:
+            worth = even and sum(p.numel() for p in run) >= WORTH_ELEMENTS
+            if joined and joined[-1][0] == worth:
+                joined[-1][1].extend(run)
+            else:
+                joined.append((worth, run))
+        yield from joined
+
+    def _mark(self, elements: int) -> int:
+        return elements * self.flat.element_size() // GRAIN_BYTES
 
     @property
     def size_bytes(self) -> int:
@@ -146,13 +188,40 @@ class Bucket:
         """As `snapshot`, for a part alone; `sent` stays what it was. cached: the part was just now in the cache."""
         if not self._hashes:
             self._seen = self._versions()
-        for at, flat, sent, second in self._blocks(part, self.flat, into, into if copy is None else copy):
+        piece = slice(part.start, part.stop)
+        self._count(self.flat[piece], (1 if copy is None else 2) + (not cached))
+        if self._loops is not None:
+            second = None if copy is None else copy[piece]
+            self._loops.snapshot(self.flat[piece], into[piece], second, self._marks[part.mark :])
+            return
+        for where, flat, sent, second in self._blocks(part, self.flat, into, into if copy is None else copy):
             sent.copy_(flat)
             if copy is not None:
                 second.copy_(flat)
-            self._count(flat, (1 if copy is None else 2) + (not cached))
             if self._hashes:
-                self._marks[at] = self._fingerprint(at, flat)
+                self._hash_of[where.at] = self._hash(where, flat)
+
+    def advance(self, part: Part, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
+        """In one pass: mix a part as `mix` does, take an optimizer's step, and put the snapshot into `place` [S].
+
+        Only where `one_pass` holds. view: None mixes nothing. rows: of `advance.stepped`. place: None takes none.
+        """
+        assert self._loops is not None
+        sources = () if view is None else view.sources
+        piece = slice(part.start, part.stop)
+        mixing = self._mixing(piece, view) if view is not None and sources else None
+        snapshot = None if place is None else place[piece]
+        self._loops.advance(self.flat[piece], mixing, rows, snapshot, self._marks[part.mark :])
+        self._count(self.flat[piece], len(sources) + (place is not None))
+
+    def one_pass(self, view: RoundView | None) -> bool:
+        """Whether compiled loops mix what `view` names."""
+        suits = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.linear
+        return suits and (view is None or len(view.sources) <= MOST_ARRIVALS)
+
+    def _mixing(self, piece: slice, view: RoundView) -> Mixing:
+        arrived = [(self.received[uid][piece], view.weights[uid]) for uid in view.sources]
+        return Mixing(self.sent[piece], view.weights[view.uid], arrived)
 
     def mix(self, view: RoundView, part: Part | None = None, cached: bool = False) -> None:
         """Mix the payloads of `view.sources` in `received` as the rule says; what a script wrote is kept whole.
@@ -161,9 +230,16 @@ class Bucket:
         """
         if not view.sources:
             return
+        if self.one_pass(view):
+            assert self._loops is not None
+            for each in self.parts if part is None else [part]:
+                piece = slice(each.start, each.stop)
+                self._loops.advance(self.flat[piece], self._mixing(piece, view), None, None, self._marks[each.mark :])
+                self._count(self.flat[piece], 2 + len(view.sources) - cached)
+            return
         received = [self.received[uid] for uid in view.sources]
-        for at, flat, sent, *theirs in self._blocks(part, self.flat, self.sent, *received):
-            written = self._written(at, flat, sent)
+        for where, flat, sent, *theirs in self._blocks(part, self.flat, self.sent, *received):
+            written = self._written(where, flat, sent)
             in_one = self._hashes or (len(theirs) == 1 and not written)
             self._count(flat, 2 + len(theirs) + written - cached if in_one else 2 + written + 3 * len(theirs))
             arrived = dict(zip(view.sources, theirs, strict=True))
@@ -176,12 +252,10 @@ class Bucket:
                 self.rule.mix(mixed, {uid: Payload({"x": x}) for uid, x in arrived.items()}, view)
                 flat.add_(mixed.sub_(sent))
 
-    def mix_mean(
-        self, total: Tensor, n: int, strength: float, part: Part | None = None, cached: bool = False
-    ) -> None:
+    def mix_mean(self, total: Tensor, n: int, strength: float, part: Part | None = None, cached: bool = False) -> None:
         """As `mix`, for x <- x + strength (total / n - x); total [S]: sum of all n snapshots, used up."""
-        for at, flat, sent, mean in self._blocks(part, self.flat, self.sent, total):
-            written = self._written(at, flat, sent)
+        for where, flat, sent, mean in self._blocks(part, self.flat, self.sent, total):
+            written = self._written(where, flat, sent)
             if strength == 1.0 and not written:
                 torch.div(mean, n, out=flat)
                 self._count(flat, 3 - cached if self._hashes else 2)
@@ -214,27 +288,30 @@ class Bucket:
         for peer, x in arrived.items():
             flat.add_(x, alpha=weights[peer])
 
-    def _written(self, at: int, flat: Tensor, sent: Tensor) -> bool:
+    def _written(self, where: _Where, flat: Tensor, sent: Tensor) -> bool:
+        if self._loops is not None:
+            first = where.part.mark + self._mark(where.at - where.part.start)
+            return not self._loops.unchanged(flat, self._marks[first:])
         if self._hashes:
-            return self._fingerprint(at, flat) != self._marks[at]
+            return self._hash(where, flat) != self._hash_of[where.at]
         return self._versions() != self._seen and not torch.equal(flat, sent)
 
-    def _fingerprint(self, at: int, block: Tensor) -> int:
+    def _hash(self, where: _Where, block: Tensor) -> int:
         """64 bits of a hash of the bytes of a block of `flat`, on a CPU."""
         assert self._bytes is not None
         size = block.element_size()
-        return xxhash.xxh3_64_intdigest(self._bytes[at * size : (at + block.numel()) * size].data)
+        return xxhash.xxh3_64_intdigest(self._bytes[where.at * size : (where.at + block.numel()) * size].data)
 
     def _versions(self) -> list[int]:
         """Counters that every write makes larger which torch knows of."""
         return [self.flat._version, *(p._version for p in self.params)]
 
     def _blocks(self, part: Part | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Where a block starts, and that block of every tensor [S]."""
+        """Where a block is, and that block of every tensor [S]."""
         for each in self.parts if part is None else [part]:
             for at in range(each.start, each.stop, self._block):
                 end = min(at + self._block, each.stop)
-                yield at, *(tensor[at:end] for tensor in tensors)
+                yield _Where(each, at), *(tensor[at:end] for tensor in tensors)
 
     def _count(self, tensor: Tensor, passes: int) -> None:
         self.moved_bytes += passes * tensor.numel() * tensor.element_size()

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from decentnode.optim.functions import DECAYED
 from decentnode.optim.parts import divided, divisible, restricted
+from decentnode.parallel.advance import stepped
 from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.ending import close_at_exit, keep
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
@@ -248,10 +249,16 @@ class DecentralizedDataParallel(Module):
         for bucket in self._buckets:
             bucket.gather()
             flight = exchange.arrive(bucket)
+            one_pass = exchange.one_pass(bucket, flight)
             for part in bucket.parts:
+                mine = next(groups)
+                rows = stepped(self.optimizer, mine, part.params) if one_pass and part.even else None
+                if rows is not None:
+                    exchange.advance(bucket, part, flight, self._factor, rows)
+                    continue
                 if flight is not None:
                     exchange.mix(bucket, part, flight, self._factor, part.small)
-                self._update(next(groups))
+                self._update(mine)
                 exchange.snapshot(bucket, part, part.small)
             if flight is not None:
                 exchange.release(bucket)

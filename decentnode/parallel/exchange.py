@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from decentnode.errors import PeerLost
+from decentnode.parallel.advance import Rows
 from decentnode.parallel.buckets import Bucket, Part
 from decentnode.parallel.plan import Plan
 
@@ -67,11 +69,26 @@ class Exchange:
 
     def snapshot(self, bucket: Bucket, part: Part, cached: bool = False) -> None:
         """A part as it is now is what departs. cached: it was just now in the cache."""
+        place = self._place(bucket)
+        if place is not None:
+            copy = None if self._mean_group(self._step) is None else bucket.slot(0)
+            bucket.snapshot_part(part, place, copy, cached)
+
+    def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
+        """Whether `advance` can do what `mix`, the optimizer and `snapshot` do for a part of a bucket."""
+        groups = [self._step] if flight is None else [self._step, flight.step]
+        view = None if flight is None else self.plan.view(flight.step)
+        return bucket.one_pass(view) and all(self._mean_group(step) is None for step in groups)
+
+    def advance(self, bucket: Bucket, part: Part, flight: Flight | None, factor: float, rows: Rows) -> None:
+        """Mix a part of a bucket that has arrived, take the optimizer's step, and let it be what departs."""
+        view = None if flight is None else self.plan.view(flight.step, factor)
+        bucket.advance(part, view, rows, self._place(bucket))
+
+    def _place(self, bucket: Bucket) -> Tensor | None:
+        """Where the snapshot goes; None where nobody wants one."""
         view = self.plan.view(self._step)
-        if self._mean_group(self._step) is not None:
-            bucket.snapshot_part(part, bucket.sent_buffer(), bucket.slot(0), cached)
-        elif view.neighbors or view.sources:
-            bucket.snapshot_part(part, bucket.sent_buffer(), cached=cached)
+        return bucket.sent_buffer() if view.neighbors or view.sources else None
 
     def depart(self, bucket: Bucket) -> None:
         """All parts of a bucket are there: off; not blocking."""

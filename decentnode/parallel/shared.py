@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.errors import PeerLost
-from decentnode.parallel.buckets import Bucket, Part
+from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import Exchange, Flight
 from decentnode.parallel.plan import Plan
 from decentnode.parallel.start import check_alike
@@ -132,13 +132,13 @@ class SharedExchange(Exchange):
         self._held = self._readers[self._use % PLACES]
         self._readers[self._use % PLACES] = (self._use, self.plan.view(step).neighbors)
 
-    def snapshot(self, bucket: Bucket, part: Part, cached: bool = False) -> None:
+    def _place(self, bucket: Bucket) -> Tensor:
         """Blocking, for the first part of a step: until neighbors have let go of the place."""
         before, readers = self._held
         for reader in readers:
             self._wait_for(partial(self._has_read, reader, before), reader, self._step, "to let go of")
         self._held = (0, ())
-        bucket.snapshot_part(part, self._home(bucket), cached=cached)
+        return self._home(bucket)
 
     def depart(self, bucket: Bucket) -> None:
         bucket.sent = self._home(bucket)

@@ -145,9 +145,12 @@ OPTIMIZERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def by_parts(rank: int, n: int, name: str, transport: str) -> tuple[bool, int, list[int]]:
-    """A step taken part by part beside one taken at once; (same bits, parts, calls of the optimizer per step)."""
-    buckets.PART_BYTES, buckets.BLOCK_BYTES = 128, 64
+def by_parts(rank: int, n: int, name: str, transport: str, compiled: bool) -> tuple[bool, int, int, list[int]]:
+    """5 steps taken part by part beside 5 taken at once, both with compiled loops or both without: (same bits, parts,
+    parts that the compiled Adam can take, calls of the optimizer)."""
+    buckets.PART_BYTES, buckets.BLOCK_BYTES, buckets.WORTH_ELEMENTS = 128, 64, 1
+    if not compiled:
+        buckets.loops = lambda: None  # type: ignore[assignment]
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
     made, calls = [], [0, 0]
     for way in range(2):
@@ -169,8 +172,9 @@ def by_parts(rank: int, n: int, name: str, transport: str) -> tuple[bool, int, l
         x, y = batch(rank, t)
         for each in made:
             (each(x) - y).square().mean().backward()
-    parts = sum(len(bucket.parts) for bucket in made[0]._buckets)
-    return torch.equal(flat(made[0].module), flat(made[1].module)), parts, calls
+    parts = [part for bucket in made[0]._buckets for part in bucket.parts]
+    same = torch.equal(flat(made[0].module), flat(made[1].module))
+    return same, len(parts), sum(part.even for part in parts), calls
 
 
 def features(rank: int, n: int) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""Loops over memory for which torch has no operation: C, compiled where a compiler is found, kept for later processes.
+
+Nothing needs them: whoever uses a loop has another way for machines without a compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+COMPILE_SECONDS = 60
+
+
+@functools.cache
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The functions of a C file; None, told once, where there is no compiler or it does not do. Blocking, once.
+
+    What was compiled is kept in $XDG_CACHE_HOME/decentnode (else ~/.cache/decentnode) for this source, compiler and
+    kind of processor. It is loaded from there only if nobody but the user can have written it.
+    """
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))), None)
+    if compiler is None:
+        return None
+    try:
+        kept = _folder() / f"{source.stem}-{_key(source, compiler)}.so"
+        if not _ours(kept):
+            _compile(compiler, source, kept)
+        return ctypes.CDLL(str(kept))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("%s is not compiled into a file that stays: %s", source.name, error)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / f"{source.stem}.so"
+            _compile(compiler, source, target)
+            return ctypes.CDLL(str(target))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("%s is not compiled: %s", source.name, error)
+        return None
+
+
+def _folder() -> Path:
+    """Made if need be. Raises OSError where others could write into it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decentnode"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _ours(folder):
+        raise OSError(f"{folder} belongs to, or can be written by, somebody else")
+    return folder
+
+
+def _ours(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not path.is_symlink()
+
+
+def _key(source: Path, compiler: str) -> str:
+    """What the machine code depends on."""
+    tool = Path(compiler).resolve()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        processor = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))})
+    except OSError:
+        processor = [platform.processor()]
+    words = [source.read_text(), *FLAGS, str(tool), str(tool.stat().st_mtime_ns), platform.machine(), *processor]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:24]
+
+
+def _compile(compiler: str, source: Path, target: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=target.parent, suffix=".new")
+    os.close(handle)
+    try:
+        subprocess.run([compiler, *FLAGS, str(source), "-o", name, "-lm"], check=True, capture_output=True,
+                       timeout=COMPILE_SECONDS)  # fmt: skip
+        Path(name).chmod(0o700)
+        Path(name).replace(target)  # several processes may do this at once: each file is whole
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def spread(call: Callable[..., Any], calls: Iterable[tuple[Any, ...]], threads: int) -> None:
+    """call(*arguments) for each of `calls`, by so many threads at once. Blocking."""
+    if threads < 2:
+        for arguments in calls:
+            call(*arguments)
+    else:
+        list(_pool(threads).map(lambda arguments: call(*arguments), calls))
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="loop")

@@ -1,0 +1,206 @@
+"""The compiled loops of advance.c: marks of what was sent, mixing, Adam's step and the next snapshot in one pass."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Adam, AdamW, Optimizer
+
+from decentnode import native
+
+GRAIN_BYTES = 8192
+"""What one mark stands for."""
+MOST_ARRIVALS = 16
+LANES = 16
+"""Parameters of a multiple of so many elements are updated to torch's bits; it rounds the rest of others otherwise."""
+_SHIFT, _GRAINS_PER_THREAD = 4, 128
+
+Rows = NDArray[np.void]
+"""Adam's step for the parameters of a part, one after the other."""
+ROW = np.dtype([
+    ("size", "i8"), ("gradient", "u8"), ("first", "u8"), ("second", "u8"), ("lerp", "f4"), ("keep", "f4"),
+    ("share", "f4"), ("step", "f4"), ("root", "f4"), ("eps", "f4"), ("decay", "f4"), ("shrink", "f4"), ("sign", "f4"),
+    ("decays", "i4"),
+])  # fmt: skip
+Marks = NDArray[np.uint64]
+
+
+class _Mixing(ctypes.Structure):
+    _fields_ = (
+        ("sent", ctypes.c_void_p), ("arrived", ctypes.c_void_p * MOST_ARRIVALS), ("own", ctypes.c_float),
+        ("less", ctypes.c_float), ("weights", ctypes.c_float * MOST_ARRIVALS), ("count", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class Mixing:
+    """x <- own x + sum of weight * arrived, in the order given; what was written into x since it was sent is kept."""
+
+    def __init__(self, sent: Tensor, own: float, arrived: Sequence[tuple[Tensor, float]]) -> None:
+        """sent, arrived: [n] float32 on the CPU, at most MOST_ARRIVALS, which live as long as this is used."""
+        self.c = _Mixing(sent=sent.data_ptr(), own=own, less=own - 1.0, count=len(arrived))
+        for k, (tensor, weight) in enumerate(arrived):
+            self.c.arrived[k], self.c.weights[k] = tensor.data_ptr(), weight
+
+
+class Loops:
+    """Blocking. With several threads of torch's, large parts are shared among as many."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        keys = np.frombuffer(os.urandom(GRAIN_BYTES + 8 * _SHIFT), np.uint64)
+        self._keys, self._kept = ctypes.c_void_p(keys.ctypes.data), keys
+        self._advance, self._snapshot, self._unchanged = library.advance, library.snapshot, library.unchanged
+        self._advance.restype = self._snapshot.restype = None
+
+    @staticmethod
+    def grains(size_bytes: int) -> int:
+        return -(-size_bytes // GRAIN_BYTES)
+
+    def unchanged(self, x: Tensor, marks: Marks) -> bool:
+        """Whether `x` [n] has the bytes it had when its marks, the first of `marks`, were taken; wrong once in 2^64."""
+        size = x.numel() * x.element_size()
+        return bool(self._unchanged(ctypes.c_size_t(size), _at(x), self._keys, _at_array(marks)))
+
+    def snapshot(self, x: Tensor, into: Tensor, copy: Tensor | None, marks: Marks) -> None:
+        """`into` and `copy` [n] become what `x` [n] is, and `marks` [grains or more, 2] begin with its marks."""
+        size, per_grain = x.numel() * x.element_size(), GRAIN_BYTES // x.element_size()
+        native.spread(self._snapshot, (
+            (ctypes.c_size_t(min(size, b * GRAIN_BYTES) - a * GRAIN_BYTES), _at(x, a * per_grain),
+             _at(into, a * per_grain), None if copy is None else _at(copy, a * per_grain), self._keys,
+             _at_array(marks[a:]))
+            for a, b in self._shares(size)
+        ), self._threads(size))  # fmt: skip
+
+    def advance(
+        self, x: Tensor, mixing: Mixing | None, rows: Rows | None, place: Tensor | None, marks: Marks
+    ) -> None:
+        """Mix into `x` [n] float32, take Adam's step, copy it to `place` [n]; each of them where it is given."""
+        size = 4 * x.numel()
+        how = None if mixing is None else ctypes.byref(mixing.c)
+        steps = None if rows is None else _at_array(rows)
+        to = None if place is None else _at(place)
+        native.spread(self._advance, (
+            (ctypes.c_size_t(x.numel()), ctypes.c_size_t(a), ctypes.c_size_t(b), _at(x), how, steps, to, self._keys,
+             _at_array(marks))
+            for a, b in self._shares(size)
+        ), self._threads(size))  # fmt: skip
+
+    def _threads(self, size: int) -> int:
+        return max(1, min(torch.get_num_threads(), self.grains(size) // _GRAINS_PER_THREAD))
+
+    def _shares(self, size: int) -> Iterator[tuple[int, int]]:
+        """Which grains each thread takes."""
+        total, threads = self.grains(size), self._threads(size)
+        each = -(-total // threads)
+        for a in range(0, total, max(1, each)):
+            yield a, min(a + each, total)
+
+
+def _at(tensor: Tensor, element: int = 0) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr() + element * tensor.element_size())
+
+
+def _at_array(array: NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@functools.cache
+def loops() -> Loops | None:
+    """None where they are not compiled. Blocking, once in a process."""
+    library = native.compiled(Path(__file__).with_suffix(".c"))
+    return None if library is None else Loops(library)
+
+
+def stepped(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], params: Sequence[Parameter]) -> Rows | None:
+    """Count a step of Adam for `params` and say what it does to each; None, and nothing is done, where torch has to.
+
+    groups: the parameter groups, with the parameters of `params` alone. To torch's bits, for its fused Adam and AdamW
+    on float32 parameters with a state and gradients of the same layout, of a multiple of LANES elements.
+    """
+    if type(optimizer) not in (Adam, AdamW) or not all(map(_settings_suit, groups)) or not exact():
+        return None
+    found: dict[Parameter, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+    for group in groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p)
+            if not state or p.grad is None or not _alike(p, p.grad, state.get("exp_avg"), state.get("exp_avg_sq")):
+                return None
+            found[p] = group, state
+    if len(found) != len(params) or any(p not in found for p in params):
+        return None
+    torch._foreach_add_([state["step"] for _, state in found.values()], 1)
+    decoupled = isinstance(optimizer, AdamW)
+    rows = np.empty(len(params), ROW)
+    known: dict[tuple[int, float], tuple[Any, ...]] = {}
+    for number, p in enumerate(params):
+        group, state = found[p]
+        key = id(group), state["step"].item()
+        if key not in known:
+            known[key] = _constants(group, key[1], decoupled)
+        assert p.grad is not None
+        rows[number] = (p.numel(), p.grad.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(),
+                        *known[key])  # fmt: skip
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step was taken
+    return rows
+
+
+def _settings_suit(group: Mapping[str, Any]) -> bool:
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    return (
+        bool(group.get("fused")) and not group["amsgrad"] and not group["capturable"]
+        and not group["differentiable"] and all(isinstance(number, float | int) for number in numbers)
+        and 0.5 < group["betas"][0] < 1
+    )  # fmt: skip
+
+
+def _alike(p: Tensor, *others: Tensor | None) -> bool:
+    return p.numel() % LANES == 0 and all(
+        other is not None and other.layout == torch.strided and other.dtype == torch.float32
+        and other.device.type == "cpu" and other.shape == p.shape and other.stride() == p.stride()
+        for other in (p, *others)
+    )  # fmt: skip
+
+
+def _constants(group: Mapping[str, Any], step: float, decoupled: bool) -> tuple[Any, ...]:
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    return (
+        1 - beta1, beta2, 1 - beta2, -(lr / (1 - beta1**step)), math.sqrt(1 - beta2**step), group["eps"], decay,
+        1 - lr * decay, -1.0 if group["maximize"] else 1.0, 0 if decay == 0 else 2 if decoupled else 1,
+    )  # fmt: skip
+
+
+@functools.cache
+def exact() -> bool:
+    """Whether the compiled loop gives the bits of this torch's fused Adam on this processor: both are tried."""
+    compiled = loops()
+    if compiled is None:
+        return False
+    draw = torch.Generator().manual_seed(0)
+    marks = np.zeros((1, 2), np.uint64)
+    for kind, decay, maximize in ((Adam, 0.0, False), (Adam, 0.1, True), (AdamW, 0.1, False)):
+        start = torch.randn(64 * LANES, generator=draw)
+        theirs, x = Parameter(start.clone()), start.clone()
+        optimizer = kind([theirs], lr=0.01, weight_decay=decay, maximize=maximize, fused=True)
+        moments = torch.zeros(2, len(x))
+        for step in (1, 2, 3):
+            theirs.grad = torch.randn(len(x), generator=draw) * 10.0 ** torch.randint(-9, 3, x.shape, generator=draw)
+            optimizer.step()
+            row = (len(x), theirs.grad.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(),
+                   *_constants(optimizer.param_groups[0], step, kind is AdamW))  # fmt: skip
+            compiled.advance(x, None, np.array([row], ROW), None, marks)
+        state = optimizer.state[theirs]
+        pairs = ((x, theirs), (moments[0], state["exp_avg"]), (moments[1], state["exp_avg_sq"]))
+        if not all(torch.equal(mine, other) for mine, other in pairs):
+            return False
+    return True
