@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentnode.mixing import KERNEL_ARRIVALS, mix_into, passes
+from decentnode.mixing import KERNEL_ARRIVALS, cpu, mix_into, passes
 from decentnode.tensors import BLOCK_ELEMENTS
 
 SIZES = [0, 1, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 13]
@@ -31,14 +31,38 @@ def chained(model: Tensor, weight: float, received: Sequence[tuple[Tensor, float
 
 
 @pytest.mark.parametrize("elements", SIZES)
-@pytest.mark.parametrize("arrivals", [0, 1, 3, 9])
+@pytest.mark.parametrize("arrivals", [0, 1, 2, 3, 4, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_bits_are_those_of_mul_and_add(elements: int, arrivals: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_bits_are_those_of_mul_and_add(
+    elements: int, arrivals: int, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(cpu, "library", lambda: None)
     model, received = case(elements, arrivals, dtype)
     expected, out = chained(model, 0.3, received), torch.empty_like(model)
     assert mix_into(out, model, 0.3, received) is out and torch.equal(out, expected)
     mix_into(model, model, 0.3, received)
     assert torch.equal(model, expected)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
+def test_threads_share_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, received = case(500_003, 3)
+    expected = chained(model, 0.3, received)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(mix_into(model, model, 0.3, received), expected)
+
+
+def test_pieces_of_tensors_and_gaps() -> None:
+    """What starts anywhere is mixed all the same, and what has gaps goes the other way."""
+    whole, received = case(3001, 2)
+    pieces = [(r[1:], w) for r, w in received]
+    expected = chained(whole[1:], 0.3, pieces)
+    assert torch.equal(mix_into(torch.empty(3000), whole[1:], 0.3, pieces), expected)
+    gaps = [(r[::2], w) for r, w in received]
+    expected = chained(whole[::2], 0.3, gaps)
+    assert torch.equal(mix_into(torch.empty(1501), whole[::2], 0.3, gaps), expected)
 
 
 def test_against_float64() -> None:

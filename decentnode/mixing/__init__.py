@@ -8,9 +8,10 @@ way                                                         passes     d = 4
 chained: one mul and d times add_ over the whole model      2 + 3 d    14
 blocked: the same per block, which stays in the cache (CPU) d + 2      6
 one kernel (GPU, Triton; up to 8 arrivals per launch)       d + 2      6
+one loop (CPU with a C compiler, float32)                   d + 2      6
 =========================================================== ========== =====
 
-The last two read every arrival and the model once and write the result once, and no way can do less.
+The last three read every arrival and the model once and write the result once, and no way can do less.
 """
 
 from __future__ import annotations

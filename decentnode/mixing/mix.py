@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentnode.mixing import cpu
 from decentnode.tensors import BLOCK_ELEMENTS, blocks
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,9 @@ def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple
         if kernel is not None:
             return _by_kernel(kernel, out, model, weight, received)
     if model.device.type == "cpu":
+        if cpu.suits(out, model, received):
+            cpu.weighted_sum(out, model, weight, received)
+            return out
         for a, b in blocks(0, model.numel()):
             _chain(out[a:b], model[a:b], weight, [(r[a:b], w) for r, w in received])
         return out

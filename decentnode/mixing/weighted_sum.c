@@ -1,0 +1,40 @@
+/* out <- own x + w_0 r_0 + w_1 r_1 ..., each product but the first added without rounding in between, in this order:
+   the bits of torch's mul and add_. Everything is read once and written once. */
+#include <math.h>
+#include <stddef.h>
+
+#if defined(__x86_64__) && !defined(__FMA__)
+#error "rounding as fused multiply-add does would be slow"
+#endif
+
+enum { PIECE = 2048 };
+
+#define LOOP(sum)                      \
+    for (size_t i = 0; i < n; i++)     \
+        out[i] = sum;                  \
+    return;
+#define FIRST fmaf(w[0], a[i], own * x[i])
+
+/* Up to four arrivals, from their element `at` on. out may be x. */
+static void few(size_t n, float *out, const float *x, float own, size_t count, const float *const *r, const float *w,
+                size_t at) {
+    const float *a = count > 0 ? r[0] + at : x, *b = count > 1 ? r[1] + at : x, *c = count > 2 ? r[2] + at : x,
+                *d = count > 3 ? r[3] + at : x;
+    switch (count) {
+    case 0: LOOP(own * x[i])
+    case 1: LOOP(FIRST)
+    case 2: LOOP(fmaf(w[1], b[i], FIRST))
+    case 3: LOOP(fmaf(w[2], c[i], fmaf(w[1], b[i], FIRST)))
+    default: LOOP(fmaf(w[3], d[i], fmaf(w[2], c[i], fmaf(w[1], b[i], FIRST))))
+    }
+}
+
+void weighted_sum(size_t n, float *out, const float *x, float own, size_t count, const float *const *r,
+                  const float *w) {
+    for (size_t at = 0; at < n; at += PIECE) {
+        size_t some = n - at < PIECE ? n - at : PIECE, done = count < 4 ? count : 4;
+        few(some, out + at, x + at, own, done, r, w, at);
+        for (; done < count; done += 4)
+            few(some, out + at, out + at, 1.0f, count - done < 4 ? count - done : 4, r + done, w + done, at);
+    }
+}
