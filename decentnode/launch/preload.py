@@ -14,6 +14,7 @@ from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.mapping import MAPPINGS
+from decentnode.mixing import cpu
 from decentnode.models import MODELS
 from decentnode.sharing import SHARINGS
 from decentnode.training import TRAININGS
@@ -61,6 +62,8 @@ with contextlib.suppress(Exception):  # only warms up: what the first load makes
 
     _example = load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
     shares(_example.data, _example.make_graph().num_nodes, _example.seed, _example.base_dir)  # type: ignore[arg-type]
+
+cpu.library()  # compiled here the first time, rather than by every child
 
 gc.freeze()
 """The collector of a child then leaves these objects, and so the shared pages they lie in, untouched. Nothing is
