@@ -27,12 +27,13 @@ LANES = 16
 _SHIFT, _GRAINS_PER_THREAD = 4, 128
 
 Rows = NDArray[np.void]
-"""Adam's step for the parameters of a part, one after the other."""
+"""What a step of Adam does to parameters that stand one after the other."""
 ROW = np.dtype([
     ("size", "i8"), ("gradient", "u8"), ("first", "u8"), ("second", "u8"), ("lerp", "f4"), ("keep", "f4"),
     ("share", "f4"), ("step", "f4"), ("root", "f4"), ("eps", "f4"), ("decay", "f4"), ("shrink", "f4"), ("sign", "f4"),
     ("decays", "i4"),
 ])  # fmt: skip
+_CONSTANTS = ("lerp", "keep", "share", "step", "root", "eps", "decay", "shrink", "sign", "decays")
 Marks = NDArray[np.uint64]
 
 
@@ -121,38 +122,74 @@ def loops() -> Loops | None:
     return None if library is None else Loops(library)
 
 
-def stepped(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], params: Sequence[Parameter]) -> Rows | None:
-    """Count a step of Adam for `params` and say what it does to each; None, and nothing is done, where torch has to.
+class AdamSteps:
+    """Steps of torch's fused Adam or AdamW for parameters that stand one after the other, as rows of the loop.
 
-    groups: the parameter groups, with the parameters of `params` alone. To torch's bits, for its fused Adam and AdamW
-    on float32 parameters with a state and gradients of the same layout, of a multiple of LANES elements.
+    To torch's bits, for float32 parameters on a CPU of a multiple of LANES elements.
     """
-    if type(optimizer) not in (Adam, AdamW) or not all(map(_settings_suit, groups)) or not exact():
-        return None
-    found: dict[Parameter, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
-    for group in groups:
-        for p in group["params"]:
-            state = optimizer.state.get(p)
-            if not state or p.grad is None or not _alike(p, p.grad, state.get("exp_avg"), state.get("exp_avg_sq")):
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self.params = tuple(params)
+        self._strides = [p.stride() for p in self.params]
+        self._suit = all(p.numel() % LANES == 0 and p.dtype == torch.float32 and p.device.type == "cpu" for p in params)
+        self._rows = np.zeros(len(self.params), ROW)
+        self._rows["size"] = [p.numel() for p in self.params]
+        self._moments: list[tuple[Tensor, Tensor]] = []
+        """What the rows point to."""
+
+    def take(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Rows | None:
+        """Count one step and say what it does to each parameter; None, with nothing done, where torch has to do it:
+        for other settings, before there is a state, where a gradient is missing or lies otherwise in memory.
+
+        groups: the parameter groups, with these parameters alone. The rows hold until the next call, and as long as
+        the gradients are there.
+        """
+        if not self._suit or type(optimizer) not in (Adam, AdamW) or not all(map(_settings_suit, groups)):
+            return None
+        if not exact():
+            return None
+        group_of = {p: group for group in groups for p in group["params"]}
+        gradients = [p.grad for p in self.params]
+        states = [optimizer.state.get(p) for p in self.params]
+        addresses, counts = [], []
+        for p, stride, gradient, state in zip(self.params, self._strides, gradients, states, strict=True):
+            if gradient is None or not state or p not in group_of:
                 return None
-            found[p] = group, state
-    if len(found) != len(params) or any(p not in found for p in params):
-        return None
-    torch._foreach_add_([state["step"] for _, state in found.values()], 1)
-    decoupled = isinstance(optimizer, AdamW)
-    rows = np.empty(len(params), ROW)
-    known: dict[tuple[int, float], tuple[Any, ...]] = {}
-    for number, p in enumerate(params):
-        group, state = found[p]
-        key = id(group), state["step"].item()
-        if key not in known:
-            known[key] = _constants(group, key[1], decoupled)
-        assert p.grad is not None
-        rows[number] = (p.numel(), p.grad.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(),
-                        *known[key])  # fmt: skip
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step was taken
-    return rows
+            if gradient.layout != torch.strided or gradient.stride() != stride:
+                return None
+            addresses.append(gradient.data_ptr())
+            counts.append(state["step"])
+        moments = [(state["exp_avg"], state["exp_avg_sq"]) for state in states if state is not None]
+        if not self._point_to(moments):
+            return None
+        torch._foreach_add_(counts, 1)
+        decoupled = isinstance(optimizer, AdamW)
+        known: dict[tuple[int, float], tuple[Any, ...]] = {}
+        keys = [(id(group_of[p]), count.item()) for p, count in zip(self.params, counts, strict=True)]
+        for p, key in zip(self.params, keys, strict=True):
+            if key not in known:
+                known[key] = _constants(group_of[p], key[1], decoupled)
+        self._rows["gradient"] = addresses
+        each = next(iter(known.values())) if len(known) == 1 else None
+        for number, name in enumerate(_CONSTANTS):
+            self._rows[name] = [known[key][number] for key in keys] if each is None else each[number]
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step was taken
+        return self._rows
+
+    def _point_to(self, moments: list[tuple[Tensor, Tensor]]) -> bool:
+        """Let the rows point to these; False where they do not lie in memory as the parameters do."""
+        known = len(moments) == len(self._moments) and all(
+            a is c and b is d for (a, b), (c, d) in zip(moments, self._moments, strict=True)
+        )
+        if not known:
+            for p, pair in zip(self.params, moments, strict=True):
+                if any(m.dtype != p.dtype or m.device != p.device or m.stride() != p.stride() for m in pair):
+                    return False
+            self._moments = moments
+            self._rows["first"], self._rows["second"] = zip(*((a.data_ptr(), b.data_ptr()) for a, b in moments),
+                                                            strict=True)  # fmt: skip
+        return True
 
 
 def _settings_suit(group: Mapping[str, Any]) -> bool:
@@ -161,14 +198,6 @@ def _settings_suit(group: Mapping[str, Any]) -> bool:
         bool(group.get("fused")) and not group["amsgrad"] and not group["capturable"]
         and not group["differentiable"] and all(isinstance(number, float | int) for number in numbers)
         and 0.5 < group["betas"][0] < 1
-    )  # fmt: skip
-
-
-def _alike(p: Tensor, *others: Tensor | None) -> bool:
-    return p.numel() % LANES == 0 and all(
-        other is not None and other.layout == torch.strided and other.dtype == torch.float32
-        and other.device.type == "cpu" and other.shape == p.shape and other.stride() == p.stride()
-        for other in (p, *others)
     )  # fmt: skip
 
 

@@ -204,7 +204,7 @@ class Bucket:
     def advance(self, part: Part, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
         """In one pass: mix a part as `mix` does, take an optimizer's step, and put the snapshot into `place` [S].
 
-        Only where `one_pass` holds. view: None mixes nothing. rows: of `advance.stepped`. place: None takes none.
+        Only where `one_pass` holds. view: None mixes nothing. rows: of `advance.AdamSteps`. place: None takes none.
         """
         assert self._loops is not None
         sources = () if view is None else view.sources

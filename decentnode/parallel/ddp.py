@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from decentnode.optim.functions import DECAYED
 from decentnode.optim.parts import divided, divisible, restricted
-from decentnode.parallel.advance import stepped
+from decentnode.parallel.advance import AdamSteps
 from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.ending import close_at_exit, keep
 from decentnode.parallel.exchange import Exchange, mean_over_ranks
@@ -131,6 +131,7 @@ class DecentralizedDataParallel(Module):
         self._scaler, self._clip = scaler, grad_clip_norm
         parts = [part for bucket in self._buckets for part in bucket.parts]
         self._part_of: dict[Tensor, int] = {p: number for number, part in enumerate(parts) for p in part.params}
+        self._adam = {part: AdamSteps(part.params) for part in parts if part.even}
         self._part_by_part = param_as_bucket_view and all(
             bucket.flat.device.type == "cpu" and not bucket.rule.needs_sequential for bucket in self._buckets
         )
@@ -252,7 +253,8 @@ class DecentralizedDataParallel(Module):
             one_pass = exchange.one_pass(bucket, flight)
             for part in bucket.parts:
                 mine = next(groups)
-                rows = stepped(self.optimizer, mine, part.params) if one_pass and part.even else None
+                adam = self._adam.get(part) if one_pass else None
+                rows = adam.take(self.optimizer, mine) if adam is not None else None
                 if rows is not None:
                     exchange.advance(bucket, part, flight, self._factor, rows)
                     continue

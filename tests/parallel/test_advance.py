@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from decentnode import native
 from decentnode.parallel import advance
-from decentnode.parallel.advance import GRAIN_BYTES, Loops, Mixing, exact, loops, stepped
+from decentnode.parallel.advance import GRAIN_BYTES, AdamSteps, Loops, Mixing, exact, loops
 
 needs_loops = pytest.mark.skipif(loops() is None, reason="no C compiler")
 needs_exact = pytest.mark.skipif(not exact(), reason="torch's fused Adam rounds otherwise here")
@@ -116,7 +116,7 @@ def test_one_pass_has_the_bits_of_mixing_and_torchs_step(
     ours, torchs = params_of(mine, sizes), params_of(theirs, sizes)
     make = partial(kind, lr=0.01, weight_decay=decay, maximize=maximize, fused=True)
     a, b = make(ours), make(torchs)
-    place, marks = torch.empty(total), marks_for(mine)
+    place, marks, steps = torch.empty(total), marks_for(mine), AdamSteps(ours)
     for step in range(4):
         for p, q in zip(ours, torchs, strict=True):
             p.grad = torch.randn(p.shape, generator=draw)
@@ -125,12 +125,12 @@ def test_one_pass_has_the_bits_of_mixing_and_torchs_step(
         theirs.mul_(0.75).add_(arrived, alpha=0.25)
         b.step()
         if step == 0:  # the state is torch's to make
-            assert stepped(a, a.param_groups, ours) is None
+            assert steps.take(a, a.param_groups) is None
             mine.mul_(0.75).add_(arrived, alpha=0.25)
             a.step()
             made().snapshot(mine, place, None, marks)
         else:
-            rows = stepped(a, a.param_groups, ours)
+            rows = steps.take(a, a.param_groups)
             assert rows is not None
             with monkeypatch.context() as patched:
                 patched.setattr(torch, "get_num_threads", lambda: threads)
@@ -148,7 +148,7 @@ def test_what_only_torch_can_do_is_left_to_it() -> None:
             p.grad = torch.ones_like(p)
         optimizer.step()
         before = [float(optimizer.state[p]["step"]) for p in params if "step" in optimizer.state[p]]
-        rows = stepped(optimizer, optimizer.param_groups, params)
+        rows = AdamSteps(params).take(optimizer, optimizer.param_groups)
         after = [float(optimizer.state[p]["step"]) for p in params if "step" in optimizer.state[p]]
         assert after == ([s + 1 for s in before] if rows is not None else before)
         return rows is not None
@@ -166,11 +166,11 @@ def test_what_only_torch_can_do_is_left_to_it() -> None:
     optimizer = Adam(p, fused=True)
     assert tried(optimizer, p)
     p[0].grad = None
-    assert stepped(optimizer, optimizer.param_groups, p) is None
+    assert AdamSteps(p).take(optimizer, optimizer.param_groups) is None
     optimizer = Adam(p := [Parameter(torch.zeros(4, 16))], fused=True)
     assert tried(optimizer, p)
     p[0].grad = torch.ones(16, 4).t()
-    assert stepped(optimizer, optimizer.param_groups, p) is None
+    assert AdamSteps(p).take(optimizer, optimizer.param_groups) is None
 
 
 SOURCE = Path(advance.__file__).with_suffix(".c")
