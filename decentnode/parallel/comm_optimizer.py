@@ -7,6 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Numbers:
+    """One number [1] of every rank, by rank."""
+
+    tensors: list[Tensor]
+    work: Any = None
+
+    def wait(self) -> list[float]:
+        """Blocking."""
+        if self.work is not None:
+            self.work.wait()
+        return [float(each) for each in self.tensors]
 
 
 class DistOptimizer(abc.ABC):
@@ -29,9 +44,13 @@ class DistOptimizer(abc.ABC):
 
     def __init__(
         self, local_optimizer: Optimizer, world_size: int, dist_pulling_strength: float = 0.1,
-        local_pulling_strength: float = 0.0, comm_period: int = 4,
+        local_pulling_strength: float = 0.0, comm_period: int = 4, overlap: bool = False,
     ) -> None:
-        """Blocking: the ranks' parameters are averaged once. Raises ValueError for values out of range."""
+        """Blocking: the ranks' parameters are averaged once. Raises ValueError for values out of range.
+
+        overlap: what ranks send each other flies while the next forward and backward pass run. It takes effect one
+        step later (LSGD: two, as who leads has to be known first), in the order of operations it has without.
+        """
         if not isinstance(comm_period, int) or comm_period < 1:
             raise ValueError(f"comm_period must be a positive integer, got {comm_period!r}")
         for name, value in (("dist", dist_pulling_strength), ("local", local_pulling_strength)):
@@ -42,7 +61,7 @@ class DistOptimizer(abc.ABC):
         self.local_optimizer, self.world_size = local_optimizer, world_size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.dist_pulling_strength, self.local_pulling_strength = dist_pulling_strength, local_pulling_strength
-        self.comm_period = comm_period
+        self.comm_period, self.overlap = comm_period, overlap
         self.steps = 0
         self._losses: deque[float] = deque(maxlen=comm_period)
         self.params: list[Tensor] = [p for group in local_optimizer.param_groups for p in group["params"]]
@@ -83,14 +102,11 @@ class DistOptimizer(abc.ABC):
             flat.div_(self.world_size)
         return flat
 
-    def gather_numbers(self, value: float) -> list[float]:
-        """Blocking: one number of every rank, by rank."""
-        if self.world_size == 1:
-            return [value]
+    def gather_numbers(self, value: float) -> Numbers:
+        """One number of every rank; not blocking until it is asked what they are."""
         own = torch.tensor([value], dtype=torch.float64, device=self.center.device)
-        found = [torch.zeros_like(own) for _ in range(self.world_size)]
-        dist.all_gather(found, own)
-        return [float(each) for each in found]
+        found = [own.clone() for _ in range(self.world_size)]
+        return Numbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -152,22 +168,53 @@ class EASGD(DistOptimizer):
                 f"got {self.dist_pulling_strength}"
             )
 
+    _flight: tuple[Tensor, Tensor, Any] | None = None
+    """(the own x - c [P], what is summed over ranks, the operation)."""
+
     def before_step(self) -> None:
+        self._arrive()
         if self.communicates:
-            self._pull = self.flat_params().sub_(self.center)
-            self._sum = self.weighted(self._pull)
-            self._work = dist.all_reduce(self._sum, async_op=True) if self.world_size > 1 else None
+            pull = self.flat_params().sub_(self.center)
+            total = self.weighted(pull)
+            self._flight = pull, total, dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
 
     def weighted(self, difference: Tensor) -> Tensor:
-        """[P] what is summed over ranks to give sum_i (x_i - c)."""
+        """What is summed over ranks to give sum_i (x_i - c); `difference` is the own one, [P]."""
         return difference.clone()
 
+    def total(self, summed: Tensor) -> Tensor:
+        """[P] sum_i (x_i - c), or a weighted one, from the sum over ranks of what `weighted` gave."""
+        return summed
+
     def comm_train_step(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        self.add_flat(self._pull, -self.dist_pulling_strength)
-        self.center.add_(self._sum, alpha=self.dist_pulling_strength)
-        del self._pull, self._sum, self._work
+        if not self.overlap:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """Blocking, where something is under way: take it in."""
+        if self._flight is not None:
+            pull, summed, work = self._flight
+            self._flight = None
+            if work is not None:
+                work.wait()
+            self.add_flat(pull, -self.dist_pulling_strength)
+            self.center.add_(self.total(summed), alpha=self.dist_pulling_strength)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Blocking while an exchange is under way; it is kept as it arrived, and takes effect when it would have."""
+        flight = None
+        if self._flight is not None:
+            pull, summed, work = self._flight
+            if work is not None:
+                work.wait()
+            self._flight = pull, summed, None
+            flight = pull.clone(), summed.clone()
+        return super().state_dict() | {"flight": flight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        flight = state.get("flight")
+        self._flight = None if flight is None else (flight[0].clone(), flight[1].clone(), None)
 
 
 class EAMSGD(EASGD):
@@ -188,11 +235,15 @@ class EASGDPlus(EASGD):
     _norm = 0.0
 
     def weighted(self, difference: Tensor) -> Tensor:
+        """The weight goes behind the weighted difference, so that one sum over ranks gives both."""
         squares = [float(p.grad.square().sum()) for p in self.params if p.grad is not None]
         norm = sum(squares) ** 0.5
         self._norm = norm if not self._norm else 0.9 * self._norm + 0.1 * norm
-        inverse = [1.0 / max(each, 1e-12) for each in self.gather_numbers(self._norm)]
-        return difference * (self.world_size * inverse[self.rank] / sum(inverse))
+        weight = torch.tensor([1.0 / max(self._norm, 1e-12)], device=difference.device)
+        return torch.cat([difference.float() * weight, weight])
+
+    def total(self, summed: Tensor) -> Tensor:
+        return summed[:-1] * (self.world_size / float(summed[-1]))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"norm": self._norm}
@@ -200,6 +251,25 @@ class EASGDPlus(EASGD):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._norm = float(state["norm"])
+
+
+@dataclass
+class _Meeting:
+    """Who leads, and what comes from there."""
+
+    leader: int
+    target: Tensor
+    """[P] the leader's model."""
+    total: Tensor | None = None
+    """[P] the sum of all ranks' models, where it is asked for."""
+    works: list[Any] = field(default_factory=list)
+
+    def wait(self) -> list[Tensor]:
+        """Blocking: all that has come."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        return [self.target] if self.total is None else [self.target, self.total]
 
 
 class LSGD(DistOptimizer):
@@ -228,12 +298,22 @@ class LSGD(DistOptimizer):
                 if start == first:
                     self._group = group
         self._meetings = 0
+        self._followed = False
+        """Whether `center` is a leader's model."""
         self._decrease = 0.0
         self._before: Tensor | None = None
         self._warned = False
         self.leader = self.rank
+        self._scores: Numbers | None = None
+        self._meeting: _Meeting | None = None
 
     def before_step(self) -> None:
+        meeting, scores = self._meeting, self._scores
+        self._meeting = self._scores = None
+        if meeting is not None:
+            self._follow(meeting)
+        if scores is not None:
+            self._meeting = self._meet(scores.wait())
         if (not self._losses and self.steps == 0) or self._warned:
             self._before = self.flat_params()
             self._gradient = torch.cat([
@@ -258,44 +338,79 @@ class LSGD(DistOptimizer):
         return -self._decrease
 
     def comm_train_step(self) -> None:
+        scores = self.gather_numbers(self.score())
+        if self.overlap:
+            self._scores = scores
+        else:
+            self._follow(self._meet(scores.wait()))
+
+    def _meet(self, scores: list[float]) -> _Meeting:
+        """Let the leader's model come, given who is how good; not blocking."""
         self._meetings += 1
         everybody = len(self._peers) in (1, self.world_size) or self._meetings % self.GLOBAL_EVERY == 0
-        scores = self.gather_numbers(self.score())
         among = range(self.world_size) if everybody else self._peers
-        self.leader = min(among, key=lambda rank: (scores[rank], rank))
-        self.center.copy_(self.flat_params())
+        leader = min(among, key=lambda rank: (scores[rank], rank))
+        meeting = _Meeting(leader, self.flat_params())
         if self.world_size > 1:
-            dist.broadcast(self.center, self.leader, group=None if everybody else self._group)
-        self.approach()
+            group = None if everybody else self._group
+            meeting.works.append(dist.broadcast(meeting.target, leader, group=group, async_op=True))
+        return meeting
 
-    def approach(self) -> None:
+    def _follow(self, meeting: _Meeting) -> None:
+        """Blocking until it has arrived."""
+        meeting.wait()
+        self.leader, self.center = meeting.leader, meeting.target
+        self.approach(meeting)
+        self._followed = True
+
+    def approach(self, meeting: _Meeting) -> None:  # noqa: ARG002
         if self.leader != self.rank:
             self.pull(self.center, self.dist_pulling_strength)
 
     def local_pulling_step(self) -> None:
-        if self.leader != self.rank and self._meetings:
+        if self.leader != self.rank and self._followed:
             super().local_pulling_step()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"meetings": self._meetings, "decrease": self._decrease, "leader": self.leader}
+        """Blocking while a meeting is under way; it is kept as it arrived, and takes effect when it would have."""
+        meeting = self._meeting
+        return super().state_dict() | {
+            "meetings": self._meetings, "decrease": self._decrease, "leader": self.leader, "followed": self._followed,
+            "scores": None if self._scores is None else self._scores.wait(),
+            "meeting": None if meeting is None else (meeting.leader, *(each.clone() for each in meeting.wait())),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._meetings, self._decrease = int(state["meetings"]), float(state["decrease"])
-        self.leader = int(state["leader"])
+        self.leader, self._followed = int(state["leader"]), bool(state["followed"])
+        scores, meeting = state["scores"], state["meeting"]
+        self._scores = None if scores is None else Numbers([torch.tensor([each]).double() for each in scores])
+        self._meeting = None if meeting is None else _Meeting(meeting[0], *(each.clone() for each in meeting[1:]))
 
 
 class LSGDPlus(LSGD):
     """LSGD whose target lies between the mean of all ranks and the leader: mean + strength (leader - mean)."""
 
-    def approach(self) -> None:
-        mean = self.mean(self.flat_params())
-        self.center.lerp_(mean, 1.0 - self.dist_pulling_strength)
+    def _meet(self, scores: list[float]) -> _Meeting:
+        meeting = super()._meet(scores)
+        meeting.total = self.flat_params()
+        if self.world_size > 1:
+            meeting.works.append(dist.all_reduce(meeting.total, async_op=True))
+        return meeting
+
+    def approach(self, meeting: _Meeting) -> None:
+        assert meeting.total is not None
+        self.center.lerp_(meeting.total.div_(self.world_size), 1.0 - self.dist_pulling_strength)
         self.pull(self.center, self.dist_pulling_strength)
 
 
 class GradientAveraging(DistOptimizer):
     """Plain data parallel training, for comparison: gradients are averaged in every step, parameters never."""
+
+    def check_stable(self) -> None:
+        if self.overlap:
+            raise ValueError("overlap must be False for DDP: a step needs its gradients")
 
     def before_step(self) -> None:
         grads = [p.grad for p in self.params if p.grad is not None]
@@ -321,9 +436,12 @@ class CommOptimizer(Optimizer):
 
     def __init__(
         self, optimizer: Optimizer, dist_optim_name: str = "LSGD", world_size: int = 1, comm_period: int = 4,
-        dist_pulling_strength: float = 0.1, local_pulling_strength: float = 0.0, **more: Any,
+        dist_pulling_strength: float = 0.1, local_pulling_strength: float = 0.0, *, overlap: bool = False, **more: Any,
     ) -> None:
         """dist_optim_name: EASGD, EAMSGD, EASGD+, LSGD, LSGD+ or DDP, in any case. more: arguments of that class.
+
+        overlap: what ranks send each other flies while the next forward and backward pass run, and takes effect one
+        step later (LSGD: two); DDP has nothing that could wait.
 
         Blocking: the ranks' parameters are averaged once, into the center. Raises ValueError for unknown names and
         values out of range.
@@ -334,7 +452,7 @@ class CommOptimizer(Optimizer):
         self.local_optimizer = optimizer
         self.dist_optimizer = kind(
             optimizer, world_size=world_size, dist_pulling_strength=dist_pulling_strength,
-            local_pulling_strength=local_pulling_strength, comm_period=comm_period, **more,
+            local_pulling_strength=local_pulling_strength, comm_period=comm_period, overlap=overlap, **more,
         )  # fmt: skip
         self.defaults = optimizer.defaults
         self._share()

@@ -40,7 +40,21 @@ def test_pulls_in_between_go_to_the_last_leader() -> None:
         assert found["met"] == ([3, 4, 5, 6, 7, 8, 9] if rank else [])
 
 
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("name", ["EASGD", "EAMSGD", "EASGD+", "LSGD", "LSGD+"])
+def test_exchanges_behind_the_next_steps(name: str, period: int) -> None:
+    late = 2 if name.startswith("LSGD") else 1
+    for rank, found in enumerate(run_ranks(3, work.overlapped, name, period)):
+        follows = name != "LSGD" or rank > 0
+        steps = [step for step in range(1 + late, 10) if (step - late) % period == 0]
+        assert found["met"] == (steps if follows else [])
+        assert found["same"], "a resume in the middle of an exchange changes nothing"
+        if name in ("EASGD", "EAMSGD"):
+            assert found["conserved"] < 1e-5
+
+
 @pytest.mark.parametrize(("options", "says"), [
+    ({"dist_optim_name": "DDP", "overlap": True}, "needs its gradients"),
     ({"dist_optim_name": "SGD"}, "one of EASGD"), ({"comm_period": 0}, "comm_period"),
     ({"world_size": 2}, "world_size"),
     ({"dist_optim_name": "easgd", "dist_pulling_strength": 1.0}, "below 2"),

@@ -586,3 +586,39 @@ def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, 
     found["losses"] = (sum(losses[:3]), sum(losses[-3:]))
     found["lr"] = trained.param_groups[0]["lr"]
     return found
+
+
+def overlapped(rank: int, n: int, name: str, period: int) -> dict[str, Any]:
+    """Exchanges that fly behind the next steps: when they take effect, and a resume in the middle of one."""
+    torch.manual_seed(rank)
+    still = nn.Parameter(torch.randn(7))
+    local = torch.optim.SGD([still], lr=0.1, momentum=0.9 if name == "EAMSGD" else 0.0)
+    comm = CommOptimizer(local, name, world_size=n, comm_period=period, dist_pulling_strength=0.2, overlap=True)
+    total = torch.cat([still.detach(), comm.center])
+    met = []
+    for step in range(9):
+        still.grad, before = torch.zeros(7), still.detach().clone()
+        comm.step(loss=float(rank))
+        if not torch.equal(before, still):
+            met.append(step + 1)
+    after = torch.cat([still.detach(), comm.center])
+    dist.all_reduce(total)
+    dist.all_reduce(after)
+    conserved = after[:7] + after[7:] / n - total[:7] - total[7:] / n
+    ends = []
+    for resumed in (None, *range(8, 8 + period)):
+        module = model()
+        make = partial(torch.optim.SGD, list(module.parameters()), lr=0.05, momentum=0.9)
+        trained = CommOptimizer(make(), name, world_size=n, comm_period=period, overlap=True)
+        for t in range(16):
+            x, y = batch(rank, t)
+            trained.zero_grad()
+            loss = (module(x) - y).square().mean()
+            loss.backward()
+            trained.step(loss=loss.item())
+            if t == resumed:
+                state = copy.deepcopy(trained.state_dict())
+                trained = CommOptimizer(make(), name, world_size=n, comm_period=period, overlap=True)
+                trained.load_state_dict(state)
+        ends.append(flat(module))
+    return {"met": met, "conserved": float(conserved.abs().max()), "same": all(torch.equal(ends[0], e) for e in ends)}
