@@ -15,8 +15,21 @@ from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
 Named = Sequence[tuple[str, Tensor] | tuple[Tensor, str]]
 """Parameters with their names, in either order."""
 
+Betas = tuple[float, float]
+SLIGHT_DECAY = 2.0**-15
+"""What Decent-DP's makers of Adam have."""
+
 DECAYED = "_decentnode_decay"
 """Attribute of a parameter: whether weight decay applies, as the wrapper found from its module."""
+
+
+def _tensors(params: Named) -> list[Tensor]:
+    return [a if isinstance(a, Tensor) else b for a, b in params]  # type: ignore[misc]
+
+
+def _fused(params: Named) -> bool | None:
+    """torch's single pass over memory where it has one, which it does not take by itself on a CPU."""
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in _tensors(params)) or None
 
 
 def parameter_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
@@ -24,43 +37,47 @@ def parameter_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]
 
     A parameter's tag says which it is; one without a tag counts as a weight if it has two dimensions or more.
     """
-    tensors = [a if isinstance(a, Tensor) else b for a, b in params]
-    weights = [p for p in tensors if getattr(p, DECAYED, p.dim() >= 2)]  # type: ignore[union-attr]
-    others = [p for p in tensors if not getattr(p, DECAYED, p.dim() >= 2)]  # type: ignore[union-attr]
+    tensors = _tensors(params)
+    weights = [p for p in tensors if getattr(p, DECAYED, p.dim() >= 2)]
+    others = [p for p in tensors if not getattr(p, DECAYED, p.dim() >= 2)]
     groups = ({"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
 
 
 def optim_fn_adam(
-    params: Named, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
-    eps: float = 1e-8,
+    params: Named, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, weight_decay: float = SLIGHT_DECAY,
+    eps: float = 1e-8, *, betas: Betas | None = None,
 ) -> Optimizer:
-    """torch.optim.Adam on `parameter_groups`."""
-    return Adam(parameter_groups(params, weight_decay), lr=lr, betas=betas, eps=eps)
+    """torch.optim.Adam on `parameter_groups`. betas: both at once, as torch has them, instead of beta1 and beta2."""
+    both = (beta1, beta2) if betas is None else betas
+    return Adam(parameter_groups(params, weight_decay), lr=lr, betas=both, eps=eps, fused=_fused(params))
 
 
 def optim_fn_adamw(
-    params: Named, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.1,
-    eps: float = 1e-8,
+    params: Named, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, weight_decay: float = 0.1,
+    eps: float = 1e-8, *, betas: Betas | None = None,
 ) -> Optimizer:
-    """torch.optim.AdamW on `parameter_groups`."""
-    return AdamW(parameter_groups(params, weight_decay), lr=lr, betas=betas, eps=eps)
+    """torch.optim.AdamW on `parameter_groups`. betas: both at once, as torch has them, instead of beta1 and beta2."""
+    both = (beta1, beta2) if betas is None else betas
+    return AdamW(parameter_groups(params, weight_decay), lr=lr, betas=both, eps=eps, fused=_fused(params))
 
 
 def optim_fn_accum_adam(
-    params: Named, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
-    eps: float = 1e-8, accum_iter: int = 4,
+    params: Named, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
+    weight_decay: float = SLIGHT_DECAY, accum_iter: int = 4, *, betas: Betas | None = None,
 ) -> Optimizer:
-    """AccumAdam on `parameter_groups`."""
-    return AccumAdam(parameter_groups(params, weight_decay), lr=lr, betas=betas, eps=eps, accum_iter=accum_iter)
+    """AccumAdam on `parameter_groups`. betas: both at once, as torch has them, instead of beta1 and beta2."""
+    both = (beta1, beta2) if betas is None else betas
+    return AccumAdam(parameter_groups(params, weight_decay), lr=lr, betas=both, eps=eps, accum_iter=accum_iter)
 
 
 def optim_fn_accum_adamw(
-    params: Named, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.1,
-    eps: float = 1e-8, accum_iter: int = 4,
+    params: Named, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
+    weight_decay: float = 0.1, accum_iter: int = 4, *, betas: Betas | None = None,
 ) -> Optimizer:
-    """AccumAdamW on `parameter_groups`."""
-    return AccumAdamW(parameter_groups(params, weight_decay), lr=lr, betas=betas, eps=eps, accum_iter=accum_iter)
+    """AccumAdamW on `parameter_groups`. betas: both at once, as torch has them, instead of beta1 and beta2."""
+    both = (beta1, beta2) if betas is None else betas
+    return AccumAdamW(parameter_groups(params, weight_decay), lr=lr, betas=both, eps=eps, accum_iter=accum_iter)
 
 
 def lr_scheduler_fn_cosine_with_warmup(

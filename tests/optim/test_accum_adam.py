@@ -199,6 +199,9 @@ def test_weights_decay_and_norms_and_biases_do_not(maker: object) -> None:
         optimizer = maker(params, lr=0.1, weight_decay=0.5)  # type: ignore[operator]
         decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         assert [decay[id(p)] for _, p in named] == [0.5, 0, 0, 0, 0.5, 0]
+    for settings in ({"beta1": 0.8, "beta2": 0.9}, {"betas": (0.8, 0.9)}):  # Decent-DP's words, and torch's
+        groups = maker(named, **settings).param_groups  # type: ignore[operator]
+        assert all(group["betas"] == (0.8, 0.9) for group in groups)
     setattr(named[0][1], DECAYED, False)
     assert len(optim_fn_adam(named, weight_decay=0.5).param_groups[0]["params"]) == 1
 
