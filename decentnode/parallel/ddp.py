@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from decentnode.graph.base import Graph
 from decentnode.optim.functions import DECAYED
 from decentnode.optim.parts import divided, divisible, restricted
 from decentnode.parallel.advance import AdamSteps
@@ -106,25 +108,13 @@ class DecentralizedDataParallel(Module):
         device = self._named[0][1].device
         graph = make_topology(topology, self.world_size, local)
         plan = Plan(graph, make_sharing(sharing), self.rank)
-        rows = [f"{self.world_size} ranks"] + [
-            f"round {r}: {source}->{uid} {weight:.12g}" for r in range(min(graph.period or 4, 32))
-            for uid in range(min(self.world_size, 64)) for source, weight in graph.weights(uid, r).items()
-        ]  # fmt: skip
-        words = {True: "trained", False: "frozen"}
-        parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
-        check_alike("list of parameters", parameters, device)
-        check_alike("topology", rows, device)
-        check_alike("sharing rule", [plan.describe()], device)
+        self._check_all_alike(model, graph, plan, device)
         broadcast_all([*model.parameters(), *model.buffers()])
         self._tag_parameters()
         self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view,
                                      plan.rules())  # fmt: skip
         self._plan = plan
-        shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, plan, device)
-        if transport == "shared_memory" and not shared:
-            raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
-        self._exchange = (SharedExchange(plan, timeout_seconds, self._buckets) if shared
-                          else Exchange(plan, timeout_seconds))  # fmt: skip
+        self._exchange = self._make_exchange(transport, timeout_seconds, device)
         named: list[tuple[str, Tensor]] = list(self._named)
         self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
         self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
@@ -145,6 +135,36 @@ class DecentralizedDataParallel(Module):
         self._told_revert = False
         self.steps = 0
         """Steps taken: the round of the topology that the next exchange has."""
+        self._hooks = self._make_hooks()
+        close_at_exit(self)
+        for bucket in self._buckets:
+            bucket.next_round(self._plan, -1)
+        self._launch(0)
+        for bucket in self._buckets:
+            bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
+
+    def _check_all_alike(self, model: Module, graph: Graph, plan: Plan, device: torch.device) -> None:
+        """Blocking. Raises AssemblyError naming a rank with other parameters, another topology or rule."""
+        rows = [f"{self.world_size} ranks"] + [
+            f"round {r}: {source}->{uid} {weight:.12g}" for r in range(min(graph.period or 4, 32))
+            for uid in range(min(self.world_size, 64)) for source, weight in graph.weights(uid, r).items()
+        ]  # fmt: skip
+        words = {True: "trained", False: "frozen"}
+        parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
+        check_alike("list of parameters", parameters, device)
+        check_alike("topology", rows, device)
+        check_alike("sharing rule", [plan.describe()], device)
+
+    def _make_exchange(self, transport: str, timeout_seconds: float, device: torch.device) -> Exchange:
+        """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
+        shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, self._plan, device)
+        if transport == "shared_memory" and not shared:
+            raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
+        return (SharedExchange(self._plan, timeout_seconds, self._buckets) if shared
+                else Exchange(self._plan, timeout_seconds))  # fmt: skip
+
+    def _make_hooks(self) -> list[RemovableHandle]:
+        """Hooks that do not keep this alive."""
         itself = weakref.ref(self)
 
         def on_gradient(_: Tensor) -> None:
@@ -152,13 +172,7 @@ class DecentralizedDataParallel(Module):
             if wrapper is not None:
                 wrapper._on_gradient()
 
-        self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
-        close_at_exit(self)
-        for bucket in self._buckets:
-            bucket.next_round(self._plan, -1)
-        self._launch(0)
-        for bucket in self._buckets:
-            bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
+        return [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
 
     def close(self) -> None:
         """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent."""
