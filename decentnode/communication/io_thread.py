@@ -66,7 +66,7 @@ class Handler(Protocol):
     lock: threading.RLock
 
     def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
-        """One message; uid: who it is from, where sockets are authenticated."""
+        """One message, of one frame or more; uid: who it is from, where sockets are authenticated."""
 
     def writable(self, uid: int, plane: int) -> None:
         """A socket that refused a message takes messages again."""
@@ -304,7 +304,10 @@ class IoThread(threading.Thread):
         return True
 
     def renew(self, uid: int, plane: int) -> None:
-        """With `lock` held: give the connection up, with what is under way; the next message makes a new one."""
+        """With `lock` held: give the connection up, with what is under way; the next message makes a new one.
+
+        To close without linger is what makes libzmq abort where half a message was taken: traffic.ONE_FRAME_BYTES.
+        """
         sender = self._senders.pop((uid, plane), None)
         if sender is None:
             return

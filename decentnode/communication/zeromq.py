@@ -33,13 +33,14 @@ from decentnode.communication.inbox import Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, Security
 from decentnode.communication.lending import Lending
 from decentnode.communication.links import Links
-from decentnode.communication.links import Outgoing as Bulk
 from decentnode.communication.means import Outgoing
 from decentnode.communication.memory import STEPS, MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.communication.regroup import Regroup, given_up
 from decentnode.communication.security import Keyring
 from decentnode.communication.staging import Fetched, Staging, staging_of
+from decentnode.communication.traffic import ONE_FRAME_BYTES
+from decentnode.communication.traffic import Outgoing as Bulk
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
@@ -338,13 +339,13 @@ class ZeroMQ(Communication):
             tensor = payload.tensors[plan.name]
             fetched = self._fetched(plan, tensor)
             raw = to_bytes(tensor) if fetched is None else memoryview(b"")
-            size, lease = plan.spec.dtype.itemsize, self._lease(tensor) if fetched is None else fetched.lease
+            size, lease = plan.spec.dtype.itemsize, fetched.lease if fetched is not None else self._lease(tensor)
             for chunk in range(plan.count(tensor.numel())):
                 start, stop = plan.bounds(chunk, tensor.numel())
                 body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
                 header = self._header(Chunk, round, phase, index, chunk, tensor.numel(), scalars)
                 scalars = {}
-                message = self._bulk(header, body, sums, lease)
+                message = Bulk.bulk(header, body, sums, lease)
                 self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
                 self._hand_over(uids, message)
 
@@ -358,20 +359,15 @@ class ZeroMQ(Communication):
             self._links.hurry()
         return fetched
 
-    @staticmethod
-    def _bulk(header: bytes, body: memoryview, sums: int, lease: object = None) -> Bulk:
-        """A message with a copy of `body`, or with `body` itself where it does not change while the lease is held."""
-        frame = zmq.Frame(body, copy=lease is None)
-        return Bulk(header, frame, body.nbytes + MESSAGE_COST, sums, seal.body_sum(sums, frame.buffer), lease)
-
     # -- places for the model ---------------------------------------------------------------------------------
 
     def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
         return self._homes.claim(current, timeout_seconds)
 
     def _lease(self, tensor: Tensor) -> object:
-        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first."""
-        return self._homes.lease(tensor)
+        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first, or is so short
+        that a copy is less than the wait for those who got it."""
+        return self._homes.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
 
     def _header(self, kind: type[Message], *values: object) -> bytes:
         session = self._session
@@ -540,7 +536,7 @@ class ZeroMQ(Communication):
             raw = to_bytes(piece.tensor)
             header = self._header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
             self._count_sent([piece.to], raw.nbytes, len(header), metadata=True)
-            self._links.bulk(piece.to, self._bulk(header, raw, self._sum_kind(BULK, [piece.to])))
+            self._links.bulk(piece.to, Bulk.bulk(header, raw, self._sum_kind(BULK, [piece.to])))
         for uid, size in self._collectives.means.consumed:
             self._links.consumed(uid, size)
         self._collectives.means.consumed.clear()
