@@ -17,30 +17,26 @@ from decentnode.communication.base import Counters
 from decentnode.communication.io_thread import BULK, CONTROL, IoThread, Security
 from decentnode.communication.plan import MESSAGE_COST
 from decentnode.communication.security import Cipher, Pass
-from decentnode.communication.traffic import Edge, Outgoing
+from decentnode.communication.traffic import Edge, Outgoing, Plane
 from decentnode.errors import PeerFault
-from decentnode.wire import codec, seal
-from decentnode.wire.messages import BULK as BULK_KINDS
+from decentnode.wire import codec, messages, seal
 from decentnode.wire.messages import (
-    MEMBERSHIP,
-    UNNUMBERED,
     Ack,
     Ask,
     Bye,
-    Chunk,
     Credit,
     Hello,
     Key,
     Message,
-    Part,
     Probe,
 )
 from decentnode.wire.session import Session
 
 logger = logging.getLogger(__name__)
 
-EDGE_KINDS = (Ack, Probe, Credit, Ask, Key, Bye)
+EDGE_KINDS = frozenset({Ack, Probe, Credit, Ask, Key, Bye})
 """What an edge's two ends say to each other about the edge."""
+BULK_KINDS, UNNUMBERED, MEMBERSHIP = map(frozenset, (messages.BULK, messages.UNNUMBERED, messages.MEMBERSHIP))
 MAX_QUEUED = 20_000
 """Control messages that wait for one peer; beyond it the peer is given up."""
 HELLOS_PER_CONNECTION, RENEW_SECONDS = 4, 2.0
@@ -84,7 +80,7 @@ class Links:
     def control(self, uid: int, message: Message) -> None:
         if isinstance(message, Hello):
             self._count_hello(uid)
-        self.control_header(uid, codec.encode(message), numbered=not isinstance(message, UNNUMBERED))
+        self.control_header(uid, codec.encode(message), numbered=type(message) not in UNNUMBERED)
 
     def _count_hello(self, uid: int) -> None:
         """Hellos, said or heard, that go on and on mean that the answers get lost."""
@@ -167,28 +163,35 @@ class Links:
         plane = edge.planes[number]
         if number == BULK and edge.needs_pass and edge.passes is None:
             return
+        if (plane.urgent or plane.again) and not self._pump_urgent(uid, edge, number, plane):
+            return
+        out, queue = plane.out, plane.queue
+        while queue and not out.full:
+            message = queue[0]
+            if number == BULK and edge.sent + message.cost > edge.allowed:
+                return
+            if not self._send_numbered(uid, edge, number, message, out.following):
+                return
+            out.keep(message, time.monotonic())
+            queue.popleft()
+            edge.sent += message.cost
+
+    def _pump_urgent(self, uid: int, edge: Edge, number: int, plane: Plane) -> bool:
+        """Send what is not numbered, and what was lost; False when the socket is full."""
         while plane.urgent:
             first = seal.sealed(0, plane.urgent[0], self.control_kind, seal.body_sum(self.control_kind, b""))
             if not self._send(uid, edge, number, first, None):
-                return
+                return False
             plane.urgent.popleft()
         while plane.again:
             sequence = plane.again[0]
             if sequence in plane.out.kept:
                 if not self._send_numbered(uid, edge, number, plane.out.kept[sequence][0], sequence):
-                    return
+                    return False
                 plane.out.sent_again(sequence)
                 self._counters.edge(uid).resends += 1
             plane.again.popleft()
-        while plane.queue and not plane.out.full:
-            message = plane.queue[0]
-            if number == BULK and edge.sent + message.cost > edge.allowed:
-                return
-            if not self._send_numbered(uid, edge, number, message, plane.out.following):
-                return
-            plane.out.keep(message, time.monotonic())
-            plane.queue.popleft()
-            edge.sent += message.cost
+        return True
 
     def _send_numbered(self, uid: int, edge: Edge, number: int, message: Outgoing, sequence: int) -> bool:
         first, body = message.frames(sequence, edge.outwards)
@@ -217,12 +220,14 @@ class Links:
             if uid is not None and message.source != uid:
                 raise PeerFault("wrong_identity", f"node {uid} speaks as {message.source}")
             source = message.source
-            if (isinstance(message, BULK_KINDS) != (body is not None)) or (
-                isinstance(message, BULK_KINDS) != (plane == BULK) and not isinstance(message, Probe)
-            ):
-                raise PeerFault("wrong_plane", type(message).__name__)
-            if isinstance(message, UNNUMBERED) != (sequence == 0):
-                raise PeerFault("malformed_header", f"{type(message).__name__} with number {sequence}")
+            kind_of = type(message)
+            if kind_of in BULK_KINDS:
+                if body is None or plane != BULK:
+                    raise PeerFault("wrong_plane", kind_of.__name__)
+            elif body is not None or (plane == BULK and kind_of is not Probe):
+                raise PeerFault("wrong_plane", kind_of.__name__)
+            if (kind_of in UNNUMBERED) != (sequence == 0):
+                raise PeerFault("malformed_header", f"{kind_of.__name__} with number {sequence}")
             self._admit(plane, sequence, kind, message, header, body)
         except PeerFault as fault:
             self.refuse(fault, source)
@@ -249,6 +254,7 @@ class Links:
     def _admit(
         self, plane: int, sequence: int, kind: int, message: Message, header: bytes, body: memoryview | None
     ) -> None:
+        kind_of = type(message)
         if sequence:
             self._session.belongs(message)
             edge = self._edge(message.source)
@@ -256,36 +262,36 @@ class Links:
                 body = self._decrypted(sequence, kind, message.source, header, body)
             stream = edge.planes[plane].came
             new = stream.take(sequence)
-            if stream.gap or self._closing or stream.unreported >= ACK_EVERY[plane] or isinstance(message, Ask):
+            if stream.gap or self._closing or stream.unreported >= ACK_EVERY[plane] or kind_of is Ask:
                 self._acknowledge(message.source, edge, plane)
             if not new:
                 return
-        if isinstance(message, EDGE_KINDS):
-            self._session.receive(message)
+            if body is not None:
+                self._admit_bulk(edge, message, len(header), body)
+                return
+        if kind_of in EDGE_KINDS:
+            self._session.admit(message)
             self._serve(plane, message)
-        elif isinstance(message, BULK_KINDS):
-            assert body is not None
-            self._admit_bulk(message, len(header), body)
-        elif isinstance(message, MEMBERSHIP):
+        elif kind_of in MEMBERSHIP:
             if self._on_word is None:
-                raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
+                raise PeerFault("unexpected_message", f"{kind_of.__name__} in a run without generations")
             self._on_word(message)
         else:
             self._deliver(message, len(header), None)
-            if isinstance(message, Hello):
+            if kind_of is Hello:
                 self._count_hello(message.source)
 
-    def _admit_bulk(self, message: Chunk | Part, header_bytes: int, body: memoryview) -> None:
-        edge, counted = self._edge(message.source), self._counters.edge(message.source)
+    def _admit_bulk(self, edge: Edge, message: Message, header_bytes: int, body: memoryview) -> None:
+        counted, size = self._counters.edge(message.source), body.nbytes
         counted.frames_received += 1
         counted.metadata_bytes_received += header_bytes
-        counted.data_bytes_received += body.nbytes
-        cost = body.nbytes + MESSAGE_COST
+        counted.data_bytes_received += size
+        cost = size + MESSAGE_COST
         edge.came += cost
         try:
             if edge.came - self._used.get(message.source, 0) > self._window:
                 raise PeerFault("window_exceeded", f"from {message.source}")
-            self._session.receive(message)
+            self._session.admit(message)
             self._deliver(message, header_bytes, body)
         except PeerFault:
             self.consumed(message.source, cost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,11 @@ class TensorPlan:
     name: str
     spec: TensorSpec
     elements_per_chunk: int
+
+    @functools.cached_property
+    def expected(self) -> int | None:
+        """Elements of every payload's tensor; None where they may differ."""
+        return self.spec.max_elements if self.spec.exact else None
 
     def count(self, total: int) -> int:
         """Chunks of a tensor of `total` elements; an empty tensor still has one."""

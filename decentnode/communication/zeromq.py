@@ -117,6 +117,7 @@ class ZeroMQ(Communication):
         self._plan = bind or BindPlan()
         self._machine_of = dict(machine_of)
         self._addresses: dict[int, Endpoints] = {}
+        self._over_tcp: list[set[int]] = [set(), set()]
         self.edges = self._edge_rule()
         """Which way the payloads of every edge take."""
         self._status = Status()
@@ -147,7 +148,7 @@ class ZeroMQ(Communication):
         """What belongs to one generation of members and no other; `_open_ways` fills it."""
         self._memory = MemoryPath(
             self.uid, self.schemas, len(self._machine_of), self._inbox, self._status, self.counters,
-            self._session.receive, self._links.refuse, self._lending(self._inbox.device),
+            self._session.admit, self._links.refuse, self._lending(self._inbox.device),
         )  # fmt: skip
         self._homes = Homes(self.schemas[0], self._memory, self._status, self._links.hurry)
         self._collectives = Collectives(
@@ -193,6 +194,8 @@ class ZeroMQ(Communication):
         for uid, address in endpoints.items():
             if uid != self.uid:
                 self._addresses[uid] = address
+        self._over_tcp = [{uid for uid, address in self._addresses.items() if address[plane].startswith("tcp://")}
+                          for plane in (CONTROL, BULK)]  # fmt: skip
         self._io.endpoints.update(self._addresses)
         self._links.control_kind = self._sum_kind(CONTROL, self._addresses)
 
@@ -298,14 +301,15 @@ class ZeroMQ(Communication):
     def _send_all(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
         """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
         self._homes.sent_to = tuple(outgoing)
-        by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
-        alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
-        if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
-            by_memory = []
-        for payload, uids in grouped(outgoing):
-            left = [uid for uid in uids if uid not in by_memory]
-            if left:
-                self._send_payload(payload, left, round, phase)
+        by_memory: list[int] = []
+        if self._memory.readers:
+            by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
+            alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
+            if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
+                by_memory = []
+        if len(by_memory) < len(outgoing):
+            for payload, uids in grouped({uid: outgoing[uid] for uid in outgoing if uid not in by_memory}):
+                self._send_payload(payload, uids, round, phase)
 
     def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
         """Hand a payload to neighbors on this host; False when they have to get chunks."""
@@ -346,8 +350,10 @@ class ZeroMQ(Communication):
                 header = self._header(Chunk, round, phase, index, chunk, tensor.numel(), scalars)
                 scalars = {}
                 message = Bulk.bulk(header, body, sums, lease)
+                with self._links.lock:
+                    for uid in uids:
+                        self._links.bulk(uid, message)
                 self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
-                self._hand_over(uids, message)
 
     def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
         """A tensor on a GPU, on its way to a slot of pinned memory; None on the CPU, or while peers have not said yet
@@ -379,7 +385,7 @@ class ZeroMQ(Communication):
             return seal.NONE
         if self.config.checksum != "auto":
             return seal.KINDS[self.config.checksum]
-        return seal.XXH3 if any(self._addresses[uid][plane].startswith("tcp://") for uid in uids) else seal.NONE
+        return seal.NONE if self._over_tcp[plane].isdisjoint(uids) else seal.XXH3
 
     def _count_sent(self, uids: list[int], body: int, header: int, metadata: bool) -> None:
         for uid in uids:
@@ -387,11 +393,6 @@ class ZeroMQ(Communication):
             edge.frames_sent += 1
             edge.metadata_bytes_sent += header + (body if metadata else 0)
             edge.data_bytes_sent += 0 if metadata else body
-
-    def _hand_over(self, uids: list[int], message: Bulk) -> None:
-        with self._links.lock:
-            for uid in uids:
-                self._links.bulk(uid, message)
 
     # -- means, barriers, reports -----------------------------------------------------------------------------
 

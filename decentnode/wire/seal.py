@@ -29,9 +29,9 @@ _NUMBERS = struct.Struct("<QQ")
 
 def body_sum(kind: int, body: Bytes) -> int:
     """The part of a sum that is the same for every receiver of one body."""
-    if kind == CRC32:
-        return zlib.crc32(body)
-    return xxhash.xxh3_64_intdigest(body) if kind == XXH3 else 0
+    if kind == XXH3:
+        return xxhash.xxh3_64_intdigest(body)
+    return zlib.crc32(body) if kind == CRC32 else 0
 
 
 def sealed(sequence: int, header: bytes, kind: int, of_body: int, body: Bytes | None = None) -> bytes:
@@ -68,11 +68,9 @@ def verify(sequence: int, kind: int, sum_: int, header: bytes, body: Bytes) -> N
 
 
 def _sum(kind: int, sequence: int, header: bytes, of_body: int) -> int:
-    if kind == CRC32:
-        return zlib.crc32(header, zlib.crc32(_NUMBERS.pack(sequence, of_body)))
     if kind == XXH3:
         return xxhash.xxh3_64_intdigest(_NUMBERS.pack(sequence, of_body) + header)
-    return 0
+    return zlib.crc32(header, zlib.crc32(_NUMBERS.pack(sequence, of_body))) if kind == CRC32 else 0
 
 
 def nonce(sequence: int) -> bytes:
