@@ -364,7 +364,8 @@ class Inbox:
     def finish(self, key: Key) -> None:
         with self.status.lock:
             self._finished.add(key)
-            self.together.pop(key, None)
+            if self.together:
+                self.together.pop(key, None)
             self._drop(key)
 
     def _drop(self, key: Key) -> None:
@@ -477,7 +478,8 @@ class InboxExchange(Exchange):
     def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
         inbox, plan = self._inbox, self._inbox.plans[self._key[1]][0]
         alive = list(self._expected)
-        for chunk in range(plan.count(schema.elements)):
+        last = plan.count(schema.elements) - 1
+        for chunk in range(last + 1):
             arrived = inbox.wait(self._key, chunk, alive, timeout_seconds)
             if len(arrived) < len(alive):
                 self._missing |= set(alive) - arrived.keys()
@@ -492,7 +494,8 @@ class InboxExchange(Exchange):
                 received = self._accepted(received)
                 alive = [source for source in alive if source in received]
             yield Arrival(start, stop, received, self._missing)
-            inbox.release(chunk, arrived)
+            if chunk < last:  # the rest is let go of as the exchange is finished
+                inbox.release(chunk, arrived)
 
     def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
         arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)

@@ -180,7 +180,7 @@ class Links:
         """Send what is not numbered, and what was lost; False when the socket is full."""
         while plane.urgent:
             first = seal.sealed(0, plane.urgent[0], self.control_kind, seal.body_sum(self.control_kind, b""))
-            if not self._send(uid, edge, number, first, None):
+            if not self.io.send(uid, number, first, None, edge.token):
                 return False
             plane.urgent.popleft()
         while plane.again:
@@ -194,12 +194,7 @@ class Links:
         return True
 
     def _send_numbered(self, uid: int, edge: Edge, number: int, message: Outgoing, sequence: int) -> bool:
-        first, body = message.frames(sequence, edge.outwards)
-        return self._send(uid, edge, number, first, body)
-
-    def _send(self, uid: int, edge: Edge, number: int, first: bytes, body: zmq.Frame | bytes | None) -> bool:
-        token = edge.passes.token if edge.passes is not None else b""
-        return self.io.send(uid, number, first, body, token)
+        return self.io.send(uid, number, *message.frames(sequence, edge.outwards), edge.token)
 
     # -- receiving --------------------------------------------------------------------------------------------
 

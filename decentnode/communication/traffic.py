@@ -98,6 +98,11 @@ class Edge:
         self.left = False
         """It said goodbye."""
 
+    @property
+    def token(self) -> bytes:
+        """Logs in to the peer's bulk socket; empty where that needs none."""
+        return b"" if self.passes is None else self.passes.token
+
     def forget(self) -> None:
         """Nothing is owed to this peer any more."""
         self.gone = True

@@ -336,29 +336,30 @@ class ZeroMQ(Communication):
         return plans
 
     def _send_payload(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
-        plans = self._checked(payload, phase)
+        plans, links = self._checked(payload, phase), self._links
         scalars: Scalars = payload.scalars
         sums = self._sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
             tensor = payload.tensors[plan.name]
+            total, size = tensor.numel(), plan.spec.dtype.itemsize
             fetched = self._fetched(plan, tensor)
             raw = to_bytes(tensor) if fetched is None else memoryview(b"")
-            size, lease = plan.spec.dtype.itemsize, fetched.lease if fetched is not None else self._lease(tensor)
-            for chunk in range(plan.count(tensor.numel())):
-                start, stop = plan.bounds(chunk, tensor.numel())
+            lease = fetched.lease if fetched is not None else self._lease(tensor)
+            for chunk in range(plan.count(total)):
+                start, stop = plan.bounds(chunk, total)
                 body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
-                header = self._header(Chunk, round, phase, index, chunk, tensor.numel(), scalars)
+                header = self._header(Chunk, round, phase, index, chunk, total, scalars)
                 scalars = {}
                 message = Bulk.bulk(header, body, sums, lease)
-                with self._links.lock:
+                with links.lock:
                     for uid in uids:
-                        self._links.bulk(uid, message)
+                        links.bulk(uid, message)
                 self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
 
     def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
         """A tensor on a GPU, on its way to a slot of pinned memory; None on the CPU, or while peers have not said yet
         that they got what lies in the slots: then it is copied as a whole."""
-        if self._staging is None or tensor.device.type == "cpu":
+        if self._staging is None or tensor.is_cpu:
             return None
         fetched = self._staging.fetch(plan, tensor)
         if fetched is None:
@@ -377,7 +378,7 @@ class ZeroMQ(Communication):
 
     def _header(self, kind: type[Message], *values: object) -> bytes:
         session = self._session
-        return codec.encode(kind(session.run, session.generation, self.uid, *values))
+        return codec.encode_values(kind, (session.run, session.generation, self.uid, *values))
 
     def _sum_kind(self, plane: int, uids: Collection[int]) -> int:
         """How messages to these uids are protected against corruption, beside what encryption does."""

@@ -62,19 +62,27 @@ def _problem_of(rule: Mapping[str, Any]) -> Problem:
     return _blob(rule["blob"], rule["exact"]) if "blob" in rule else _scalars
 
 
-_RULES: dict[type[Message], tuple[tuple[int, Problem], ...]] = {
-    kind: tuple((each.metadata.get("limit", 0), _problem_of(each.metadata)) for each in fields)
+_RULES: dict[type[Message], tuple[tuple[int, int, Problem], ...]] = {
+    kind: tuple(
+        (each.metadata.get("limit", 0), each.metadata["blob"] if each.metadata.get("exact") else -1,
+         _problem_of(each.metadata))
+        for each in fields
+    )
     for kind, fields in FIELDS.items()
-}
-"""Per field: upper limit (0: no whole number) and check. Most fields are numbers within their limit, and every message
-of a round passes here."""
+}  # fmt: skip
+"""Per field: upper limit (0: no whole number), exact size of its bytes (-1: none), check. Most fields are numbers
+within their limit, every message of a round passes here, and a call per field would cost most of it."""
 _VALUES = {kind: attrgetter(*(each.name for each in fields)) for kind, fields in FIELDS.items()}
 
 
 def encode(message: Message) -> bytes:
     """The header of a message. Raises ValueError when a field is out of bounds: our own fault."""
     kind = type(message)
-    values = _VALUES[kind](message)
+    return encode_values(kind, _VALUES[kind](message))
+
+
+def encode_values(kind: type[Message], values: tuple[Any, ...]) -> bytes:
+    """The header of the message of this kind with these values, in the order of its fields, as `encode` makes it."""
     wrong = _wrong(kind, values)
     if wrong:
         raise ValueError(f"{kind.__name__}.{wrong[0]} {wrong[1]}, got {wrong[2]!r:.80}")
@@ -118,10 +126,13 @@ def decode(header: Bytes) -> Message:
 
 def _wrong(kind: type[Message], values: Sequence[Any]) -> tuple[str, str, Any] | None:
     """(name, problem, value) of the first field that is not as it has to be."""
-    for place, ((limit, check), value) in enumerate(zip(_RULES[kind], values, strict=True)):
-        if limit and type(value) is int and 0 <= value < limit:
-            continue
-        problem = check(value)
+    for place, (limit, exactly, check) in enumerate(_RULES[kind]):
+        value = values[place]
+        if limit:
+            fine = type(value) is int and 0 <= value < limit
+        else:
+            fine = type(value) is bytes and len(value) == exactly
+        problem = None if fine else check(value)
         if problem:
             return FIELDS[kind][place].name, problem, value
     return None
