@@ -15,6 +15,9 @@ Every transport mixes at multiples of this, which makes the bits of a mix indepe
 """
 
 
+_KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+
+
 def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Consecutive [a, b) covering [start, stop), cut at multiples of BLOCK_ELEMENTS."""
     while start < stop:
@@ -25,7 +28,10 @@ def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    plain = tensor.detach()
+    if plain.dim() == 1 and plain.dtype in _KNOWN_TO_NUMPY and plain.numel():
+        return memoryview(plain.numpy()).cast("B")  # type: ignore[arg-type]
+    return memoryview(plain.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ class Counters:
     """Any thread: called with (kind, peer, detail) for every fault and for what happens to connections."""
 
     def edge(self, uid: int) -> EdgeCounters:
-        return self.edges.setdefault(uid, EdgeCounters())
+        found = self.edges.get(uid)
+        return self.edges.setdefault(uid, EdgeCounters()) if found is None else found
 
     def fault(self, reason: str, peer: int | None = None, detail: str = "") -> None:
         self.faults[reason] = self.faults.get(reason, 0) + 1

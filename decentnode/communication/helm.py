@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable
 
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.001, 0.05
+OFTEN, OFTEN_NAP_SECONDS = 3, 0.004
+"""Visits of the training thread during one nap after which naps grow to so much: on a busy machine every look of the
+I/O thread costs the training thread a core or the interpreter's lock."""
 
 
 class Helm:
@@ -107,9 +110,11 @@ class Helm:
         try:
             while not self._back(visits, urgent):
                 with self._mutex:
-                    same, visits = self.inside and self._visits == visits, self._visits
-                    nap = min(2 * nap, LONGEST_NAP_SECONDS) if same else NAP_SECONDS
-                    self._long = nap > 2 * NAP_SECONDS
+                    came, visits = (self._visits - visits if visits >= 0 else 1), self._visits
+                    stays = self.inside and not came
+                    longest = OFTEN_NAP_SECONDS if came >= OFTEN else NAP_SECONDS
+                    nap = min(2 * nap, LONGEST_NAP_SECONDS if stays else longest)
+                    self._long = stays and nap > 2 * NAP_SECONDS
                 self._roused.acquire(timeout=nap)
         finally:
             self._napping = self._long = False

@@ -9,40 +9,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
 import zmq
 
 from decentnode.communication.base import Counters
 from decentnode.communication.io_thread import BULK, CONTROL, IoThread, Security
 from decentnode.communication.plan import MESSAGE_COST
-from decentnode.communication.security import Pass
+from decentnode.communication.security import Cipher, Pass
+from decentnode.communication.traffic import Edge, Outgoing, Plane
 from decentnode.errors import PeerFault
-from decentnode.wire import codec, seal
-from decentnode.wire.messages import BULK as BULK_KINDS
+from decentnode.wire import codec, messages, seal
 from decentnode.wire.messages import (
-    MEMBERSHIP,
-    UNNUMBERED,
     Ack,
     Ask,
     Bye,
-    Chunk,
     Credit,
     Hello,
     Key,
     Message,
-    Part,
     Probe,
 )
 from decentnode.wire.session import Session
-from decentnode.wire.stream import ReceiveStream, SendStream
 
 logger = logging.getLogger(__name__)
 
-EDGE_KINDS = (Ack, Probe, Credit, Ask, Key, Bye)
+EDGE_KINDS = frozenset({Ack, Probe, Credit, Ask, Key, Bye})
 """What an edge's two ends say to each other about the edge."""
+BULK_KINDS, UNNUMBERED, MEMBERSHIP = map(frozenset, (messages.BULK, messages.UNNUMBERED, messages.MEMBERSHIP))
 MAX_QUEUED = 20_000
 """Control messages that wait for one peer; beyond it the peer is given up."""
 HELLOS_PER_CONNECTION, RENEW_SECONDS = 4, 2.0
@@ -50,55 +44,6 @@ DOUBT_SECONDS = 0.005
 """Least time between two acknowledgements that damaged messages of one peer bring about."""
 ACK_EVERY = (256, 16)
 """Messages of a plane after which the sender is told at once; otherwise it is told at the next tick."""
-
-
-@dataclass(eq=False)
-class Outgoing:
-    """One message towards one or several peers; the body is shared."""
-
-    header: bytes
-    body: zmq.Frame | None = None
-    cost: int = 0
-    """What it counts for in the receiver's window."""
-    kind: int = seal.NONE
-    of_body: int = 0
-    lease: object = None
-    """Kept alive as long as the body's memory may not change."""
-
-
-@dataclass
-class _Plane:
-    """One direction of one plane: what leaves here, and what came."""
-
-    out: SendStream[Outgoing] = field(default_factory=SendStream)
-    urgent: deque[bytes] = field(default_factory=deque)
-    """Headers of messages that are not numbered."""
-    again: deque[int] = field(default_factory=deque)
-    queue: deque[Outgoing] = field(default_factory=deque)
-    came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
-
-
-class _Edge:
-    """All about one peer."""
-
-    def __init__(self, window: int, needs_pass: bool) -> None:
-        self.planes = (_Plane(came=ReceiveStream(ordered=True)), _Plane())
-        self.sent = 0
-        """Cost of the bulk messages sent so far."""
-        self.allowed = window
-        """What the peer lets `sent` grow to."""
-        self.came = 0
-        """Cost of the bulk messages that came."""
-        self.needs_pass = needs_pass
-        self.passes: Pass | None = None
-        self.asked = False
-        self.hellos = 0
-        self.renewed = 0.0
-        self.doubted = 0.0
-        self.gone = False
-        """Nothing is sent to this peer any more."""
-        self.left = False
-        """It said goodbye."""
 
 
 class Links:
@@ -122,10 +67,9 @@ class Links:
         self._session, self._window, self._counters = session, window, counters
         self._deliver, self._on_tick, self.crashed = deliver, on_tick, on_crash
         self._on_word = on_word
-        self._bulk_kind = seal.AES_GCM if security is not None and security.bulk == "aes-gcm" else None
+        self._encrypts = security is not None and security.bulk == "aes-gcm"
         self._needs_pass = security is not None and security.bulk_needs_pass
-        self._edges: dict[int, _Edge] = {}
-        self._ciphers: dict[tuple[bool, int], object] = {}
+        self._edges: dict[int, Edge] = {}
         self._credit_lock = threading.Lock()
         self._used: dict[int, int] = {}
         self._granted: dict[int, int] = {}
@@ -136,7 +80,7 @@ class Links:
     def control(self, uid: int, message: Message) -> None:
         if isinstance(message, Hello):
             self._count_hello(uid)
-        self.control_header(uid, codec.encode(message), numbered=not isinstance(message, UNNUMBERED))
+        self.control_header(uid, codec.encode(message), numbered=type(message) not in UNNUMBERED)
 
     def _count_hello(self, uid: int) -> None:
         """Hellos, said or heard, that go on and on mean that the answers get lost."""
@@ -157,7 +101,7 @@ class Links:
             plane.queue.append(Outgoing(header, kind=self.control_kind, of_body=seal.body_sum(self.control_kind, b"")))
             if len(plane.queue) > MAX_QUEUED:
                 logger.warning("node %d takes no control messages: given up", uid)
-                self._forget(edge)
+                edge.forget()
         else:
             plane.urgent.append(header)
         self._pump(uid, edge, CONTROL)
@@ -184,12 +128,11 @@ class Links:
         fresh: peers whose processes are new, and what was queued for the old ones is not for them.
         """
         for uid, edge in self._edges.items():
-            self._forget(edge)
+            edge.forget()
             self.io.renew(uid, BULK)
             if uid in fresh:
                 self.io.renew(uid, CONTROL)
         self._edges.clear()
-        self._ciphers.clear()
         self.passes.clear()
         with self._credit_lock:
             self._used.clear()
@@ -206,56 +149,52 @@ class Links:
     def writable(self, uid: int, plane: int) -> None:
         self._pump(uid, self._edge(uid), plane)
 
-    def _edge(self, uid: int) -> _Edge:
+    def _edge(self, uid: int) -> Edge:
         found = self._edges.get(uid)
         if found is None:
-            found = self._edges[uid] = _Edge(self._window, self._needs_pass)
+            found = self._edges[uid] = Edge(self._window, self._needs_pass)
         return found
 
     def _message(self, kind: type[Message], *values: object) -> Message:
         return kind(self._session.run, self._session.generation, self._session.uid, *values)
 
-    def _pump(self, uid: int, edge: _Edge, number: int) -> None:
+    def _pump(self, uid: int, edge: Edge, number: int) -> None:
         """Send what may leave, most urgent first, until the socket is full."""
         plane = edge.planes[number]
         if number == BULK and edge.needs_pass and edge.passes is None:
             return
+        if (plane.urgent or plane.again) and not self._pump_urgent(uid, edge, number, plane):
+            return
+        out, queue = plane.out, plane.queue
+        while queue and not out.full:
+            message = queue[0]
+            if number == BULK and edge.sent + message.cost > edge.allowed:
+                return
+            if not self._send_numbered(uid, edge, number, message, out.following):
+                return
+            out.keep(message, time.monotonic())
+            queue.popleft()
+            edge.sent += message.cost
+
+    def _pump_urgent(self, uid: int, edge: Edge, number: int, plane: Plane) -> bool:
+        """Send what is not numbered, and what was lost; False when the socket is full."""
         while plane.urgent:
             first = seal.sealed(0, plane.urgent[0], self.control_kind, seal.body_sum(self.control_kind, b""))
-            if not self._send(uid, edge, number, first, None):
-                return
+            if not self.io.send(uid, number, first, None, edge.token):
+                return False
             plane.urgent.popleft()
         while plane.again:
             sequence = plane.again[0]
             if sequence in plane.out.kept:
                 if not self._send_numbered(uid, edge, number, plane.out.kept[sequence][0], sequence):
-                    return
+                    return False
                 plane.out.sent_again(sequence)
                 self._counters.edge(uid).resends += 1
             plane.again.popleft()
-        while plane.queue and not plane.out.full:
-            message = plane.queue[0]
-            if number == BULK and edge.sent + message.cost > edge.allowed:
-                return
-            if not self._send_numbered(uid, edge, number, message, plane.out.following):
-                return
-            plane.out.keep(message, time.monotonic())
-            plane.queue.popleft()
-            edge.sent += message.cost
+        return True
 
-    def _send_numbered(self, uid: int, edge: _Edge, number: int, message: Outgoing, sequence: int) -> bool:
-        kind, body = message.kind, message.body
-        first = seal.sealed(sequence, message.header, kind, message.of_body)
-        if number == BULK and self._bulk_kind is not None and body is not None:
-            first = seal.sealed(sequence, message.header, self._bulk_kind, 0)
-            cipher = self._cipher(uid, mine=False)
-            sealed_body = cipher.encrypt(seal.nonce(sequence), body.buffer, seal.associated(sequence, message.header))
-            return self._send(uid, edge, number, first, sealed_body)
-        return self._send(uid, edge, number, first, body)
-
-    def _send(self, uid: int, edge: _Edge, number: int, first: bytes, body: zmq.Frame | bytes | None) -> bool:
-        token = edge.passes.token if edge.passes is not None else b""
-        return self.io.send(uid, number, first, body, token)
+    def _send_numbered(self, uid: int, edge: Edge, number: int, message: Outgoing, sequence: int) -> bool:
+        return self.io.send(uid, number, *message.frames(sequence, edge.outwards), edge.token)
 
     # -- receiving --------------------------------------------------------------------------------------------
 
@@ -264,21 +203,26 @@ class Links:
         source: int | None = uid
         header = b""
         try:
-            if len(frames) != 1 + (plane == BULK) and not (plane == BULK and len(frames) == 1):
+            if len(frames) > 1 + (plane == BULK):
                 raise PeerFault("malformed_multipart", f"{len(frames)} frames")
-            sequence, kind, sum_, header = seal.opened(frames[0].buffer)
-            body = frames[1].buffer if len(frames) == 2 else None
+            sequence, kind, sum_, header, body = seal.opened(frames[0].buffer)
+            if len(frames) == 2:
+                if body is not None:
+                    raise PeerFault("malformed_multipart", "a body in either frame")
+                body = frames[1].buffer
             seal.verify(sequence, kind, sum_, header, b"" if body is None else body)
             message = codec.decode(header)
             if uid is not None and message.source != uid:
                 raise PeerFault("wrong_identity", f"node {uid} speaks as {message.source}")
             source = message.source
-            if (isinstance(message, BULK_KINDS) != (body is not None)) or (
-                isinstance(message, BULK_KINDS) != (plane == BULK) and not isinstance(message, Probe)
-            ):
-                raise PeerFault("wrong_plane", type(message).__name__)
-            if isinstance(message, UNNUMBERED) != (sequence == 0):
-                raise PeerFault("malformed_header", f"{type(message).__name__} with number {sequence}")
+            kind_of = type(message)
+            if kind_of in BULK_KINDS:
+                if body is None or plane != BULK:
+                    raise PeerFault("wrong_plane", kind_of.__name__)
+            elif body is not None or (plane == BULK and kind_of is not Probe):
+                raise PeerFault("wrong_plane", kind_of.__name__)
+            if (kind_of in UNNUMBERED) != (sequence == 0):
+                raise PeerFault("malformed_header", f"{kind_of.__name__} with number {sequence}")
             self._admit(plane, sequence, kind, message, header, body)
         except PeerFault as fault:
             self.refuse(fault, source)
@@ -305,43 +249,44 @@ class Links:
     def _admit(
         self, plane: int, sequence: int, kind: int, message: Message, header: bytes, body: memoryview | None
     ) -> None:
+        kind_of = type(message)
         if sequence:
             self._session.belongs(message)
             edge = self._edge(message.source)
-            if body is not None and self._bulk_kind is not None:
+            if body is not None and self._encrypts:
                 body = self._decrypted(sequence, kind, message.source, header, body)
             stream = edge.planes[plane].came
             new = stream.take(sequence)
-            if stream.gap or self._closing or stream.unreported >= ACK_EVERY[plane] or isinstance(message, Ask):
+            if stream.gap or self._closing or stream.unreported >= ACK_EVERY[plane] or kind_of is Ask:
                 self._acknowledge(message.source, edge, plane)
             if not new:
                 return
-        if isinstance(message, EDGE_KINDS):
-            self._session.receive(message)
+            if body is not None:
+                self._admit_bulk(edge, message, len(header), body)
+                return
+        if kind_of in EDGE_KINDS:
+            self._session.admit(message)
             self._serve(plane, message)
-        elif isinstance(message, BULK_KINDS):
-            assert body is not None
-            self._admit_bulk(message, len(header), body)
-        elif isinstance(message, MEMBERSHIP):
+        elif kind_of in MEMBERSHIP:
             if self._on_word is None:
-                raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
+                raise PeerFault("unexpected_message", f"{kind_of.__name__} in a run without generations")
             self._on_word(message)
         else:
             self._deliver(message, len(header), None)
-            if isinstance(message, Hello):
+            if kind_of is Hello:
                 self._count_hello(message.source)
 
-    def _admit_bulk(self, message: Chunk | Part, header_bytes: int, body: memoryview) -> None:
-        edge, counted = self._edge(message.source), self._counters.edge(message.source)
+    def _admit_bulk(self, edge: Edge, message: Message, header_bytes: int, body: memoryview) -> None:
+        counted, size = self._counters.edge(message.source), body.nbytes
         counted.frames_received += 1
         counted.metadata_bytes_received += header_bytes
-        counted.data_bytes_received += body.nbytes
-        cost = body.nbytes + MESSAGE_COST
+        counted.data_bytes_received += size
+        cost = size + MESSAGE_COST
         edge.came += cost
         try:
             if edge.came - self._used.get(message.source, 0) > self._window:
                 raise PeerFault("window_exceeded", f"from {message.source}")
-            self._session.receive(message)
+            self._session.admit(message)
             self._deliver(message, header_bytes, body)
         except PeerFault:
             self.consumed(message.source, cost)
@@ -375,45 +320,30 @@ class Links:
         elif isinstance(message, Key):
             if not edge.asked:
                 raise PeerFault("unexpected_message", "Key without having asked")
-            edge.passes = edge.passes or Pass(message.token, message.key)
+            if edge.passes is None:
+                edge.passes = Pass(message.token, message.key)
+                edge.outwards = Cipher(edge.passes) if self._encrypts else None
             self._pump(uid, edge, BULK)
         elif isinstance(message, Bye):
             edge.left = True
-            self._forget(edge)
+            edge.forget()
             if self._on_word is not None:
                 self._on_word(message)
 
     def _decrypted(self, sequence: int, kind: int, source: int, header: bytes, body: memoryview) -> memoryview:
         if kind != seal.AES_GCM or source not in self.passes:
             raise PeerFault("not_encrypted", f"from {source}")
-        from cryptography.exceptions import InvalidTag
+        edge = self._edge(source)
+        if edge.inwards is None:
+            edge.inwards = Cipher(self.passes[source])
+        return edge.inwards.decrypted(sequence, header, body)
 
-        plain = bytearray(max(0, body.nbytes - 16))
-        try:
-            self._cipher(source, mine=True).decrypt_into(
-                seal.nonce(sequence), body, seal.associated(sequence, header), plain
-            )
-        except (InvalidTag, ValueError):
-            raise PeerFault("checksum_mismatch", f"from {source}: not what was encrypted") from None
-        return memoryview(plain)
-
-    def _cipher(self, uid: int, mine: bool):  # type: ignore[no-untyped-def]
-        """mine: for what `uid` sends here, with the key this node gave it."""
-        found = self._ciphers.get((mine, uid))
-        if found is None:
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-            given = self.passes[uid] if mine else self._edges[uid].passes
-            assert given is not None
-            found = self._ciphers[mine, uid] = AESGCM(given.key)
-        return found
-
-    def _acknowledge(self, uid: int, edge: _Edge, number: int, probe: int = 0) -> None:
+    def _acknowledge(self, uid: int, edge: Edge, number: int, probe: int = 0) -> None:
         first_missing, ahead, gap = edge.planes[number].came.report()
         header = codec.encode(self._message(Ack, number, first_missing, ahead, int(gap), probe))
         self.control_header(uid, header, numbered=False)
 
-    def _probe(self, uid: int, edge: _Edge, number: int, now: float) -> None:
+    def _probe(self, uid: int, edge: Edge, number: int, now: float) -> None:
         plane = edge.planes[number]
         if plane.out.probe_due(now) and not edge.gone:
             plane.urgent.append(codec.encode(self._message(Probe, number, plane.out.probe(now))))
@@ -421,16 +351,7 @@ class Links:
 
     def forget(self, uid: int) -> None:
         """`uid` failed: nothing is owed to it any more."""
-        self._forget(self._edge(uid))
-
-    def _forget(self, edge: _Edge) -> None:
-        """Nothing is owed to this peer any more."""
-        edge.gone = True
-        for plane in edge.planes:
-            plane.queue.clear()
-            plane.urgent.clear()
-            plane.again.clear()
-            plane.out.forget()
+        self._edge(uid).forget()
 
     def refuse(self, fault: PeerFault, source: int | None = None) -> None:
         """Count a message that breaks the protocol."""
@@ -470,7 +391,7 @@ class Links:
                     self._renew(uid, edge, number)
                 self._probe(uid, edge, number, now)
 
-    def _renew(self, uid: int, edge: _Edge, number: int) -> None:
+    def _renew(self, uid: int, edge: Edge, number: int) -> None:
         """Make a new connection, and ask behind it what was lost with the old one."""
         self._counters.on_event("connection_renewed", uid, f"plane {number}")
         self.io.renew(uid, number)
@@ -492,6 +413,6 @@ class Links:
         """The last thing said: nothing more comes, nothing is read any more."""
         for uid, edge in self._edges.items():
             if not edge.left:
-                self._forget(edge)
+                edge.forget()
                 edge.planes[CONTROL].urgent.append(codec.encode(self._message(Bye)))
                 self._pump(uid, edge, CONTROL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +29,19 @@ class TensorPlan:
     spec: TensorSpec
     elements_per_chunk: int
 
+    @functools.cached_property
+    def expected(self) -> int | None:
+        """Elements of every payload's tensor; None where they may differ."""
+        return self.spec.max_elements if self.spec.exact else None
+
     def count(self, total: int) -> int:
         """Chunks of a tensor of `total` elements; an empty tensor still has one."""
-        return max(1, -(-total // self.elements_per_chunk))
+        return -(-total // self.elements_per_chunk) or 1
 
     def bounds(self, chunk: int, total: int) -> tuple[int, int]:
         start = chunk * self.elements_per_chunk
-        return start, min(start + self.elements_per_chunk, total)
+        stop = start + self.elements_per_chunk
+        return start, stop if stop < total else total
 
     def accepts(self, total: int) -> bool:
         """Whether a payload may have this many elements."""
@@ -55,4 +62,4 @@ def from_buffer(buffer: memoryview, dtype: torch.dtype) -> Tensor:
 
 def to_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a 1-D tensor; from a GPU they are fetched first."""
-    return as_bytes(tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu())
+    return as_bytes(tensor.contiguous() if tensor.is_cpu else tensor.cpu())

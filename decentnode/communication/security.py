@@ -18,10 +18,12 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.errors import EnvironmentFault, PeerFault, UsageError
+from decentnode.wire import seal
+from decentnode.wire.seal import Bytes
 
 PUBLIC_FILE = "public.keys"
-TOKEN_BYTES, SESSION_KEY_BYTES = 16, 32
+TOKEN_BYTES, SESSION_KEY_BYTES, TAG_BYTES = 16, 32, 16
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,29 @@ class Pass:
 
     token: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
     key: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(SESSION_KEY_BYTES))
+
+
+class Cipher:
+    """AES-256-GCM over the bodies of bulk messages, one direction of one edge (wire/seal.py)."""
+
+    def __init__(self, given: Pass) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._refusals = AESGCM(given.key), (InvalidTag, ValueError)
+
+    def encrypted(self, sequence: int, header: bytes, body: Bytes) -> bytes:
+        """TAG_BYTES longer than the body."""
+        return self._cipher.encrypt(seal.nonce(sequence), body, seal.associated(sequence, header))
+
+    def decrypted(self, sequence: int, header: bytes, body: memoryview) -> memoryview:
+        """Raises PeerFault when number, header or body are not what was encrypted."""
+        plain = bytearray(max(0, body.nbytes - TAG_BYTES))
+        try:
+            self._cipher.decrypt_into(seal.nonce(sequence), body, seal.associated(sequence, header), plain)
+        except self._refusals:
+            raise PeerFault("checksum_mismatch", "not what was encrypted") from None
+        return memoryview(plain)
 
 
 class Door:

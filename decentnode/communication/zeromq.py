@@ -33,13 +33,14 @@ from decentnode.communication.inbox import Inbox, InboxExchange, Status
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, Security
 from decentnode.communication.lending import Lending
 from decentnode.communication.links import Links
-from decentnode.communication.links import Outgoing as Bulk
 from decentnode.communication.means import Outgoing
 from decentnode.communication.memory import STEPS, MemoryPath
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
 from decentnode.communication.regroup import Regroup, given_up
 from decentnode.communication.security import Keyring
 from decentnode.communication.staging import Fetched, Staging, staging_of
+from decentnode.communication.traffic import ONE_FRAME_BYTES
+from decentnode.communication.traffic import Outgoing as Bulk
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
@@ -116,6 +117,7 @@ class ZeroMQ(Communication):
         self._plan = bind or BindPlan()
         self._machine_of = dict(machine_of)
         self._addresses: dict[int, Endpoints] = {}
+        self._over_tcp: list[set[int]] = [set(), set()]
         self.edges = self._edge_rule()
         """Which way the payloads of every edge take."""
         self._status = Status()
@@ -146,7 +148,7 @@ class ZeroMQ(Communication):
         """What belongs to one generation of members and no other; `_open_ways` fills it."""
         self._memory = MemoryPath(
             self.uid, self.schemas, len(self._machine_of), self._inbox, self._status, self.counters,
-            self._session.receive, self._links.refuse, self._lending(self._inbox.device),
+            self._session.admit, self._links.refuse, self._lending(self._inbox.device),
         )  # fmt: skip
         self._homes = Homes(self.schemas[0], self._memory, self._status, self._links.hurry)
         self._collectives = Collectives(
@@ -192,6 +194,8 @@ class ZeroMQ(Communication):
         for uid, address in endpoints.items():
             if uid != self.uid:
                 self._addresses[uid] = address
+        self._over_tcp = [{uid for uid, address in self._addresses.items() if address[plane].startswith("tcp://")}
+                          for plane in (CONTROL, BULK)]  # fmt: skip
         self._io.endpoints.update(self._addresses)
         self._links.control_kind = self._sum_kind(CONTROL, self._addresses)
 
@@ -297,14 +301,15 @@ class ZeroMQ(Communication):
     def _send_all(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
         """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
         self._homes.sent_to = tuple(outgoing)
-        by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
-        alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
-        if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
-            by_memory = []
-        for payload, uids in grouped(outgoing):
-            left = [uid for uid in uids if uid not in by_memory]
-            if left:
-                self._send_payload(payload, left, round, phase)
+        by_memory: list[int] = []
+        if self._memory.readers:
+            by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
+            alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
+            if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
+                by_memory = []
+        if len(by_memory) < len(outgoing):
+            for payload, uids in grouped({uid: outgoing[uid] for uid in outgoing if uid not in by_memory}):
+                self._send_payload(payload, uids, round, phase)
 
     def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
         """Hand a payload to neighbors on this host; False when they have to get chunks."""
@@ -331,38 +336,35 @@ class ZeroMQ(Communication):
         return plans
 
     def _send_payload(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
-        plans = self._checked(payload, phase)
+        plans, links = self._checked(payload, phase), self._links
         scalars: Scalars = payload.scalars
         sums = self._sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
             tensor = payload.tensors[plan.name]
+            total, size = tensor.numel(), plan.spec.dtype.itemsize
             fetched = self._fetched(plan, tensor)
             raw = to_bytes(tensor) if fetched is None else memoryview(b"")
-            size, lease = plan.spec.dtype.itemsize, self._lease(tensor) if fetched is None else fetched.lease
-            for chunk in range(plan.count(tensor.numel())):
-                start, stop = plan.bounds(chunk, tensor.numel())
+            lease = fetched.lease if fetched is not None else self._lease(tensor)
+            for chunk in range(plan.count(total)):
+                start, stop = plan.bounds(chunk, total)
                 body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
-                header = self._header(Chunk, round, phase, index, chunk, tensor.numel(), scalars)
+                header = self._header(Chunk, round, phase, index, chunk, total, scalars)
                 scalars = {}
-                message = self._bulk(header, body, sums, lease)
+                message = Bulk.bulk(header, body, sums, lease)
+                with links.lock:
+                    for uid in uids:
+                        links.bulk(uid, message)
                 self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
-                self._hand_over(uids, message)
 
     def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
         """A tensor on a GPU, on its way to a slot of pinned memory; None on the CPU, or while peers have not said yet
         that they got what lies in the slots: then it is copied as a whole."""
-        if self._staging is None or tensor.device.type == "cpu":
+        if self._staging is None or tensor.is_cpu:
             return None
         fetched = self._staging.fetch(plan, tensor)
         if fetched is None:
             self._links.hurry()
         return fetched
-
-    @staticmethod
-    def _bulk(header: bytes, body: memoryview, sums: int, lease: object = None) -> Bulk:
-        """A message with a copy of `body`, or with `body` itself where it does not change while the lease is held."""
-        frame = zmq.Frame(body, copy=lease is None)
-        return Bulk(header, frame, body.nbytes + MESSAGE_COST, sums, seal.body_sum(sums, frame.buffer), lease)
 
     # -- places for the model ---------------------------------------------------------------------------------
 
@@ -370,12 +372,13 @@ class ZeroMQ(Communication):
         return self._homes.claim(current, timeout_seconds)
 
     def _lease(self, tensor: Tensor) -> object:
-        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first."""
-        return self._homes.lease(tensor)
+        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first, or is so short
+        that a copy is less than the wait for those who got it."""
+        return self._homes.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
 
     def _header(self, kind: type[Message], *values: object) -> bytes:
         session = self._session
-        return codec.encode(kind(session.run, session.generation, self.uid, *values))
+        return codec.encode_values(kind, (session.run, session.generation, self.uid, *values))
 
     def _sum_kind(self, plane: int, uids: Collection[int]) -> int:
         """How messages to these uids are protected against corruption, beside what encryption does."""
@@ -383,7 +386,7 @@ class ZeroMQ(Communication):
             return seal.NONE
         if self.config.checksum != "auto":
             return seal.KINDS[self.config.checksum]
-        return seal.XXH3 if any(self._addresses[uid][plane].startswith("tcp://") for uid in uids) else seal.NONE
+        return seal.NONE if self._over_tcp[plane].isdisjoint(uids) else seal.XXH3
 
     def _count_sent(self, uids: list[int], body: int, header: int, metadata: bool) -> None:
         for uid in uids:
@@ -391,11 +394,6 @@ class ZeroMQ(Communication):
             edge.frames_sent += 1
             edge.metadata_bytes_sent += header + (body if metadata else 0)
             edge.data_bytes_sent += 0 if metadata else body
-
-    def _hand_over(self, uids: list[int], message: Bulk) -> None:
-        with self._links.lock:
-            for uid in uids:
-                self._links.bulk(uid, message)
 
     # -- means, barriers, reports -----------------------------------------------------------------------------
 
@@ -540,7 +538,7 @@ class ZeroMQ(Communication):
             raw = to_bytes(piece.tensor)
             header = self._header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
             self._count_sent([piece.to], raw.nbytes, len(header), metadata=True)
-            self._links.bulk(piece.to, self._bulk(header, raw, self._sum_kind(BULK, [piece.to])))
+            self._links.bulk(piece.to, Bulk.bulk(header, raw, self._sum_kind(BULK, [piece.to])))
         for uid, size in self._collectives.means.consumed:
             self._links.consumed(uid, size)
         self._collectives.means.consumed.clear()

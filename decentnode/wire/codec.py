@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -17,35 +18,82 @@ MAX_HEADER_BYTES = 256 * 1024
 MAX_SCALAR_TEXT = 256
 MAX_SCALAR_NAME = 64
 
-_RULES: dict[type[Message], tuple[tuple[str, int, Mapping[str, Any]], ...]] = {
-    kind: tuple((each.name, each.metadata.get("limit", 0), each.metadata) for each in fields)
+Problem = Callable[[Any], str | None]
+"""What is wrong with a field's value, or None. `type() is` in these: a bool is no integer here."""
+
+
+def _number(limit: int) -> Problem:
+    return lambda value: None if type(value) is int and 0 <= value < limit else f"must be in [0, {limit})"
+
+
+def _text(limit: int) -> Problem:
+    return lambda value: (
+        None if type(value) is str and len(value) <= limit else f"must be text of at most {limit} characters"
+    )
+
+
+def _blob(limit: int, exact: bool) -> Problem:
+    least = limit if exact else 0
+    return lambda value: None if type(value) is bytes and least <= len(value) <= limit else f"must be {limit} bytes"
+
+
+def _scalars(value: Any) -> str | None:
+    if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > MAX_SCALARS:
+        return f"must be a map of at most {MAX_SCALARS} entries"
+    for key, entry in value.items():
+        if type(key) is not str or len(key) > MAX_SCALAR_NAME:
+            return "must have short text keys"
+        if type(entry) is int:
+            if not -(1 << 63) <= entry < 1 << 63:
+                return "must have 64-bit integers"
+        elif type(entry) is str:
+            if len(entry) > MAX_SCALAR_TEXT:
+                return "must have short texts"
+        elif type(entry) is not float:
+            return "must have numbers or texts as values"
+    return None
+
+
+def _problem_of(rule: Mapping[str, Any]) -> Problem:
+    if "limit" in rule:
+        return _number(rule["limit"])
+    if "text" in rule:
+        return _text(rule["text"])
+    return _blob(rule["blob"], rule["exact"]) if "blob" in rule else _scalars
+
+
+_RULES: dict[type[Message], tuple[tuple[int, int, Problem], ...]] = {
+    kind: tuple(
+        (each.metadata.get("limit", 0), each.metadata["blob"] if each.metadata.get("exact") else -1,
+         _problem_of(each.metadata))
+        for each in fields
+    )
     for kind, fields in FIELDS.items()
-}
-"""Per field: name, upper limit (0: no whole number), metadata. Most fields are numbers within their limit, and every
-message of a round passes here."""
+}  # fmt: skip
+"""Per field: upper limit (0: no whole number), exact size of its bytes (-1: none), check. Most fields are numbers
+within their limit, every message of a round passes here, and a call per field would cost most of it."""
+_VALUES = {kind: attrgetter(*(each.name for each in fields)) for kind, fields in FIELDS.items()}
 
 
 def encode(message: Message) -> bytes:
     """The header of a message. Raises ValueError when a field is out of bounds: our own fault."""
-    values: list[Any] = [MAGIC, PROTOCOL_VERSION, message.TYPE]
-    for name, limit, rule in _RULES[type(message)]:
-        value = getattr(message, name)
-        if not (limit and type(value) is int and 0 <= value < limit):
-            problem = _problem(value, rule)
-            if problem:
-                raise ValueError(f"{type(message).__name__}.{name} {problem}, got {value!r:.80}")
-            if "scalars" in rule:
-                value = dict(value)
-        values.append(value)
-    packed: bytes = msgpack.packb(values, use_bin_type=True)
+    kind = type(message)
+    return encode_values(kind, _VALUES[kind](message))
+
+
+def encode_values(kind: type[Message], values: tuple[Any, ...]) -> bytes:
+    """The header of the message of this kind with these values, in the order of its fields, as `encode` makes it."""
+    wrong = _wrong(kind, values)
+    if wrong:
+        raise ValueError(f"{kind.__name__}.{wrong[0]} {wrong[1]}, got {wrong[2]!r:.80}")
+    packed: bytes = msgpack.packb((MAGIC, PROTOCOL_VERSION, kind.TYPE, *values), default=dict, use_bin_type=True)
     return packed
 
 
 def decode(header: Bytes) -> Message:
     """The message of a header. Raises PeerFault, and nothing else, on any bytes that are not one."""
-    size = memoryview(header).nbytes
-    if size > MAX_HEADER_BYTES:
-        raise PeerFault("oversized_header", f"{size} bytes")
+    if len(header) > MAX_HEADER_BYTES:
+        raise PeerFault("oversized_header", f"{len(header)} bytes")
     try:
         parts = msgpack.unpackb(
             header,
@@ -67,46 +115,26 @@ def decode(header: Bytes) -> Message:
     kind = MESSAGES.get(parts[2]) if type(parts[2]) is int else None
     if kind is None:
         raise PeerFault("unknown_type", f"{parts[2]!r:.20}")
-    expected, values = _RULES[kind], parts[3:]
-    if len(values) != len(expected):
-        raise PeerFault("malformed_header", f"{kind.__name__} has {len(values)} fields, not {len(expected)}")
-    for (name, limit, rule), value in zip(expected, values, strict=True):
-        if limit and type(value) is int and 0 <= value < limit:
-            continue
-        problem = _problem(value, rule)
-        if problem:
-            raise PeerFault("malformed_header", f"{kind.__name__}.{name} {problem}")
+    values = parts[3:]
+    if len(values) != len(_RULES[kind]):
+        raise PeerFault("malformed_header", f"{kind.__name__} has {len(values)} fields, not {len(_RULES[kind])}")
+    wrong = _wrong(kind, values)
+    if wrong:
+        raise PeerFault("malformed_header", f"{kind.__name__}.{wrong[0]} {wrong[1]}")
     return kind(*values)
 
 
-def _problem(value: Any, rule: Mapping[str, Any]) -> str | None:
-    """What is wrong with a field's value, or None. `type() is`: a bool is no integer here."""
-    if "limit" in rule:
-        return None if type(value) is int and 0 <= value < rule["limit"] else f"must be in [0, {rule['limit']})"
-    if "text" in rule:
-        fits = type(value) is str and len(value) <= rule["text"]
-        return None if fits else f"must be text of at most {rule['text']} characters"
-    if "blob" in rule:
-        size = len(value) if type(value) is bytes else -1
-        fits = size == rule["blob"] if rule["exact"] else 0 <= size <= rule["blob"]
-        return None if fits else f"must be {rule['blob']} bytes"
-    return _scalars_problem(value)
-
-
-def _scalars_problem(value: Any) -> str | None:
-    if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > MAX_SCALARS:
-        return f"must be a map of at most {MAX_SCALARS} entries"
-    for key, entry in value.items():
-        if type(key) is not str or len(key) > MAX_SCALAR_NAME:
-            return "must have short text keys"
-        if type(entry) is int:
-            if not -(1 << 63) <= entry < 1 << 63:
-                return "must have 64-bit integers"
-        elif type(entry) is str:
-            if len(entry) > MAX_SCALAR_TEXT:
-                return "must have short texts"
-        elif type(entry) is not float:
-            return "must have numbers or texts as values"
+def _wrong(kind: type[Message], values: Sequence[Any]) -> tuple[str, str, Any] | None:
+    """(name, problem, value) of the first field that is not as it has to be."""
+    for place, (limit, exactly, check) in enumerate(_RULES[kind]):
+        value = values[place]
+        if limit:
+            fine = type(value) is int and 0 <= value < limit
+        else:
+            fine = type(value) is bytes and len(value) == exactly
+        problem = None if fine else check(value)
+        if problem:
+            return FIELDS[kind][place].name, problem, value
     return None
 
 

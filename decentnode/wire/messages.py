@@ -1,7 +1,7 @@
 """Everything that nodes say to each other, as frozen dataclasses with bounded fields.
 
 A message travels as a header (a msgpack array with fixed positions) behind a prefix (wire/seal.py); `Chunk` and
-`Part` have raw little-endian tensor bytes in a second frame.
+`Part` have raw little-endian tensor bytes behind it, in a second frame where they are many.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """Run id of a node that has not been told one yet."""
@@ -371,6 +371,6 @@ MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Ev
 UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, *MEMBERSHIP)
 """Said again until answered, or meaningless later: these do not stand in the stream of an edge."""
 BULK = (Chunk, Part)
-"""Messages that carry a second frame of raw bytes and travel on the bulk sockets."""
+"""Messages that carry raw bytes behind their header and travel on the bulk sockets."""
 
 FIELDS = {kind: fields(kind) for kind in MESSAGES.values()}

@@ -1,8 +1,9 @@
 """What stands before every header on a socket: its number in the stream, and how its bytes are protected.
 
-20 bytes: sequence (u64, 0: not numbered), kind (u32), sum (u64), little-endian. A sum covers sequence, header and
-body. With AES-GCM the body carries its own tag, the sequence is the nonce and sequence and header are its
-associated data; the sum is 0.
+20 bytes: sequence (u64, 0: not numbered), kind (u16), header bytes (u16), sum (u64), little-endian. Where the header's
+size is given, the body follows it in the same frame; where it is 0, the header is the rest of the frame, and the body,
+if any, is the next frame. A sum covers sequence, header and body. With AES-GCM the body carries its own tag, the
+sequence is the nonce and sequence and header are its associated data; the sum is 0.
 """
 
 from __future__ import annotations
@@ -16,32 +17,48 @@ from decentnode.errors import PeerFault
 
 Bytes = bytes | bytearray | memoryview
 
-PREFIX = struct.Struct("<QIQ")
+PREFIX = struct.Struct("<QHHQ")
 NONE, CRC32, XXH3, AES_GCM = 0, 1, 2, 3
 KINDS = {"none": NONE, "crc32": CRC32, "xxh3": XXH3}
 MAX_SEQUENCE = 1 << 62
+MAX_JOINED_HEADER = (1 << 16) - 1
+"""Bytes of a header that a body can follow in the same frame."""
+
+_NUMBERS = struct.Struct("<QQ")
 
 
 def body_sum(kind: int, body: Bytes) -> int:
     """The part of a sum that is the same for every receiver of one body."""
-    if kind == CRC32:
-        return zlib.crc32(body)
-    return xxhash.xxh3_64_intdigest(body) if kind == XXH3 else 0
+    if kind == XXH3:
+        return xxhash.xxh3_64_intdigest(body)
+    return zlib.crc32(body) if kind == CRC32 else 0
 
 
-def sealed(sequence: int, header: bytes, kind: int, of_body: int) -> bytes:
-    """First frame of a message: prefix and header."""
-    return PREFIX.pack(sequence, kind, _sum(kind, sequence, header, of_body)) + header
+def sealed(sequence: int, header: bytes, kind: int, of_body: int, body: Bytes | None = None) -> bytes:
+    """First frame of a message: prefix and header, and behind them `body`, unless it goes into a frame of its own."""
+    sum_ = _sum(kind, sequence, header, of_body)
+    if body is None:
+        return PREFIX.pack(sequence, kind, 0, sum_) + header
+    return b"".join((PREFIX.pack(sequence, kind, len(header), sum_), header, body))
 
 
-def opened(frame: Bytes) -> tuple[int, int, int, bytes]:
-    """(sequence, kind, sum, header) of a first frame. Raises PeerFault when there is no prefix."""
-    if len(frame) < PREFIX.size:
-        raise PeerFault("malformed_header", f"{len(frame)} bytes")
-    sequence, kind, sum_ = PREFIX.unpack_from(frame)
+def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
+    """(sequence, kind, sum, header, body) of a first frame; body: None where the frame has none.
+
+    Raises PeerFault when there is no prefix, or less of a header than it says.
+    """
+    size = len(frame)
+    if size < PREFIX.size:
+        raise PeerFault("malformed_header", f"{size} bytes")
+    sequence, kind, header_bytes, sum_ = PREFIX.unpack_from(frame)
     if kind > AES_GCM or sequence >= MAX_SEQUENCE:
         raise PeerFault("malformed_header", f"protection {kind}, sequence {sequence}")
-    return sequence, kind, sum_, bytes(frame[PREFIX.size :])
+    if not header_bytes:
+        return sequence, kind, sum_, bytes(frame[PREFIX.size :]), None
+    end = PREFIX.size + header_bytes
+    if end > size:
+        raise PeerFault("malformed_header", f"{header_bytes} bytes of header in {size} bytes")
+    return sequence, kind, sum_, bytes(frame[PREFIX.size : end]), frame[end:]
 
 
 def verify(sequence: int, kind: int, sum_: int, header: bytes, body: Bytes) -> None:
@@ -51,11 +68,9 @@ def verify(sequence: int, kind: int, sum_: int, header: bytes, body: Bytes) -> N
 
 
 def _sum(kind: int, sequence: int, header: bytes, of_body: int) -> int:
-    if kind == CRC32:
-        return zlib.crc32(header, zlib.crc32(struct.pack("<QQ", sequence, of_body)))
     if kind == XXH3:
-        return xxhash.xxh3_64_intdigest(struct.pack("<QQ", sequence, of_body) + header)
-    return 0
+        return xxhash.xxh3_64_intdigest(_NUMBERS.pack(sequence, of_body) + header)
+    return zlib.crc32(header, zlib.crc32(_NUMBERS.pack(sequence, of_body))) if kind == CRC32 else 0
 
 
 def nonce(sequence: int) -> bytes:

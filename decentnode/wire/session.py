@@ -107,11 +107,12 @@ class PeerDeparted:
 Event = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | Message
 
 _ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
-_IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Ask, Key})
+IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Ask, Key})
+"""What any member may say to any other, once it knows the run."""
 
 TRANSITIONS: dict[str, frozenset[type[Message]]] = {
-    "joining": _ALWAYS | _IN_A_RUN | {Welcome, Start, Absent},
-    "running": _ALWAYS | _IN_A_RUN | {Report},
+    "joining": _ALWAYS | IN_A_RUN | {Welcome, Start, Absent},
+    "running": _ALWAYS | IN_A_RUN | {Report},
     "failed": frozenset({Ack, Probe, Bye}),
     "outside": frozenset({Ack, Probe, Bye}),
 }
@@ -223,16 +224,20 @@ class Session:
 
     def receive(self, message: Message) -> list[Event]:
         """Events for one decoded message. Raises PeerFault when it may not be said, and then changes nothing."""
-        self._admit(message)
+        self.admit(message)
         handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         return [message] if handler is None else handler(message)
 
-    def _admit(self, message: Message) -> None:
+    def admit(self, message: Message) -> None:
+        """Raises PeerFault when a message may not be said now."""
         kind = type(message)
         if message.source >= self.num_nodes or message.source == self.uid:
             raise PeerFault("unknown_uid", str(message.source))
         if kind not in TRANSITIONS[self.state]:
             raise PeerFault("unexpected_message", f"{kind.__name__} while {self.state}")
+        if kind in IN_A_RUN:
+            self.belongs(message)
+            return
         if kind in FROM_PARENT and message.source != self.tree.parent:
             raise PeerFault("wrong_sender", f"{kind.__name__} from {message.source}")
         if kind in FROM_CHILD and message.source not in self.tree.children:

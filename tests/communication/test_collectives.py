@@ -159,9 +159,14 @@ def test_a_port_in_use_is_an_environment_fault() -> None:
 FAR_AHEAD = (5_000).to_bytes(8, "little")
 
 
-def sealed(header: bytes, sequence: int = 5_000, kind: int = seal.NONE) -> bytes:
+def sealed(header: bytes, sequence: int = 5_000, kind: int = seal.NONE, body: bytes | None = None) -> bytes:
     """A first frame, numbered far ahead of what the victim's true neighbor sends."""
-    return seal.sealed(sequence, header, kind, 0)
+    return seal.sealed(sequence, header, kind, 0, body)
+
+
+def with_header_bytes(frame: bytes, size: int) -> bytes:
+    """The same first frame, but for what it says of its header's size."""
+    return frame[:10] + size.to_bytes(2, "little") + frame[12:]
 
 
 def encoded(kind: type[Message], *values: object) -> bytes:
@@ -206,6 +211,16 @@ def test_strangers_are_counted_and_change_nothing() -> None:
             ([sealed(codec.encode(chunk)), b"x" * 3999], "wrong_size"),
             ([sealed(codec.encode(chunk), kind=seal.XXH3), b"x" * 4000], "checksum_mismatch"),
             ([sealed(codec.encode(chunk), 1 << 40), b"x" * 4000], "sequence_jump"),
+            ([sealed(codec.encode(chunk), body=b"x" * 3999)], "wrong_size"),
+            ([sealed(codec.encode(chunk), kind=seal.XXH3, body=b"x" * 4000)], "checksum_mismatch"),
+            ([sealed(codec.encode(chunk), body=b"x" * 4000), b"x" * 4000], "malformed_multipart"),
+            ([sealed(codec.encode(chunk), body=b"")], "wrong_size"),
+            ([with_header_bytes(sealed(codec.encode(chunk)), 0xFFFF)], "malformed_header"),
+            ([with_header_bytes(sealed(codec.encode(chunk), body=b"x" * 4000), 3)], "malformed_header"),
+            ([with_header_bytes(sealed(codec.encode(chunk), body=b"x" * 4000), 300)], "malformed_header"),
+            ([with_header_bytes(sealed(codec.encode(chunk)), 1), b"x" * 4000], "malformed_multipart"),
+            ([sealed(encoded(Stop, run, 0, 1), body=b"")], "wrong_plane"),
+            ([sealed(encoded(Probe, run, 0, 1, 1, 3), 0, body=b"x")], "wrong_plane"),
             ([sealed(encoded(Stop, run, 0, 1)), b""], "wrong_plane"),
             ([sealed(encoded(Probe, run, 0, 1, 0, 3), 0)], "wrong_plane"),
         ]
@@ -216,9 +231,13 @@ def test_strangers_are_counted_and_change_nothing() -> None:
         dealers[0].send(sealed(encoded(Stop, b"elsewher", 0, 1)))
         dealers[0].send(sealed(encoded(Key, run, 0, 1, bytes(16), bytes(32)), 60_000))
         dealers[0].send(sealed(encoded(Ack, run, 0, 1, 1, 1 << 40, b"", 0, 0), 0))
+        dealers[0].send(sealed(codec.encode(chunk), body=b"x" * 4000))
+        dealers[0].send(sealed(encoded(Stop, run, 0, 1), body=b"x"))
+        dealers[0].send_multipart([sealed(codec.encode(chunk)), b"x" * 4000])
         for _ in range(20):
             dealers[0].send(sealed(encoded(Hello, run, 0, 1, PROTOCOL_VERSION, "d", 3, ""), 0))
-        bad += [([], reason) for reason in ("malformed_header", "wrong_run", "sequence_jump", "wrong_acknowledgement")]
+        bad += [([], reason) for reason in ("malformed_header", "wrong_run", "sequence_jump", "wrong_acknowledgement",
+                                            "wrong_plane", "wrong_plane", "malformed_multipart")]  # fmt: skip
         gossip(made, elements, torch.float32, 5)
         wanted = Counter(reason for _, reason in bad)
         deadline = time.monotonic() + 5

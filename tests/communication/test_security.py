@@ -143,10 +143,14 @@ def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
             header = codec.encode(Chunk(victim.run_id, 0, 1, 5, 0, 0, 0, 8, {}))
             plain.send_multipart([seal.sealed(50, header, seal.NONE, 0), bytes(32)])
             plain.send_multipart([seal.sealed(50, header, seal.AES_GCM, 0), bytes(48)])
+            plain.send(seal.sealed(50, header, seal.NONE, 0, bytes(32)))
+            plain.send(seal.sealed(50, header, seal.XXH3, seal.body_sum(seal.XXH3, bytes(32)), bytes(32)))
+            plain.send(seal.sealed(50, header, seal.AES_GCM, 0, bytes(48)))
+            plain.send(seal.sealed(50, header, seal.AES_GCM, 0, b""))
             deadline = time.monotonic() + 5
-            while len(victim.counters.faults) < 2 and time.monotonic() < deadline:
+            while sum(victim.counters.faults.values()) < 6 and time.monotonic() < deadline:
                 time.sleep(0.02)
-        assert victim.counters.faults == {"not_encrypted": 1, "checksum_mismatch": 1}
+        assert victim.counters.faults == {"not_encrypted": 3, "checksum_mismatch": 3}
 
 
 def test_a_node_with_a_key_of_its_own_making_does_not_get_in(tmp_path: Path) -> None:

@@ -41,17 +41,17 @@ def test_round_trip(message: Message) -> None:
 
 
 GOLDEN = [
-    (Welcome(b"12345678", 0, 3), "96cc dc 03 02 c4083132333435363738 00 03"),
-    (Stop(b"12345678", 2, 300), "96cc dc 03 0c c4083132333435363738 02 cd012c"),
+    (Welcome(b"12345678", 0, 3), "96cc dc 04 02 c4083132333435363738 00 03"),
+    (Stop(b"12345678", 2, 300), "96cc dc 04 0c c4083132333435363738 02 cd012c"),
     (Chunk(b"12345678", 1, 5, 7, 0, 0, 2, 300000, {"k": 2}),
-     "9ccc dc 03 08 c4083132333435363738 01 05 07 00 00 02 ce000493e0 81a16b02"),
-    (Ack(b"12345678", 0, 4, 1, 17, b"\x05", 0, 3), "9bcc dc 03 11 c4083132333435363738 00 04 01 11 c40105 00 03"),
+     "9ccc dc 04 08 c4083132333435363738 01 05 07 00 00 02 ce000493e0 81a16b02"),
+    (Ack(b"12345678", 0, 4, 1, 17, b"\x05", 0, 3), "9bcc dc 04 11 c4083132333435363738 00 04 01 11 c40105 00 03"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "golden"), GOLDEN)
 def test_golden_bytes(message: Message, golden: str) -> None:
-    """The header of protocol version 3: a change here needs a new version."""
+    """The header of protocol version 4: a change here needs a new version."""
     assert codec.encode(message) == bytes.fromhex(golden.replace(" ", ""))
 
 

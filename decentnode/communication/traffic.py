@@ -1,0 +1,113 @@
+"""What is under way between a node and one peer: messages that leave, both directions of both planes, windows."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import zmq
+
+from decentnode.communication.plan import MESSAGE_COST
+from decentnode.communication.security import Cipher, Pass
+from decentnode.wire import seal
+from decentnode.wire.stream import ReceiveStream, SendStream
+
+ONE_FRAME_BYTES = 16 * 1024
+"""Bodies up to this size, as sent, travel in one frame with their header.
+
+That is one call less at either end. And libzmq 4.3.5 aborts the process (session_base.cpp, clean_pipes) where a DEALER
+is closed without linger in the moment its peer cuts the connection, if the first part of a message was taken out of
+the queue by then and the second was not. Parts are taken while a batch of 8192 bytes is filled: with the end of a short
+body, and the first part behind it. A body of two batches or more leaves in one piece after its first batch, so that the
+next first part begins a batch of its own, and its body is taken for the rest of it. What remains exposed is a first
+part that a batch ends in, as it may after short messages.
+"""
+
+
+@dataclass(eq=False, slots=True)
+class Outgoing:
+    """One message towards one or several peers; the body is shared."""
+
+    header: bytes
+    body: zmq.Frame | bytes | None = None
+    cost: int = 0
+    """What it counts for in the receiver's window."""
+    kind: int = seal.NONE
+    of_body: int = 0
+    lease: object = None
+    """Kept alive as long as the body's memory may not change."""
+
+    @classmethod
+    def bulk(cls, header: bytes, body: memoryview, kind: int, lease: object = None) -> Outgoing:
+        """A message with a copy of `body`, or with `body` itself where it is long and does not change while the lease
+        is held."""
+        size = body.nbytes
+        if size <= ONE_FRAME_BYTES:
+            short = bytes(body)
+            return cls(header, short, size + MESSAGE_COST, kind, seal.body_sum(kind, short))
+        frame = zmq.Frame(body, copy=lease is None)
+        return cls(header, frame, size + MESSAGE_COST, kind, seal.body_sum(kind, frame.buffer), lease)
+
+    def frames(self, sequence: int, cipher: Cipher | None) -> tuple[bytes, zmq.Frame | bytes | None]:
+        """The message as it travels: its first frame, and its second or None. cipher: encrypts the body."""
+        header, body, kind, of_body = self.header, self.body, self.kind, self.of_body
+        if body is None:
+            return seal.sealed(sequence, header, kind, of_body), None
+        if cipher is not None:
+            plain = body if isinstance(body, bytes) else body.buffer
+            body, kind, of_body = cipher.encrypted(sequence, header, plain), seal.AES_GCM, 0
+        if isinstance(body, bytes) and len(body) <= ONE_FRAME_BYTES and len(header) <= seal.MAX_JOINED_HEADER:
+            return seal.sealed(sequence, header, kind, of_body, body), None
+        return seal.sealed(sequence, header, kind, of_body), body
+
+
+@dataclass
+class Plane:
+    """One direction of one plane: what leaves here, and what came."""
+
+    out: SendStream[Outgoing] = field(default_factory=SendStream)
+    urgent: deque[bytes] = field(default_factory=deque)
+    """Headers of messages that are not numbered."""
+    again: deque[int] = field(default_factory=deque)
+    queue: deque[Outgoing] = field(default_factory=deque)
+    came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
+
+
+class Edge:
+    """All about one peer."""
+
+    def __init__(self, window: int, needs_pass: bool) -> None:
+        self.planes = (Plane(came=ReceiveStream(ordered=True)), Plane())
+        self.sent = 0
+        """Cost of the bulk messages sent so far."""
+        self.allowed = window
+        """What the peer lets `sent` grow to."""
+        self.came = 0
+        """Cost of the bulk messages that came."""
+        self.needs_pass = needs_pass
+        self.passes: Pass | None = None
+        self.outwards: Cipher | None = None
+        self.inwards: Cipher | None = None
+        """What bulk to and from the peer is encrypted with, where it is."""
+        self.asked = False
+        self.hellos = 0
+        self.renewed = 0.0
+        self.doubted = 0.0
+        self.gone = False
+        """Nothing is sent to this peer any more."""
+        self.left = False
+        """It said goodbye."""
+
+    @property
+    def token(self) -> bytes:
+        """Logs in to the peer's bulk socket; empty where that needs none."""
+        return b"" if self.passes is None else self.passes.token
+
+    def forget(self) -> None:
+        """Nothing is owed to this peer any more."""
+        self.gone = True
+        for plane in self.planes:
+            plane.queue.clear()
+            plane.urgent.clear()
+            plane.again.clear()
+            plane.out.forget()
