@@ -58,7 +58,8 @@ class DecentralizedDataParallel(Module):
     over all parameters: clipping and the gradient scaler's decision are global and cost no overlap, parameters may be
     used in any order or not at all, and every bucket's exchange still has a full forward and backward pass to hide
     behind. On a CPU torch's SGD, Adam and AdamW and ours are called once for every few parameters, with the same bits:
-    these are mixed, updated and copied for the next exchange while a cache holds them (optim/parts.py).
+    these are mixed, updated and copied for the next exchange while a cache holds them (optim/parts.py); for torch's
+    fused Adam and AdamW on float32 parameters one compiled pass does all of it, with the same bits (advance.py).
 
     Parameters may be written between steps (load_state_dict, clamping, swapping in an average): the change is kept
     whole, and the next exchange carries it; see `buckets.Bucket` for what is noticed. When a backward pass raises, the
