@@ -86,9 +86,9 @@ class FlatModel:
                 f"storage must be contiguous [{self.num_parameters}] {self.dtype}, "
                 f"got {list(storage.shape)} {storage.dtype}"
             )
-        offset = 0
+        offset = storage.storage_offset()
         for p in self._trainable:
-            home = storage[offset : offset + p.numel()].as_strided(p.shape, p.stride())
+            home = storage.as_strided(p.shape, p.stride(), offset)
             if copy:
                 home.copy_(p.data)
             p.data = home
