@@ -28,7 +28,7 @@ def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.dim() == 1 and plain.dtype in _KNOWN_TO_NUMPY and plain.numel():
         return memoryview(plain.numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(plain.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
