@@ -28,7 +28,7 @@ def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.dim() == 1 and plain.dtype in _KNOWN_TO_NUMPY and plain.numel():
         return memoryview(plain.numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(plain.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -86,9 +86,9 @@ class FlatModel:
                 f"storage must be contiguous [{self.num_parameters}] {self.dtype}, "
                 f"got {list(storage.shape)} {storage.dtype}"
             )
-        offset = 0
+        offset = storage.storage_offset()
         for p in self._trainable:
-            home = storage[offset : offset + p.numel()].as_strided(p.shape, p.stride())
+            home = storage.as_strided(p.shape, p.stride(), offset)
             if copy:
                 home.copy_(p.data)
             p.data = home

@@ -161,7 +161,7 @@ class _Incoming:
     def part(self, chunk: int, start: int, stop: int) -> Tensor:
         """One chunk of the first tensor, without a copy."""
         if self.mapped is not None:
-            return self.mapped[0][start:stop]
+            return _cut(self.mapped[0], start, stop)
         return from_buffer(self.buffers[0][chunk], self._plans[0].spec.dtype)
 
     def payload(self) -> Payload:
@@ -269,37 +269,40 @@ class Inbox:
     def _wanted_of(self, key: Key, source: int) -> list[int]:
         return [chunk for wanted, uid, chunk in self._wanted if (wanted, uid) == (key, source)]
 
-    def put_slot(self, message: Slot, reader: Reader) -> None:
-        """Take a payload that lies in a neighbor's board. Raises PeerFault as `put` does."""
-        if message.phase >= len(self.plans):
-            raise PeerFault("wrong_shape", f"phase {message.phase}")
-        tensors = self.plans[message.phase]
-        totals = [int.from_bytes(message.totals[i : i + 8], "little") for i in range(0, len(message.totals), 8)]
-        if len(totals) != len(tensors) or not all(p.accepts(t) for p, t in zip(tensors, totals, strict=True)):
+    def put_slot(self, message: Slot, reader: Reader) -> int:
+        """Take a payload that lies in a neighbor's board; its bytes. Raises PeerFault as `put` does."""
+        source, phase, packed = message.source, message.phase, message.totals
+        if phase >= len(self.plans):
+            raise PeerFault("wrong_shape", f"phase {phase}")
+        tensors = self.plans[phase]
+        totals = [int.from_bytes(packed[i : i + 8], "little") for i in range(0, len(packed), 8)]
+        if len(totals) != len(tensors) or not all(map(TensorPlan.accepts, tensors, totals)):
             raise PeerFault("wrong_shape", f"slot of {totals} elements")
-        key = (message.round, message.phase)
+        key = (message.round, phase)
 
         def let_go() -> None:
-            reader.release(message.phase, message.slot, message.use)
+            reader.release(phase, message.slot, message.use)
 
         with self.status.lock:
             if message.round < self._floor or key in self._finished:
                 let_go()
-                raise PeerFault("stale_round", f"round {message.round} from {message.source}")
+                raise PeerFault("stale_round", f"round {message.round} from {source}")
             sources = self._incoming.setdefault(key, {})
-            if message.source in sources:
-                raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
-            incoming = sources[message.source] = _Incoming(tensors)
-            slots = reader.slots[message.phase][message.slot]
+            if source in sources:
+                raise PeerFault("duplicate_chunk", f"round {message.round} from {source}")
+            incoming = sources[source] = _Incoming(tensors)
             incoming.arrived = time.monotonic()
-            incoming.mapped = [tensor[:total] for tensor, total in zip(slots, totals, strict=True)]
+            incoming.mapped = [
+                _cut(tensor, 0, total) for tensor, total in zip(reader.slots[phase][message.slot], totals, strict=True)
+            ]
             incoming.let_go = let_go
-            incoming.enter = lambda: reader.enter(message.phase, message.slot)
+            incoming.enter = lambda: reader.enter(phase, message.slot)
             incoming.scalars = message.scalars
             if self._wanted:
-                self._wanted = {each for each in self._wanted if each[:2] != (key, message.source)}
+                self._wanted = {each for each in self._wanted if each[1] != source or each[0] != key}
                 if not self._wanted:
                     self.status.notify()
+            return sum(tensor.nbytes for tensor in incoming.mapped)
 
     def _plan(self, message: Chunk, buffer: memoryview) -> TensorPlan:
         if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):
@@ -446,6 +449,11 @@ class Inbox:
                 buffer = incoming.buffers[0].pop(chunk)
                 incoming.copied[0].add(chunk)
                 self._consumed(source, buffer.nbytes + MESSAGE_COST)
+
+
+def _cut(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """tensor[start:stop], without the price of a slice where that is all of it."""
+    return tensor if stop - start == tensor.numel() else tensor[start:stop]
 
 
 class InboxExchange(Exchange):

@@ -53,7 +53,7 @@ class MemoryPath:
         """
         self.readers: frozenset[int] = frozenset()
         """Neighbors that read this node's board."""
-        self._uid, self._schemas, self._lending = uid, schemas, lending
+        self._uid, self._lending = uid, lending
         self._layouts = {lent: Layout(schemas, num_nodes, lent) for lent in (False, True)}
         self._inbox, self._status, self._counters = inbox, status, counters
         self._admit, self._refuse = admit, refuse
@@ -193,13 +193,11 @@ class MemoryPath:
         reader = self._mapped.get(message.source)
         if reader is None:
             raise PeerFault("no_board", f"of {message.source}")
-        self._inbox.put_slot(message, reader)
+        data = self._inbox.put_slot(message, reader)
         edge = self._counters.edge(message.source)
         edge.frames_received += 1
         edge.metadata_bytes_received += size
-        specs = self._schemas[message.phase].tensors.values()
-        totals = [int.from_bytes(message.totals[i : i + 8], "little") for i in range(0, len(message.totals), 8)]
-        edge.data_bytes_received += sum(t * s.dtype.itemsize for t, s in zip(totals, specs, strict=True))
+        edge.data_bytes_received += data
 
     def close(self) -> None:
         """Let go of everything; idempotent."""

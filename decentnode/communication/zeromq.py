@@ -295,7 +295,8 @@ class ZeroMQ(Communication):
         if self._status.regrouping:
             return InboxExchange(self._inbox, round, phase, expected, frozenset())
         self._inbox.advance(round)
-        self._send_all(round, outgoing, phase)
+        if outgoing:
+            self._send_all(round, outgoing, phase)
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
 
     def _send_all(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -172,7 +172,7 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Raises OSError when the other end is gone."""
-        data = json.dumps([type(message).__name__, asdict(message)]).encode()
+        data = json.dumps([type(message).__name__, vars(message)], default=vars).encode()
         with self._lock:
             self.connection.send_bytes(data)
 

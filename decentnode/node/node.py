@@ -60,6 +60,7 @@ class Node:
         """On the lowest uid after the run: every node's closing figures."""
         self.doing = "joining"
         """What the node is at, in a word or two, for whoever looks on."""
+        self._last_view: RoundView | None = None
         self._last_circle: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
         self._stop_asked = False
         self._edges: dict[int, tuple[int, int, int, int, float]] = {}
@@ -216,10 +217,19 @@ class Node:
         All are known before the first of them sends (H2 in communication/hybrid.py).
         """
         members = self.generation.members
-        seen = view(self.graph, self.uid, round, self.seed, members if len(members) < self.graph.num_nodes else None)
-        seen = replace(seen, generation=self.generation.number, circle=self._circle(seen))
+        seen = self._seen(round)
         plans = [self.sharing.plan(replace(seen, phase=phase)).among(members) for phase in range(self.sharing.phases)]
         return [*plans, plans[0] if len(plans) == 1 else self.sharing.plan_buffers(seen).among(members)]
+
+    def _seen(self, round: int) -> RoundView:
+        """What the graph says of a round; of one that never changes, found once for every set of members."""
+        members = self.generation.members
+        last = self._last_view
+        if last is not None and self.graph.period == 1 and last.generation == self.generation.number:
+            return replace(last, round=round, extra={})
+        seen = view(self.graph, self.uid, round, self.seed, members if len(members) < self.graph.num_nodes else None)
+        self._last_view = replace(seen, generation=self.generation.number, circle=self._circle(seen))
+        return self._last_view
 
     def _circle(self, seen: RoundView) -> tuple[int, ...]:
         """Found once for every round of the graph's period and set of members."""

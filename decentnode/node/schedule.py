@@ -144,10 +144,14 @@ class Schedule(abc.ABC):
             if arrival.total is not None:
                 yield _Slice(arrival.start, arrival.stop, {}, now, arrival.total)
             elif self.sharing.elementwise:
-                flats = {uid: payload.tensors["x"] for uid, payload in arrival.received.items()}
-                for a, b in blocks(arrival.start, arrival.stop):
-                    part = slice(a - arrival.start, b - arrival.start)
-                    yield _Slice(a, b, {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}, now)
+                cuts = list(blocks(arrival.start, arrival.stop))
+                if len(cuts) == 1:
+                    yield _Slice(arrival.start, arrival.stop, arrival.received, now)
+                else:
+                    flats = {uid: payload.tensors["x"] for uid, payload in arrival.received.items()}
+                    for a, b in cuts:
+                        part = slice(a - arrival.start, b - arrival.start)
+                        yield _Slice(a, b, {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}, now)
             else:
                 received = self._unpacked(arrival.received, view)
                 yield _Slice(arrival.start, arrival.stop, received, now.without(self._refused))
