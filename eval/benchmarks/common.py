@@ -134,9 +134,10 @@ class _Memory(threading.Thread):
                 pids = [p.pid for p in self._root.children(recursive=True)]
             except psutil.NoSuchProcess:
                 return
+            began = time.time()
             found = sorted(((self._pss(pid), pid) for pid in pids), reverse=True)[: self._nodes]
-            if len(found) == self._nodes:
-                self.samples.append((time.time(), sum(size for size, _ in found) / self._nodes))
+            if len(found) == self._nodes:  # which takes seconds where many nodes keep the cores busy
+                self.samples.append(((began + time.time()) / 2, sum(size for size, _ in found) / self._nodes))
                 with contextlib.suppress(psutil.Error):
                     nodes = [psutil.Process(pid) for _, pid in found]
                     self.threads = max(self.threads, statistics.median_low(node.num_threads() for node in nodes))
