@@ -168,11 +168,12 @@ def test_a_departed_neighbor_is_not_waited_for(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 def test_a_failure_ends_every_wait_and_names_the_node(transport: str) -> None:
+    everybody_waits = threading.Barrier(12, timeout=20)
     with nodes(transport, 12, flat_schema(10)) as made:
 
         def run(node: Communication) -> None:
             if node.uid == 7:
-                time.sleep(0.3)
+                everybody_waits.wait()
                 node.fail(7, "its disk is on fire")
                 return
             neighbors = ring(12)[node.uid]
@@ -181,6 +182,7 @@ def test_a_failure_ends_every_wait_and_names_the_node(transport: str) -> None:
                 dict.fromkeys(neighbors, Payload({"x": torch.ones(10)})),
                 neighbors + ((7,) if 7 not in neighbors else ()),
             )
+            everybody_waits.wait()
             with pytest.raises(PeerLost, match=r"node 7 .*failed: its disk is on fire|node 7 failed: its"):
                 list(exchange.arrivals(20))
 
