@@ -78,7 +78,7 @@ def one_round(made: list[ZeroMQ], elements: int, r: int) -> None:
 @pytest.mark.parametrize("transport", ["tcp", "tcp+curve", "tcp+aes-gcm"])
 @pytest.mark.timeout(300)
 def test_cut_anywhere_every_model_arrives_once_and_bit_exact(transport: str, seed: int) -> None:
-    elements, cuts = 3 * BLOCK_ELEMENTS + 17, scale(6, 50)
+    elements, cuts = 3 * BLOCK_ELEMENTS + 17, scale(4, 50)
     settings = {"cut_every_bytes": 1 << 20, "cuts": cuts}
     with over_relays(transport, 2, elements, settings, seed=seed, chunk_bytes=1 << 20) as (made, relays):
         done = 0
