@@ -94,6 +94,12 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
         Path(name).unlink(missing_ok=True)
 
 
+def shares(total: int, threads: int) -> list[tuple[int, int]]:
+    """[a, b) for each of at most so many threads, one at least; together [0, total)."""
+    each = max(1, -(-total // max(1, threads)))
+    return [(a, min(a + each, total)) for a in range(0, total, each)]
+
+
 def spread(call: Callable[..., Any], calls: Iterable[tuple[Any, ...]], threads: int) -> None:
     """call(*arguments) for each of `calls`, by so many threads at once. Blocking."""
     if threads < 2:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from decentnode.communication.base import Arrival, Counters, Exchange, Schema
 from decentnode.communication.board import Reader
-from decentnode.communication.plan import MESSAGE_COST, TensorPlan, from_buffer, plans
+from decentnode.communication.incoming import Incoming, cut
+from decentnode.communication.plan import MESSAGE_COST, TensorPlan, plans
 from decentnode.errors import PeerFault, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars, Slot
@@ -100,85 +101,6 @@ class Status:
             raise Regrouping(self.regrouping)
 
 
-class _Incoming:
-    """One source's payload of one round as far as it has come."""
-
-    mapped: list[Tensor] | None = None
-    """The payload in the neighbor's shared memory or in a communicator's buffers, instead of `buffers`."""
-    pieces: int | None = None
-    """How many chunks of `mapped` are there, in the order of the plans; None: all."""
-    let_go: Callable[[], None] = staticmethod(lambda: None)
-    enter: Callable[[], None] | None = None
-    """What the training thread does once before it reads `mapped`."""
-    arrived = 0.0
-    """When the last bytes came (monotonic)."""
-    assembled: list[Tensor] | None = None
-
-    def __init__(self, tensors: tuple[TensorPlan, ...]) -> None:
-        self.buffers: list[dict[int, memoryview]] = [{} for _ in tensors]
-        self.copied: list[set[int]] = [set() for _ in tensors]
-        self.totals = [plan.expected for plan in tensors]
-        """Elements of each tensor as far as they are known."""
-        self.scalars: Scalars = {}
-        self._plans = tensors
-
-    def has(self, tensor: int, chunk: int) -> bool:
-        if self.mapped is not None:
-            return self.pieces is None or chunk < self.pieces
-        return chunk in self.buffers[tensor] or chunk in self.copied[tensor]
-
-    @property
-    def complete(self) -> bool:
-        if self.mapped is not None:
-            return self.pieces is None
-        for plan, total, buffers, copied in zip(self._plans, self.totals, self.buffers, self.copied, strict=True):
-            if total is None or len(buffers) + len(copied) < plan.count(total):
-                return False
-        return True
-
-    def assemble(self) -> int:
-        """Copy what has come into tensors of its own; the bytes that this frees."""
-        if self.mapped is not None:
-            return 0
-        if self.assembled is None:
-            if any(total is None for total in self.totals):
-                return 0
-            self.assembled = [
-                torch.empty(total, dtype=plan.spec.dtype)
-                for plan, total in zip(self._plans, self.totals, strict=True)
-                if total is not None
-            ]
-        freed = 0
-        for plan, tensor, buffers, copied in zip(self._plans, self.assembled, self.buffers, self.copied, strict=True):
-            for chunk, buffer in buffers.items():
-                start, stop = plan.bounds(chunk, tensor.numel())
-                tensor[start:stop] = from_buffer(buffer, plan.spec.dtype)
-                freed += buffer.nbytes + MESSAGE_COST
-                copied.add(chunk)
-            buffers.clear()
-        return freed
-
-    def part(self, chunk: int, start: int, stop: int) -> Tensor:
-        """One chunk of the first tensor, without a copy."""
-        if self.mapped is not None:
-            return _cut(self.mapped[0], start, stop)
-        return from_buffer(self.buffers[0][chunk], self._plans[0].spec.dtype)
-
-    def payload(self) -> Payload:
-        whole = self.assembled if self.mapped is None else self.mapped
-        assert whole is not None
-        tensors = {plan.name: tensor for plan, tensor in zip(self._plans, whole, strict=True)}
-        numbers = {name: value for name, value in self.scalars.items() if not isinstance(value, str)}
-        return Payload(tensors, numbers)
-
-    def waiting_bytes(self) -> int:
-        waiting = 0
-        for buffers in self.buffers:
-            for buffer in buffers.values():
-                waiting += buffer.nbytes + MESSAGE_COST
-        return waiting
-
-
 class Inbox:
     """Chunks by (round, phase) and source. `consumed(uid, bytes)` tells the transport what it may ask more of."""
 
@@ -203,7 +125,7 @@ class Inbox:
         self.status = status
         self.counters = counters
         self._consumed = consumed
-        self._incoming: dict[Key, dict[int, _Incoming]] = {}
+        self._incoming: dict[Key, dict[int, Incoming]] = {}
         self.together: dict[Key, frozenset[int]] = {}
         """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
         self._floor = 0
@@ -224,7 +146,7 @@ class Inbox:
             sources = self._incoming.setdefault(key, {})
             incoming = sources.get(message.source)
             if incoming is None:
-                incoming = sources[message.source] = _Incoming(tensors)
+                incoming = sources[message.source] = Incoming(tensors)
             if incoming.has(message.tensor, message.chunk):
                 raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
             known = incoming.totals[message.tensor]
@@ -251,7 +173,7 @@ class Inbox:
             if key[0] < self._floor or key in self._finished or source in sources:
                 let_go()
                 return False
-            incoming = self._incoming.setdefault(key, {})[source] = _Incoming(self.plans[key[1]])
+            incoming = self._incoming.setdefault(key, {})[source] = Incoming(self.plans[key[1]])
             incoming.mapped, incoming.pieces, incoming.scalars, incoming.let_go = tensors, 0, scalars, let_go
             return True
 
@@ -290,10 +212,10 @@ class Inbox:
             sources = self._incoming.setdefault(key, {})
             if source in sources:
                 raise PeerFault("duplicate_chunk", f"round {message.round} from {source}")
-            incoming = sources[source] = _Incoming(tensors)
+            incoming = sources[source] = Incoming(tensors)
             incoming.arrived = time.monotonic()
             incoming.mapped = [
-                _cut(tensor, 0, total) for tensor, total in zip(reader.slots[phase][message.slot], totals, strict=True)
+                cut(tensor, 0, total) for tensor, total in zip(reader.slots[phase][message.slot], totals, strict=True)
             ]
             incoming.let_go = let_go
             incoming.enter = lambda: reader.enter(phase, message.slot)
@@ -315,14 +237,14 @@ class Inbox:
             raise PeerFault("wrong_size", f"{plan.name}: {buffer.nbytes} bytes for {stop - start} elements")
         return plan
 
-    def _absorb(self, key: Key, source: int, incoming: _Incoming) -> None:
+    def _absorb(self, key: Key, source: int, incoming: Incoming) -> None:
         """Whole payloads are put together as they come, for this round and the next; later rounds wait."""
         if key[0] <= self._floor + 1:
             freed = incoming.assemble()
             if freed:
                 self._consumed(source, freed)
 
-    def _wake(self, key: Key, source: int, chunk: int, incoming: _Incoming) -> None:
+    def _wake(self, key: Key, source: int, chunk: int, incoming: Incoming) -> None:
         """A chunk came: the training thread goes on once everything it waits for is there."""
         if not self._wanted:
             return
@@ -378,7 +300,7 @@ class Inbox:
             if waiting:
                 self._consumed(source, waiting)
 
-    def wait(self, key: Key, chunk: int, sources: list[int], timeout_seconds: float) -> dict[int, _Incoming]:
+    def wait(self, key: Key, chunk: int, sources: list[int], timeout_seconds: float) -> dict[int, Incoming]:
         """Blocking: those of `sources` that delivered `chunk` (-1: everything).
 
         Fewer when the others departed or nothing came for `timeout_seconds`.
@@ -440,7 +362,7 @@ class Inbox:
                 found.append(source)
         return found
 
-    def release(self, chunk: int, sources: dict[int, _Incoming]) -> None:
+    def release(self, chunk: int, sources: dict[int, Incoming]) -> None:
         """Give back the buffers of a mixed chunk."""
         with self.status.lock:
             for source, incoming in sources.items():
@@ -449,11 +371,6 @@ class Inbox:
                 buffer = incoming.buffers[0].pop(chunk)
                 incoming.copied[0].add(chunk)
                 self._consumed(source, buffer.nbytes + MESSAGE_COST)
-
-
-def _cut(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """tensor[start:stop], without the price of a slice where that is all of it."""
-    return tensor if stop - start == tensor.numel() else tensor[start:stop]
 
 
 class InboxExchange(Exchange):
@@ -521,7 +438,7 @@ class InboxExchange(Exchange):
         inbox = self._inbox
         return tensor if (inbox.on_cpu and tensor.is_cpu) or tensor.device == inbox.device else inbox.lift(tensor)
 
-    def _note(self, arrived: dict[int, _Incoming]) -> None:
+    def _note(self, arrived: dict[int, Incoming]) -> None:
         for incoming in arrived.values():
             self._last = max(self._last, incoming.arrived)
             if incoming.enter is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,14 +40,12 @@ def weighted_sum(out: Tensor, model: Tensor, weight: float, received: Sequence[t
     elements, count = model.numel(), len(received)
     weights = (ctypes.c_float * count)(*(w for _, w in received))
 
-    def calls() -> Iterator[tuple[object, ...]]:
-        each = -(-elements // threads)
-        for start in range(0, elements, each):
-            at = 4 * start
-            addresses = (ctypes.c_void_p * count)(*(tensor.data_ptr() + at for tensor, _ in received))
-            yield (ctypes.c_size_t(min(each, elements - start)), ctypes.c_void_p(out.data_ptr() + at),
-                   ctypes.c_void_p(model.data_ptr() + at), ctypes.c_float(weight), ctypes.c_size_t(count), addresses,
-                   weights)  # fmt: skip
+    def call(start: int, stop: int) -> None:
+        at = 4 * start
+        addresses = (ctypes.c_void_p * count)(*(tensor.data_ptr() + at for tensor, _ in received))
+        loaded.weighted_sum(ctypes.c_size_t(stop - start), ctypes.c_void_p(out.data_ptr() + at),
+                            ctypes.c_void_p(model.data_ptr() + at), ctypes.c_float(weight), ctypes.c_size_t(count),
+                            addresses, weights)  # fmt: skip
 
-    threads = max(1, min(torch.get_num_threads(), elements // _PER_THREAD))
-    native.spread(loaded.weighted_sum, calls(), threads)
+    shares = native.shares(elements, min(torch.get_num_threads(), elements // _PER_THREAD))
+    native.spread(call, shares, len(shares))

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,36 +75,32 @@ class Loops:
     def snapshot(self, x: Tensor, into: Tensor, copy: Tensor | None, marks: Marks) -> None:
         """`into` and `copy` [n] become what `x` [n] is, and `marks` [grains or more, 2] begin with its marks."""
         size, per_grain = x.numel() * x.element_size(), GRAIN_BYTES // x.element_size()
+        shares = self._shares(size)
         native.spread(self._snapshot, (
             (ctypes.c_size_t(min(size, b * GRAIN_BYTES) - a * GRAIN_BYTES), _at(x, a * per_grain),
              _at(into, a * per_grain), None if copy is None else _at(copy, a * per_grain), self._keys,
              _at_array(marks[a:]))
-            for a, b in self._shares(size)
-        ), self._threads(size))  # fmt: skip
+            for a, b in shares
+        ), len(shares))  # fmt: skip
 
     def advance(
         self, x: Tensor, mixing: Mixing | None, rows: Rows | None, place: Tensor | None, marks: Marks
     ) -> None:
         """Mix into `x` [n] float32, take Adam's step, copy it to `place` [n]; each of them where it is given."""
-        size = 4 * x.numel()
+        shares = self._shares(4 * x.numel())
         how = None if mixing is None else ctypes.byref(mixing.c)
         steps = None if rows is None else _at_array(rows)
         to = None if place is None else _at(place)
         native.spread(self._advance, (
             (ctypes.c_size_t(x.numel()), ctypes.c_size_t(a), ctypes.c_size_t(b), _at(x), how, steps, to, self._keys,
              _at_array(marks))
-            for a, b in self._shares(size)
-        ), self._threads(size))  # fmt: skip
+            for a, b in shares
+        ), len(shares))  # fmt: skip
 
-    def _threads(self, size: int) -> int:
-        return max(1, min(torch.get_num_threads(), self.grains(size) // _GRAINS_PER_THREAD))
-
-    def _shares(self, size: int) -> Iterator[tuple[int, int]]:
+    def _shares(self, size: int) -> list[tuple[int, int]]:
         """Which grains each thread takes."""
-        total, threads = self.grains(size), self._threads(size)
-        each = -(-total // threads)
-        for a in range(0, total, max(1, each)):
-            yield a, min(a + each, total)
+        total = self.grains(size)
+        return native.shares(total, min(torch.get_num_threads(), total // _GRAINS_PER_THREAD))
 
 
 def _at(tensor: Tensor, element: int = 0) -> ctypes.c_void_p:
@@ -122,6 +118,11 @@ def loops() -> Loops | None:
     return None if library is None else Loops(library)
 
 
+def suits_adam(p: Tensor) -> bool:
+    """Whether the loop's Adam has torch's bits for a parameter of this type and size."""
+    return p.numel() % LANES == 0 and p.dtype == torch.float32 and p.device.type == "cpu"
+
+
 class AdamSteps:
     """Steps of torch's fused Adam or AdamW for parameters that stand one after the other, as rows of the loop.
 
@@ -131,7 +132,7 @@ class AdamSteps:
     def __init__(self, params: Sequence[Parameter]) -> None:
         self.params = tuple(params)
         self._strides = [p.stride() for p in self.params]
-        self._suit = all(p.numel() % LANES == 0 and p.dtype == torch.float32 and p.device.type == "cpu" for p in params)
+        self._suit = all(map(suits_adam, params))
         self._rows = np.zeros(len(self.params), ROW)
         self._rows["size"] = [p.numel() for p in self.params]
         self._moments: list[tuple[Tensor, Tensor]] = []

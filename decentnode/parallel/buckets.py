@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from decentnode.graph.base import RoundView
-from decentnode.parallel.advance import GRAIN_BYTES, LANES, MOST_ARRIVALS, Marks, Mixing, Rows, loops
+from decentnode.parallel.advance import GRAIN_BYTES, MOST_ARRIVALS, Marks, Mixing, Rows, loops, suits_adam
 from decentnode.parallel.plan import Plan
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
@@ -127,10 +127,9 @@ class Bucket:
 
     def _runs(self) -> Iterator[tuple[bool, list[Parameter]]]:
         """Neighboring parameters that the compiled loop's Adam can take, or not; few of them go with those before."""
-        can = self._loops is not None and self.flat.dtype == torch.float32
         runs: list[tuple[bool, list[Parameter]]] = []
         for p in self.params:
-            even = can and p.numel() % LANES == 0
+            even = self._loops is not None and suits_adam(p)
             if not runs or runs[-1][0] != even:
                 runs.append((even, []))
             runs[-1][1].append(p)
