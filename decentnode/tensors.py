@@ -72,6 +72,8 @@ class FlatModel:
             p.data = _dense(p.data)
         if storage is None:
             storage = torch.empty(self.num_parameters, dtype=self.dtype, device=self.device)
+        self._homes: dict[int, list[Tensor]] = {}
+        """By address of a storage that the module lives or lived in: its parameters there."""
         self.parameters = self._adopt(storage, copy=True)
         self.buffers = self._flatten_buffers()
 
@@ -86,14 +88,25 @@ class FlatModel:
                 f"storage must be contiguous [{self.num_parameters}] {self.dtype}, "
                 f"got {list(storage.shape)} {storage.dtype}"
             )
-        offset = storage.storage_offset()
-        for p in self._trainable:
-            home = storage.as_strided(p.shape, p.stride(), offset)
+        homes = self._homes.get(storage.data_ptr())
+        if homes is None:
+            homes = self._homes_in(storage)
+        for p, home in zip(self._trainable, homes, strict=True):
             if copy:
                 home.copy_(p.data)
             p.data = home
-            offset += p.numel()
         return storage
+
+    def _homes_in(self, storage: Tensor) -> list[Tensor]:
+        """Views of a storage, kept for the next time: a model moves to and fro between two places every round."""
+        homes, offset = [], storage.storage_offset()
+        for p in self._trainable:
+            homes.append(storage.as_strided(p.shape, p.stride(), offset))
+            offset += p.numel()
+        while len(self._homes) > 1:
+            del self._homes[next(iter(self._homes))]
+        self._homes[storage.data_ptr()] = homes
+        return homes
 
     def rebind(self, storage: Tensor) -> None:
         """Let the module live in other storage [P] whose values stand there already; nothing is copied."""

@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import numpy as np
-
 from decentnode.communication.layout import SLOTS, Layout
 from decentnode.communication.lending import Borrowed, Lending, Lent
 from decentnode.errors import EnvironmentFault, PeerFault
@@ -71,10 +69,10 @@ class Board:
             raise EnvironmentFault(f"{path}: {error.strerror}") from error
         finally:
             os.close(handle)
-        words = np.frombuffer(self._memory, np.int64, 1 + layout.num_nodes * layout.phases)
-        words[0] = MAGIC
-        self._released = words[1:].reshape(layout.num_nodes, layout.phases)
-        """[uid, phase]: 0 not attached, else 1 + uses of the phase's slots that the reader has done with."""
+        self._words = memoryview(self._memory)[: 8 * (1 + layout.num_nodes * layout.phases)].cast("q")
+        """MAGIC, then [uid, phase] as `Layout.counter` says: 0 not attached, else 1 + uses of the phase's slots that
+        the reader has done with."""
+        self._words[0] = MAGIC
         if lent is not None:
             offer = len(lent.offer).to_bytes(8, "little") + lent.offer
             self._memory[layout.header_bytes : layout.header_bytes + len(offer)] = offer
@@ -83,6 +81,7 @@ class Board:
             for slot in phase:
                 for tensor in slot:
                     tensor.zero_()  # every page is there before the first round
+        self._addresses = [[slot[0].data_ptr() for slot in phase] for phase in self.slots]
         self._uses = [0] * layout.phases
         self._readers: list[list[tuple[int, frozenset[int]]]] = [[(0, frozenset())] * SLOTS for _ in self.slots]
 
@@ -94,7 +93,7 @@ class Board:
 
     def attached(self, uid: int) -> bool:
         """Whether `uid` has this board mapped."""
-        return bool(self._released[uid].all())
+        return all(self._words[self.layout.counter(uid, phase)] for phase in range(self.layout.phases))
 
     def publish(
         self, phase: int, payload: Payload, readers: Collection[int], deadline: float, gone: Callable[[int], bool]
@@ -107,9 +106,9 @@ class Board:
         """
         use = self._uses[phase] + 1
         first = next(iter(payload.tensors.values()))
-        lies_at = first.data_ptr() if first.numel() else None
-        own = [number for number, home in enumerate(self.slots[phase]) if home[0].data_ptr() == lies_at]
-        slot = own[0] if own else use % SLOTS
+        addresses, lies_at = self._addresses[phase], first.data_ptr()
+        own = lies_at in addresses and first.numel() > 0
+        slot = addresses.index(lies_at) if own else use % SLOTS
         self.wait_released(phase, slot, deadline, gone)
         self._uses[phase] = use
         if self._lent is not None:
@@ -136,8 +135,10 @@ class Board:
         """Blocking until nobody reads a slot any more. Raises TimeoutError as `publish` does."""
         before, last_readers = self._readers[phase][slot]
         pause = POLL_SECONDS[0]
+        words, counter = self._words, self.layout.counter
         for uid in last_readers:
-            while self._released[uid, phase] <= before and not gone(uid):
+            at = counter(uid, phase)
+            while words[at] <= before and not gone(uid):
                 if time.monotonic() > deadline:
                     raise TimeoutError(uid)
                 time.sleep(pause)
@@ -166,11 +167,14 @@ class Reader:
             )
         finally:
             os.close(handle)
-        words = np.frombuffer(self._header, np.int64, 1 + layout.num_nodes * layout.phases)
+        words = memoryview(self._header)[: 8 * (1 + layout.num_nodes * layout.phases)].cast("q")
         if words[0] != MAGIC:
             raise PeerFault("wrong_board", str(path))
-        self._released = words[1:].reshape(layout.num_nodes, layout.phases)[uid]
+        self._released = words[layout.counter(uid, 0) : layout.counter(uid + 1, 0)]
+        """[phase]: what this reader says in the board's header."""
         self._borrowed: Borrowed | None = None
+        self.borrows = lending is not None
+        """Whether slots have to be entered."""
         self._inside: set[tuple[int, int]] = set()
         if lending is None:
             with warnings.catch_warnings():
@@ -180,7 +184,8 @@ class Reader:
             length = min(int.from_bytes(self._memory[:8], "little"), layout.size)
             self._borrowed = lending.borrow(self._memory[8 : 8 + length], layout, uid)
             self.slots = self._borrowed.slots
-        self._released[:] = 1
+        for phase in range(layout.phases):
+            self._released[phase] = 1
 
     def enter(self, phase: int, slot: int) -> None:
         """Training thread, before a slot is read."""
@@ -193,4 +198,5 @@ class Reader:
         if self._borrowed is not None and (phase, slot) in self._inside:
             self._inside.discard((phase, slot))
             self._borrowed.leave(phase, slot)
-        self._released[phase] = max(int(self._released[phase]), use + 1)
+        if self._released[phase] <= use:
+            self._released[phase] = use + 1

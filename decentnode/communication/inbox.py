@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from decentnode.communication.base import Arrival, Counters, Exchange, Schema
 from decentnode.communication.board import Reader
-from decentnode.communication.incoming import Incoming, cut
-from decentnode.communication.plan import MESSAGE_COST, TensorPlan, plans
+from decentnode.communication.incoming import Chunked, Incoming, Mapped, cut
+from decentnode.communication.plan import TensorPlan, plans
 from decentnode.errors import PeerFault, Regrouping
 from decentnode.payload import Payload
-from decentnode.wire.messages import Chunk, Scalars, Slot
+from decentnode.wire.messages import Chunk, Scalars
 
 Key = tuple[int, int]  # round, phase
 SUM = -1
@@ -130,8 +131,13 @@ class Inbox:
         """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
         self._floor = 0
         self._finished: set[Key] = set()
-        self._wanted: set[tuple[Key, int, int]] = set()
-        """(key, source, chunk) that the training thread waits for; chunk -1 stands for a whole payload."""
+        self._wanted: set[int] = set()
+        """Sources that the training thread waits for."""
+        self._wanted_what: tuple[Key, int] = ((-1, 0), 0)
+        """(key, chunk) that it waits for; chunk -1 stands for a whole payload."""
+        self._usual = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
+        """By phase: the sizes that every payload has, as doorbells have them; empty where they may differ."""
+        self._usual_bytes = tuple(sum(p.spec.max_elements * p.spec.dtype.itemsize for p in each) for each in self.plans)
 
     # -- I/O thread -------------------------------------------------------------------------------------------
 
@@ -146,8 +152,8 @@ class Inbox:
             sources = self._incoming.setdefault(key, {})
             incoming = sources.get(message.source)
             if incoming is None:
-                incoming = sources[message.source] = Incoming(tensors)
-            if incoming.has(message.tensor, message.chunk):
+                incoming = sources[message.source] = Chunked(tensors)
+            if not isinstance(incoming, Chunked) or incoming.has(message.tensor, message.chunk):
                 raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
             known = incoming.totals[message.tensor]
             if known is not None and known != message.total:
@@ -159,7 +165,7 @@ class Inbox:
                 incoming.scalars = message.scalars
             if not self.schemas[message.phase].elementwise:
                 self._absorb(key, message.source, incoming)
-            self._wake(key, message.source, message.chunk, incoming)
+            self._wake(key, message.source, incoming)
 
     def put_landing(
         self, key: Key, source: int, tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None]
@@ -173,58 +179,58 @@ class Inbox:
             if key[0] < self._floor or key in self._finished or source in sources:
                 let_go()
                 return False
-            incoming = self._incoming.setdefault(key, {})[source] = Incoming(self.plans[key[1]])
-            incoming.mapped, incoming.pieces, incoming.scalars, incoming.let_go = tensors, 0, scalars, let_go
+            landing = Mapped(self.plans[key[1]], tensors, scalars, let_go, pieces=0)
+            self._incoming.setdefault(key, {})[source] = landing
             return True
 
     def landed(self, key: Key, source: int, last: bool) -> None:
         """Any thread: the next chunk after those before is there; last: the whole payload is."""
         with self.status.lock:
             incoming = self._incoming.get(key, {}).get(source)
-            if incoming is None or incoming.pieces is None:
+            if not isinstance(incoming, Mapped) or incoming.pieces is None:
                 return
             incoming.pieces = None if last else incoming.pieces + 1
             incoming.arrived = time.monotonic()
-            for chunk in self._wanted_of(key, source):
-                self._wake(key, source, chunk, incoming)
+            self._wake(key, source, incoming)
 
-    def _wanted_of(self, key: Key, source: int) -> list[int]:
-        return [chunk for wanted, uid, chunk in self._wanted if (wanted, uid) == (key, source)]
+    def put_slot(
+        self, source: int, key: Key, slot: int, use: int, packed: bytes, scalars: Scalars, reader: Reader
+    ) -> int:
+        """Take a payload that lies in a neighbor's board; its bytes. Raises PeerFault as `put` does.
 
-    def put_slot(self, message: Slot, reader: Reader) -> int:
-        """Take a payload that lies in a neighbor's board; its bytes. Raises PeerFault as `put` does."""
-        source, phase, packed = message.source, message.phase, message.totals
+        packed: elements of each tensor, 8 bytes each.
+        """
+        round, phase = key
         if phase >= len(self.plans):
             raise PeerFault("wrong_shape", f"phase {phase}")
-        tensors = self.plans[phase]
-        totals = [int.from_bytes(packed[i : i + 8], "little") for i in range(0, len(packed), 8)]
-        if len(totals) != len(tensors) or not all(map(TensorPlan.accepts, tensors, totals)):
-            raise PeerFault("wrong_shape", f"slot of {totals} elements")
-        key = (message.round, phase)
-
-        def let_go() -> None:
-            reader.release(phase, message.slot, message.use)
-
+        tensors, size = reader.slots[phase][slot], self._usual_bytes[phase]
+        if packed != self._usual[phase]:
+            tensors = self._cut(tensors, phase, packed)
+            size = sum(tensor.nbytes for tensor in tensors)
+        let_go = functools.partial(reader.release, phase, slot, use)
+        enter = functools.partial(reader.enter, phase, slot) if reader.borrows else None
+        incoming = Mapped(self.plans[phase], tensors, scalars, let_go, enter=enter)
         with self.status.lock:
-            if message.round < self._floor or key in self._finished:
+            if round < self._floor or key in self._finished:
                 let_go()
-                raise PeerFault("stale_round", f"round {message.round} from {source}")
-            sources = self._incoming.setdefault(key, {})
-            if source in sources:
-                raise PeerFault("duplicate_chunk", f"round {message.round} from {source}")
-            incoming = sources[source] = Incoming(tensors)
+                raise PeerFault("stale_round", f"round {round} from {source}")
+            sources = self._incoming.get(key)
+            if sources is None:
+                sources = self._incoming[key] = {}
+            elif source in sources:
+                raise PeerFault("duplicate_chunk", f"round {round} from {source}")
+            sources[source] = incoming
             incoming.arrived = time.monotonic()
-            incoming.mapped = [
-                cut(tensor, 0, total) for tensor, total in zip(reader.slots[phase][message.slot], totals, strict=True)
-            ]
-            incoming.let_go = let_go
-            incoming.enter = lambda: reader.enter(phase, message.slot)
-            incoming.scalars = message.scalars
-            if self._wanted:
-                self._wanted = {each for each in self._wanted if each[1] != source or each[0] != key}
-                if not self._wanted:
-                    self.status.notify()
-            return sum(tensor.nbytes for tensor in incoming.mapped)
+            self._wake(key, source, incoming)
+        return size
+
+    def _cut(self, tensors: list[Tensor], phase: int, packed: bytes) -> list[Tensor]:
+        """A slot's tensors as long as a doorbell says. Raises PeerFault when they cannot be."""
+        plans = self.plans[phase]
+        totals = [int.from_bytes(packed[i : i + 8], "little") for i in range(0, len(packed), 8)]
+        if len(totals) != len(plans) or not all(map(TensorPlan.accepts, plans, totals)):
+            raise PeerFault("wrong_shape", f"slot of {totals} elements")
+        return [cut(tensor, 0, total) for tensor, total in zip(tensors, totals, strict=True)]
 
     def _plan(self, message: Chunk, buffer: memoryview) -> TensorPlan:
         if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):
@@ -244,16 +250,15 @@ class Inbox:
             if freed:
                 self._consumed(source, freed)
 
-    def _wake(self, key: Key, source: int, chunk: int, incoming: Incoming) -> None:
-        """A chunk came: the training thread goes on once everything it waits for is there."""
-        if not self._wanted:
-            return
-        if chunk >= 0 and incoming.has(0, chunk):
-            self._wanted.discard((key, source, chunk))
-        if (key, source, -1) in self._wanted and incoming.complete:
-            self._wanted.discard((key, source, -1))
-        if not self._wanted:
-            self.status.notify()
+    def _wake(self, key: Key, source: int, incoming: Incoming) -> None:
+        """Something came: the training thread goes on once everything it waits for is there."""
+        wanted = self._wanted
+        if source in wanted:
+            what, chunk = self._wanted_what
+            if key == what and (incoming.has(0, chunk) if chunk >= 0 else incoming.complete):
+                wanted.discard(source)
+                if not wanted:
+                    self.status.notify()
 
     # -- training thread --------------------------------------------------------------------------------------
 
@@ -295,8 +300,8 @@ class Inbox:
 
     def _drop(self, key: Key) -> None:
         for source, incoming in self._incoming.pop(key, {}).items():
-            incoming.let_go()
             waiting = incoming.waiting_bytes()
+            incoming.let_go()
             if waiting:
                 self._consumed(source, waiting)
 
@@ -325,7 +330,7 @@ class Inbox:
             remaining = last + limit - time.monotonic()
             if not waiting or remaining <= 0 or status.regrouping:
                 break
-            self._wanted = {(key, source, chunk) for source in waiting}
+            self._wanted, self._wanted_what = set(waiting), (key, chunk)
             status.waiting = (self._whom(key, waiting), began)
             status.wait(min(remaining, 1.0))
             still = self._outstanding(key, chunk, waiting)
@@ -366,11 +371,9 @@ class Inbox:
         """Give back the buffers of a mixed chunk."""
         with self.status.lock:
             for source, incoming in sources.items():
-                if incoming.mapped is not None:
-                    continue
-                buffer = incoming.buffers[0].pop(chunk)
-                incoming.copied[0].add(chunk)
-                self._consumed(source, buffer.nbytes + MESSAGE_COST)
+                freed = incoming.take(chunk)
+                if freed:
+                    self._consumed(source, freed)
 
 
 class InboxExchange(Exchange):
@@ -472,6 +475,11 @@ class InboxExchange(Exchange):
             return self._missing
         round = self._key[0]
         return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}
+
+
+def _packed(totals: list[int | None]) -> bytes:
+    """8 bytes each; nothing where one is not known."""
+    return b"" if None in totals else b"".join(total.to_bytes(8, "little") for total in totals if total is not None)
 
 
 def _finite(payload: Payload) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 
 import torch
@@ -17,46 +18,82 @@ def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor if stop - start == tensor.numel() else tensor[start:stop]
 
 
-class Incoming:
+class Incoming(abc.ABC):
     """One source's payload of one round as far as it has come."""
 
-    mapped: list[Tensor] | None = None
-    """The payload in the neighbor's shared memory or in a communicator's buffers, instead of `buffers`."""
-    pieces: int | None = None
-    """How many chunks of `mapped` are there, in the order of the plans; None: all."""
-    let_go: Callable[[], None] = staticmethod(lambda: None)
-    enter: Callable[[], None] | None = None
-    """What the training thread does once before it reads `mapped`."""
-    arrived = 0.0
-    """When the last bytes came (monotonic)."""
-    assembled: list[Tensor] | None = None
+    __slots__ = ("_plans", "arrived", "enter", "scalars")
 
-    def __init__(self, tensors: tuple[TensorPlan, ...]) -> None:
-        self.buffers: list[dict[int, memoryview]] = [{} for _ in tensors]
-        self.copied: list[set[int]] = [set() for _ in tensors]
-        self.totals = [plan.expected for plan in tensors]
+    def __init__(
+        self, plans: tuple[TensorPlan, ...], scalars: Scalars, enter: Callable[[], None] | None = None
+    ) -> None:
+        self._plans, self.scalars = plans, scalars
+        self.enter = enter
+        """What the training thread does once before it reads the payload."""
+        self.arrived = 0.0
+        """When the last bytes came (monotonic)."""
+
+    @abc.abstractmethod
+    def has(self, tensor: int, chunk: int) -> bool:
+        """Whether this chunk came, be it used up by now."""
+
+    @property
+    @abc.abstractmethod
+    def complete(self) -> bool:
+        """Whether everything came."""
+
+    @abc.abstractmethod
+    def part(self, chunk: int, start: int, stop: int) -> Tensor:
+        """One chunk of the first tensor, its elements [start, stop), without a copy."""
+
+    @abc.abstractmethod
+    def payload(self) -> Payload:
+        """The whole, once it is complete and assembled."""
+
+    def assemble(self) -> int:
+        """Copy what has come into tensors of its own where it must be; the bytes that this frees."""
+        return 0
+
+    def take(self, chunk: int) -> int:  # noqa: ARG002
+        """A chunk of the first tensor is used up; the bytes that this frees."""
+        return 0
+
+    def waiting_bytes(self) -> int:
+        """What its chunks that are not used up count for in the sender's window."""
+        return 0
+
+    @abc.abstractmethod
+    def let_go(self) -> None:
+        """Nobody reads it any more."""
+
+    def _named(self, tensors: list[Tensor]) -> Payload:
+        named = {plan.name: tensor for plan, tensor in zip(self._plans, tensors, strict=True)}
+        return Payload(named, {name: value for name, value in self.scalars.items() if not isinstance(value, str)})
+
+
+class Chunked(Incoming):
+    """One that comes as chunks of bytes."""
+
+    __slots__ = ("assembled", "buffers", "copied", "totals")
+
+    def __init__(self, plans: tuple[TensorPlan, ...]) -> None:
+        super().__init__(plans, {})
+        self.buffers: list[dict[int, memoryview]] = [{} for _ in plans]
+        self.copied: list[set[int]] = [set() for _ in plans]
+        self.totals = [plan.expected for plan in plans]
         """Elements of each tensor as far as they are known."""
-        self.scalars: Scalars = {}
-        self._plans = tensors
+        self.assembled: list[Tensor] | None = None
 
     def has(self, tensor: int, chunk: int) -> bool:
-        if self.mapped is not None:
-            return self.pieces is None or chunk < self.pieces
         return chunk in self.buffers[tensor] or chunk in self.copied[tensor]
 
     @property
     def complete(self) -> bool:
-        if self.mapped is not None:
-            return self.pieces is None
         for plan, total, buffers, copied in zip(self._plans, self.totals, self.buffers, self.copied, strict=True):
             if total is None or len(buffers) + len(copied) < plan.count(total):
                 return False
         return True
 
     def assemble(self) -> int:
-        """Copy what has come into tensors of its own; the bytes that this frees."""
-        if self.mapped is not None:
-            return 0
         if self.assembled is None:
             if any(total is None for total in self.totals):
                 return 0
@@ -75,22 +112,53 @@ class Incoming:
             buffers.clear()
         return freed
 
-    def part(self, chunk: int, start: int, stop: int) -> Tensor:
-        """One chunk of the first tensor, without a copy."""
-        if self.mapped is not None:
-            return cut(self.mapped[0], start, stop)
+    def part(self, chunk: int, start: int, stop: int) -> Tensor:  # noqa: ARG002
         return from_buffer(self.buffers[0][chunk], self._plans[0].spec.dtype)
 
+    def take(self, chunk: int) -> int:
+        buffer = self.buffers[0].pop(chunk)
+        self.copied[0].add(chunk)
+        return buffer.nbytes + MESSAGE_COST
+
     def payload(self) -> Payload:
-        whole = self.assembled if self.mapped is None else self.mapped
-        assert whole is not None
-        tensors = {plan.name: tensor for plan, tensor in zip(self._plans, whole, strict=True)}
-        numbers = {name: value for name, value in self.scalars.items() if not isinstance(value, str)}
-        return Payload(tensors, numbers)
+        assert self.assembled is not None
+        return self._named(self.assembled)
+
+    def let_go(self) -> None:
+        for buffers in self.buffers:
+            buffers.clear()
 
     def waiting_bytes(self) -> int:
-        waiting = 0
-        for buffers in self.buffers:
-            for buffer in buffers.values():
-                waiting += buffer.nbytes + MESSAGE_COST
-        return waiting
+        return sum(buffer.nbytes + MESSAGE_COST for buffers in self.buffers for buffer in buffers.values())
+
+
+class Mapped(Incoming):
+    """One that lies in the neighbor's shared memory, or in a communicator's buffers."""
+
+    __slots__ = ("_let_go", "pieces", "tensors")
+
+    def __init__(
+        self, plans: tuple[TensorPlan, ...], tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None],
+        *, pieces: int | None = None, enter: Callable[[], None] | None = None,
+    ) -> None:
+        """let_go: called once nobody reads `tensors` any more."""
+        self._plans, self.tensors, self.scalars, self._let_go, self.enter = plans, tensors, scalars, let_go, enter
+        self.pieces = pieces
+        """How many chunks are there, in the order of the plans; None: all."""
+        self.arrived = 0.0
+
+    def has(self, tensor: int, chunk: int) -> bool:  # noqa: ARG002
+        return self.pieces is None or chunk < self.pieces
+
+    @property
+    def complete(self) -> bool:
+        return self.pieces is None
+
+    def part(self, chunk: int, start: int, stop: int) -> Tensor:  # noqa: ARG002
+        return cut(self.tensors[0], start, stop)
+
+    def payload(self) -> Payload:
+        return self._named(self.tensors)
+
+    def let_go(self) -> None:
+        self._let_go()

@@ -50,6 +50,10 @@ class Layout:
             position = self.header_bytes + -(-(OFFER_BYTES + HANDLE_BYTES * handles) // PAGE) * PAGE
         self.size = max(position, self.header_bytes + PAGE)
 
+    def counter(self, uid: int, phase: int) -> int:
+        """Which 8-byte word of the header says what `uid` has released of a phase."""
+        return 1 + uid * self.phases + phase
+
     def views(self, memory: Any, base: int = 0) -> Slots:
         """[phase][slot][tensor] over a buffer that starts at byte `base`, or over a tensor [slot_bytes] of bytes."""
         return [

@@ -5,7 +5,6 @@ A node on a GPU has a second board, in the memory of the GPU, for the others on 
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -14,15 +13,15 @@ from pathlib import Path
 from torch import Tensor
 
 from decentnode.communication.base import Counters, Schema
-from decentnode.communication.bell import MAX_DATAGRAM, DatagramBell
-from decentnode.communication.board import Board, Reader, path_of
+from decentnode.communication.bell import DatagramBell
+from decentnode.communication.board import Board, Reader, path_of, run_of
 from decentnode.communication.inbox import Inbox, Status
 from decentnode.communication.layout import Layout
 from decentnode.communication.lending import Lending
 from decentnode.errors import DecentnodeError, EnvironmentFault, PeerFault
 from decentnode.payload import Payload
-from decentnode.wire import codec
-from decentnode.wire.messages import Message, Slot
+from decentnode.wire.doorbell import MAX_BYTES, Doorbells
+from decentnode.wire.messages import Message, Scalars, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +61,19 @@ class MemoryPath:
         self._read_by: dict[bool, frozenset[int]] = {}
         self._mapped: dict[int, Reader] = {}
         self._bell: DatagramBell | None = None
+        self._doorbells: Doorbells | None = None
 
     def open(
-        self, folder: Path, run: str, others: Collection[int], required: bool, barrier: Callable[[str], None],
-        near: Collection[int] = (),
+        self, folder: Path, run_id: bytes, generation: int, others: Collection[int], required: bool,
+        barrier: Callable[[str], None], near: Collection[int] = (),
     ) -> None:
         """Make this node's boards, map those of `others`, and take the names away when everybody has them. Blocking.
 
         near: nodes on this node's GPU. A board's name comes from the run's id and the uid, its size from the local
         schema. Raises EnvironmentFault when there is no room for a board and it is `required`.
         """
+        run = run_of(folder, generation)
+        self._doorbells = Doorbells(self._uid, run_id, generation, self._admit)
         self._bell = DatagramBell(folder, self._uid, self._on_datagram)
         wanted = {lent: uids for lent, uids in ((False, others), (True, near)) if uids}
         for lent, uids in wanted.items():
@@ -110,22 +112,19 @@ class MemoryPath:
                 logger.warning("no shared memory from node %d: %s", uid, fault)
 
     def publish(
-        self,
-        payload: Payload,
-        uids: list[int],
-        phase: int,
-        timeout_seconds: float,
-        header_of: Callable[[int, int, bytes], bytes],
-        send_control: Callable[[int, bytes], None],
+        self, payload: Payload, uids: list[int], round: int, phase: int, timeout_seconds: float,
+        send_control: Callable[[int, int, int, bytes], None],
     ) -> bool:
-        """Write a payload into the boards and ring at `uids`; header_of(slot, use, totals) makes the doorbell.
+        """Write a payload into the boards and ring at `uids`; send_control(uid, slot, use, totals) where the bell's
+        queue is full.
 
         False when a reader still holds an earlier payload after the time-out: the slot must not change under it, so
         everybody gets chunks from then on.
         """
         deadline, told = time.monotonic() + timeout_seconds, []
         for lent, board in self._boards.items():
-            mine = [uid for uid in uids if uid in self._read_by[lent]]
+            read_by = self._read_by[lent]
+            mine = uids if read_by.issuperset(uids) else [uid for uid in uids if uid in read_by]
             try:
                 if mine:
                     told.append((mine, *board.publish(phase, payload, mine, deadline, self._gone)))
@@ -134,27 +133,29 @@ class MemoryPath:
                 logger.warning("node %d still reads an earlier payload after %g s: payloads leave as chunks from now "
                                "on", error.args[0], timeout_seconds)  # fmt: skip
                 return False
+        totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
         for mine, slot, use in told:
-            self._ring(payload, mine, functools.partial(header_of, slot, use), send_control)
+            self._ring(payload, mine, round, phase, slot, use, totals, send_control)
         return True
 
     def _ring(
-        self, payload: Payload, uids: list[int], header_of: Callable[[bytes], bytes],
-        send_control: Callable[[int, bytes], None],
+        self, payload: Payload, uids: list[int], round: int, phase: int, slot: int, use: int, totals: bytes,
+        send_control: Callable[[int, int, int, bytes], None],
     ) -> None:
-        bell = self._bell
-        assert bell is not None
-        totals = b"".join(tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values())
-        header = header_of(totals)
-        metadata = sum(t.nbytes for name, t in payload.tensors.items() if name in payload.metadata)
-        data = sum(t.nbytes for t in payload.tensors.values()) - metadata
+        bell, doorbells = self._bell, self._doorbells
+        assert bell is not None and doorbells is not None
+        datagram = doorbells.make(round, phase, slot, use, totals, payload.scalars)
+        metadata = sum([t.nbytes for name, t in payload.tensors.items() if name in payload.metadata])
+        data = sum([t.nbytes for t in payload.tensors.values()]) - metadata
+        metadata += len(datagram)
         for uid in uids:
             edge = self._counters.edge(uid)
             edge.frames_sent += 1
-            edge.metadata_bytes_sent += len(header) + metadata
+            edge.metadata_bytes_sent += metadata
             edge.data_bytes_sent += data
-            if len(header) > MAX_DATAGRAM or not bell.send(uid, header):
-                send_control(uid, header)
+        for uid in uids:
+            if len(datagram) > MAX_BYTES or not bell.send(uid, datagram):
+                send_control(uid, slot, use, totals)
 
     def homes(self) -> list[Tensor]:
         """The slots of phase 0, where a payload of one tensor needs no copy; empty without a board."""
@@ -176,25 +177,29 @@ class MemoryPath:
         return uid in self._status.departed
 
     def _on_datagram(self, datagram: bytes) -> None:
+        assert self._doorbells is not None
         try:
-            message = codec.decode(datagram)
-            if not isinstance(message, Slot):
-                raise PeerFault("wrong_plane", type(message).__name__)
-            self._admit(message)
-            self.take(message, len(datagram))
+            source, round, phase, slot, use, totals, scalars = self._doorbells.open(datagram)
+            self._take(source, (round, phase), slot, use, totals, scalars, len(datagram))
         except PeerFault as fault:
             self._refuse(fault)
 
     def take(self, message: Slot, size: int) -> None:
-        """An admitted doorbell of `size` bytes; also called by the I/O thread for one that came over ZeroMQ.
+        """I/O thread: an admitted doorbell of `size` bytes that came over ZeroMQ.
 
         Raises PeerFault when there is no such payload.
         """
-        reader = self._mapped.get(message.source)
+        key = (message.round, message.phase)
+        self._take(message.source, key, message.slot, message.use, message.totals, message.scalars, size)
+
+    def _take(
+        self, source: int, key: tuple[int, int], slot: int, use: int, totals: bytes, scalars: Scalars, size: int
+    ) -> None:
+        reader = self._mapped.get(source)
         if reader is None:
-            raise PeerFault("no_board", f"of {message.source}")
-        data = self._inbox.put_slot(message, reader)
-        edge = self._counters.edge(message.source)
+            raise PeerFault("no_board", f"of {source}")
+        data = self._inbox.put_slot(source, key, slot, use, totals, scalars, reader)
+        edge = self._counters.edge(source)
         edge.frames_received += 1
         edge.metadata_bytes_received += size
         edge.data_bytes_received += data

@@ -25,7 +25,6 @@ from decentnode.communication.base import (
     PendingGeneration,
     Schema,
 )
-from decentnode.communication.board import run_of
 from decentnode.communication.collectives import Collectives
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.homes import Homes
@@ -244,8 +243,7 @@ class ZeroMQ(Communication):
         local, near = ([u for u, way in ways.items() if way == each] for each in ("shared_memory", "cuda_ipc"))
         if (local or near) and self._plan.ipc_dir is not None:
             required = "shared_memory" in (self.config.name, self.config.same_host)
-            run = run_of(self._plan.ipc_dir, self._session.generation)
-            self._memory.open(self._plan.ipc_dir, run, local, required,
+            self._memory.open(self._plan.ipc_dir, self._session.run, self._session.generation, local, required,
                               lambda name: self.barrier(name, timeout_seconds), near)  # fmt: skip
         elif self.edges.used("shared_memory") or self.edges.used("cuda_ipc"):
             for step in STEPS:
@@ -315,12 +313,13 @@ class ZeroMQ(Communication):
     def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
         """Hand a payload to neighbors on this host; False when they have to get chunks."""
         self._checked(payload, phase)
+
+        def send_control(uid: int, slot: int, use: int, totals: bytes) -> None:
+            header = self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars))
+            self._io.call(lambda: self._links.control_header(uid, header))
+
         with self._status.waits_for(uids):
-            return self._memory.publish(
-                payload, uids, phase, self.config.timeout_seconds,
-                lambda slot, use, totals: self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars)),
-                lambda uid, header: self._io.call(lambda: self._links.control_header(uid, header)),
-            )  # fmt: skip
+            return self._memory.publish(payload, uids, round, phase, self.config.timeout_seconds, send_control)
 
     def _checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
         """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""

@@ -23,9 +23,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTA
 def encode(record: dict[str, Any]) -> bytes:
     """One line of JSON; NaN and infinity become null, which every JSON reader accepts."""
     try:
-        text = json.dumps(record, allow_nan=False, default=_plain, separators=(",", ":"))
+        text = _JSON.encode(record)
     except ValueError:
-        text = json.dumps(finite(record), allow_nan=False, default=_plain, separators=(",", ":"))
+        text = _JSON.encode(finite(record))
     return text.encode() + b"\n"
 
 
@@ -33,6 +33,9 @@ def _plain(value: Any) -> Any:
     """NumPy and torch scalars."""
     number = value.item()
     return number if not isinstance(number, float) or math.isfinite(number) else None
+
+
+_JSON = json.JSONEncoder(allow_nan=False, default=_plain, separators=(",", ":"))
 
 
 def finite(value: Any) -> Any:

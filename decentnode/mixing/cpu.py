@@ -20,17 +20,27 @@ _PER_THREAD = 1 << 17
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None where there is no compiler, or it does not do. Blocking, once in a process."""
-    return native.compiled(Path(__file__).with_name("weighted_sum.c"))
+    loaded = native.compiled(Path(__file__).with_name("weighted_sum.c"))
+    if loaded is not None:
+        address, size = ctypes.c_void_p, ctypes.c_size_t
+        loaded.weighted_sum.argtypes = [size, address, address, ctypes.c_float, size, address, address]
+        loaded.weighted_sum.restype = None
+    return loaded
+
+
+@functools.cache
+def _arrays(count: int) -> tuple[type[ctypes.Array[ctypes.c_float]], type[ctypes.Array[ctypes.c_void_p]]]:
+    return ctypes.c_float * count, ctypes.c_void_p * count
 
 
 def suits(out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
     """Whether `weighted_sum` takes these: float32 in one piece each."""
-    tensors = (out, model, *(tensor for tensor, _ in received))
-    return (
-        len(model) >= SMALLEST
-        and all(each.dtype == torch.float32 and each.is_contiguous() for each in tensors)
-        and library() is not None
-    )
+    if model.numel() < SMALLEST or library() is None:
+        return False
+    for each in (out, model, *[tensor for tensor, _ in received]):
+        if each.dtype != torch.float32 or not each.is_contiguous():
+            return False
+    return True
 
 
 def weighted_sum(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> None:
@@ -38,14 +48,18 @@ def weighted_sum(out: Tensor, model: Tensor, weight: float, received: Sequence[t
     loaded = library()
     assert loaded is not None
     elements, count = model.numel(), len(received)
-    weights = (ctypes.c_float * count)(*(w for _, w in received))
+    floats, addresses = _arrays(count)
+    weights, begin = floats(*[w for _, w in received]), [tensor.data_ptr() for tensor, _ in received]
+    to, of = out.data_ptr(), model.data_ptr()
 
     def call(start: int, stop: int) -> None:
         at = 4 * start
-        addresses = (ctypes.c_void_p * count)(*(tensor.data_ptr() + at for tensor, _ in received))
-        loaded.weighted_sum(ctypes.c_size_t(stop - start), ctypes.c_void_p(out.data_ptr() + at),
-                            ctypes.c_void_p(model.data_ptr() + at), ctypes.c_float(weight), ctypes.c_size_t(count),
-                            addresses, weights)  # fmt: skip
+        there = addresses(*[address + at for address in begin])
+        loaded.weighted_sum(stop - start, to + at, of + at, weight, count, there, weights)
 
-    shares = native.shares(elements, min(torch.get_num_threads(), elements // _PER_THREAD))
-    native.spread(call, shares, len(shares))
+    threads = min(torch.get_num_threads(), elements // _PER_THREAD)
+    if threads < 2:
+        call(0, elements)
+    else:
+        shares = native.shares(elements, threads)
+        native.spread(call, shares, len(shares))

@@ -216,10 +216,11 @@ class Node:
 
         All are known before the first of them sends (H2 in communication/hybrid.py).
         """
+        seen, rule = self._seen(round), self.sharing
+        plans = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.phases)]
+        plans.append(plans[0] if len(plans) == 1 else rule.plan_buffers(seen))
         members = self.generation.members
-        seen = self._seen(round)
-        plans = [self.sharing.plan(replace(seen, phase=phase)).among(members) for phase in range(self.sharing.phases)]
-        return [*plans, plans[0] if len(plans) == 1 else self.sharing.plan_buffers(seen).among(members)]
+        return plans if len(members) == self.graph.num_nodes else [plan.among(members) for plan in plans]
 
     def _seen(self, round: int) -> RoundView:
         """What the graph says of a round; of one that never changes, found once for every set of members."""

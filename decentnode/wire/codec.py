@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
 from decentnode.errors import PeerFault
-from decentnode.wire.messages import FIELDS, MAX_SCALARS, MESSAGES, PROTOCOL_VERSION, Message
+from decentnode.wire.messages import FIELDS, MAX_SCALARS, MESSAGES, PROTOCOL_VERSION, Message, Scalars
 
 Bytes = bytes | bytearray | memoryview
 
@@ -94,20 +94,7 @@ def decode(header: Bytes) -> Message:
     """The message of a header. Raises PeerFault, and nothing else, on any bytes that are not one."""
     if len(header) > MAX_HEADER_BYTES:
         raise PeerFault("oversized_header", f"{len(header)} bytes")
-    try:
-        parts = msgpack.unpackb(
-            header,
-            raw=False,
-            use_list=True,
-            strict_map_key=True,
-            max_str_len=16384,
-            max_bin_len=MAX_HEADER_BYTES,
-            max_array_len=64,
-            max_map_len=MAX_SCALARS,
-            max_ext_len=0,
-        )
-    except Exception as error:
-        raise PeerFault("malformed_header", type(error).__name__) from None
+    parts = _unpacked(header)
     if type(parts) is not list or len(parts) < 3 or parts[0] != MAGIC or type(parts[0]) is not int:
         raise PeerFault("malformed_header", "not a decentnode message")
     if type(parts[1]) is not int or parts[1] != PROTOCOL_VERSION:
@@ -122,6 +109,33 @@ def decode(header: Bytes) -> Message:
     if wrong:
         raise PeerFault("malformed_header", f"{kind.__name__}.{wrong[0]} {wrong[1]}")
     return kind(*values)
+
+
+def decode_scalars(raw: Bytes) -> Scalars:
+    """Named scalars that stand alone. Raises PeerFault on any bytes that are none."""
+    found = _unpacked(raw)
+    problem = _scalars(found)
+    if problem:
+        raise PeerFault("malformed_header", f"scalars {problem}")
+    return cast(Scalars, found)
+
+
+def _unpacked(raw: Bytes) -> object:
+    """Raises PeerFault on anything that is not one bounded msgpack value."""
+    try:
+        return msgpack.unpackb(
+            raw,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            max_str_len=16384,
+            max_bin_len=MAX_HEADER_BYTES,
+            max_array_len=64,
+            max_map_len=MAX_SCALARS,
+            max_ext_len=0,
+        )
+    except Exception as error:
+        raise PeerFault("malformed_header", type(error).__name__) from None
 
 
 def _wrong(kind: type[Message], values: Sequence[Any]) -> tuple[str, str, Any] | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """Run id of a node that has not been told one yet."""

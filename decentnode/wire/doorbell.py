@@ -1,0 +1,66 @@
+"""Doorbells as datagrams between nodes of one host: a `Slot` in a fixed layout.
+
+42 bytes: magic, version, two zeros, run (8), generation (u32), source (u32), round (u64), use (u64), number of tensors
+(u16), bytes of scalars (u16), phase (u8), slot (u8); then the elements of each tensor (u64) and the scalars (a msgpack
+map, or nothing), all little-endian. A round has one for every neighbor, and a message of named and checked fields would
+cost several times as much. What such a socket does not take goes as a `Slot` over ZeroMQ instead.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import msgpack
+
+from decentnode.errors import PeerFault
+from decentnode.wire import codec
+from decentnode.wire.messages import MAX_ROUND, PROTOCOL_VERSION, Scalars, Slot
+
+MAX_BYTES = 4096
+"""The longest doorbell that leaves as a datagram."""
+MAGIC = 0xDB
+
+_GENERATION = struct.Struct("<BBxx8sI")
+_DOORBELL = struct.Struct(f"<{_GENERATION.size}sIQQHHBB")
+
+Opened = tuple[int, int, int, int, int, bytes, Scalars]
+"""source, round, phase, slot, use, totals (8 bytes per tensor), scalars"""
+
+
+class Doorbells:
+    """Those of one node, in one generation of members of one run."""
+
+    def __init__(self, uid: int, run: bytes, generation: int, refuse: Callable[[Slot], object]) -> None:
+        """refuse: raises the PeerFault of what is of another run or generation."""
+        self._uid, self._prefix = uid, _GENERATION.pack(MAGIC, PROTOCOL_VERSION, run, generation)
+        self._refuse = refuse
+
+    def make(self, round: int, phase: int, slot: int, use: int, totals: bytes, scalars: Scalars) -> bytes:
+        """totals: elements of each tensor, 8 bytes each."""
+        rest = msgpack.packb(dict(scalars)) if scalars else b""
+        fixed = _DOORBELL.pack(self._prefix, self._uid, round, use, len(totals) >> 3, len(rest), phase, slot)
+        return b"".join((fixed, totals, rest))
+
+    def open(self, datagram: bytes) -> Opened:
+        """Raises PeerFault for anything but a doorbell of this run and generation."""
+        if len(datagram) < _DOORBELL.size:
+            raise PeerFault("malformed_header", f"a doorbell of {len(datagram)} bytes")
+        prefix, source, round, use, tensors, of_scalars, phase, slot = _DOORBELL.unpack_from(datagram)
+        end = _DOORBELL.size + 8 * tensors
+        if len(datagram) != end + of_scalars or round >= MAX_ROUND or slot > 1 or use >> 62:
+            raise PeerFault("malformed_header", f"a doorbell of {len(datagram)} bytes")
+        if prefix != self._prefix:
+            self._stray(prefix, source)
+        scalars = codec.decode_scalars(datagram[end:]) if of_scalars else {}
+        return source, round, phase, slot, use, datagram[_DOORBELL.size : end], scalars
+
+    def _stray(self, prefix: bytes, source: int) -> None:
+        """Raises the PeerFault of a doorbell that is none, or of another run or generation."""
+        magic, version, run, generation = _GENERATION.unpack(prefix)
+        if magic != MAGIC:
+            raise PeerFault("malformed_header", "not a doorbell")
+        if version != PROTOCOL_VERSION:
+            raise PeerFault("protocol_version", f"{version}, not {PROTOCOL_VERSION}")
+        self._refuse(Slot(run, generation, source, 0, 0, 0, 0, b"", {}))
+        raise PeerFault("malformed_header", "not a doorbell")
