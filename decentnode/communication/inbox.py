@@ -65,9 +65,10 @@ class Status:
 
     def notify(self) -> None:
         """With `changed` held: wake whoever waits."""
-        self.changed.notify_all()
-        if self._sleeping and self.bell is not None:
+        if self._sleeping and self.bell is not None:  # nobody waits on `changed`: only the training thread waits
             self.bell.ring()
+        else:
+            self.changed.notify_all()
 
     def wait(self, timeout_seconds: float) -> None:
         """Training thread, with `changed` held (and let go meanwhile): until something may have changed."""
@@ -272,6 +273,8 @@ class Inbox:
                 self._finished = {key for key in self._finished if key[0] >= round}
             if self.together:
                 self.together = {key: group for key, group in self.together.items() if key[0] >= round}
+            if not self._incoming:
+                return
             for key in [key for key in self._incoming if key[0] < round]:
                 self._drop(key)
             for key, sources in self._incoming.items():
@@ -406,14 +409,16 @@ class InboxExchange(Exchange):
     def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
         inbox, plan = self._inbox, self._inbox.plans[self._key[1]][0]
         alive = list(self._expected)
-        last = plan.count(schema.elements) - 1
-        for chunk in range(last + 1):
+        chunk, stop = 0, -1
+        while stop < schema.elements:
             arrived = inbox.wait(self._key, chunk, alive, timeout_seconds)
             if len(arrived) < len(alive):
                 self._missing |= set(alive) - arrived.keys()
                 alive = [source for source in alive if source in arrived]
             self._note(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
+            if inbox.on_cpu and all(incoming.in_one_piece for incoming in arrived.values()):
+                stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
             received = {
                 source: Payload({plan.name: self._placed(incoming.part(chunk, start, stop))})
                 for source, incoming in arrived.items()
@@ -422,8 +427,9 @@ class InboxExchange(Exchange):
                 received = self._accepted(received)
                 alive = [source for source in alive if source in received]
             yield Arrival(start, stop, received, self._missing)
-            if chunk < last:  # the rest is let go of as the exchange is finished
+            if stop < schema.elements:  # the rest is let go of as the exchange is finished
                 inbox.release(chunk, arrived)
+            chunk += 1
 
     def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
         arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)

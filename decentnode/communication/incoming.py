@@ -41,6 +41,11 @@ class Incoming(abc.ABC):
     def complete(self) -> bool:
         """Whether everything came."""
 
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether all of it is there and lies together."""
+        return False
+
     @abc.abstractmethod
     def part(self, chunk: int, start: int, stop: int) -> Tensor:
         """One chunk of the first tensor, its elements [start, stop), without a copy."""
@@ -152,6 +157,10 @@ class Mapped(Incoming):
 
     @property
     def complete(self) -> bool:
+        return self.pieces is None
+
+    @property
+    def in_one_piece(self) -> bool:
         return self.pieces is None
 
     def part(self, chunk: int, start: int, stop: int) -> Tensor:  # noqa: ARG002

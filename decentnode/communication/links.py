@@ -170,7 +170,8 @@ class Links:
             message = queue[0]
             if number == BULK and edge.sent + message.cost > edge.allowed:
                 return
-            if not self._send_numbered(uid, edge, number, message, out.following):
+            first, body = message.frames(out.following, edge.outwards)
+            if not self.io.send(uid, number, first, body, edge.token):
                 return
             out.keep(message, time.monotonic())
             queue.popleft()
@@ -186,15 +187,13 @@ class Links:
         while plane.again:
             sequence = plane.again[0]
             if sequence in plane.out.kept:
-                if not self._send_numbered(uid, edge, number, plane.out.kept[sequence][0], sequence):
+                first, body = plane.out.kept[sequence][0].frames(sequence, edge.outwards)
+                if not self.io.send(uid, number, first, body, edge.token):
                     return False
                 plane.out.sent_again(sequence)
                 self._counters.edge(uid).resends += 1
             plane.again.popleft()
         return True
-
-    def _send_numbered(self, uid: int, edge: Edge, number: int, message: Outgoing, sequence: int) -> bool:
-        return self.io.send(uid, number, *message.frames(sequence, edge.outwards), edge.token)
 
     # -- receiving --------------------------------------------------------------------------------------------
 

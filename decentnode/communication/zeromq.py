@@ -307,7 +307,8 @@ class ZeroMQ(Communication):
             if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
                 by_memory = []
         if len(by_memory) < len(outgoing):
-            for payload, uids in grouped({uid: outgoing[uid] for uid in outgoing if uid not in by_memory}):
+            rest = {uid: outgoing[uid] for uid in outgoing if uid not in by_memory} if by_memory else outgoing
+            for payload, uids in grouped(rest):
                 self._send_payload(payload, uids, round, phase)
 
     def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:

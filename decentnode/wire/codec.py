@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
@@ -72,6 +73,7 @@ _RULES: dict[type[Message], tuple[tuple[int, int, Problem], ...]] = {
 }  # fmt: skip
 """Per field: upper limit (0: no whole number), exact size of its bytes (-1: none), check. Most fields are numbers
 within their limit, every message of a round passes here, and a call per field would cost most of it."""
+_NAMES = {kind: tuple(each.name for each in fields) for kind, fields in FIELDS.items()}
 _VALUES = {kind: attrgetter(*(each.name for each in fields)) for kind, fields in FIELDS.items()}
 
 
@@ -86,8 +88,19 @@ def encode_values(kind: type[Message], values: tuple[Any, ...]) -> bytes:
     wrong = _wrong(kind, values)
     if wrong:
         raise ValueError(f"{kind.__name__}.{wrong[0]} {wrong[1]}, got {wrong[2]!r:.80}")
-    packed: bytes = msgpack.packb((MAGIC, PROTOCOL_VERSION, kind.TYPE, *values), default=dict, use_bin_type=True)
+    packed: bytes = _packer().pack((MAGIC, PROTOCOL_VERSION, kind.TYPE, *values))
     return packed
+
+
+def _packer() -> msgpack.Packer:
+    """One for every thread: to make one costs more than to pack a header."""
+    found = getattr(_of_thread, "packer", None)
+    if found is None:
+        found = _of_thread.packer = msgpack.Packer(default=dict, use_bin_type=True)
+    return found
+
+
+_of_thread = threading.local()
 
 
 def decode(header: Bytes) -> Message:
@@ -108,7 +121,9 @@ def decode(header: Bytes) -> Message:
     wrong = _wrong(kind, values)
     if wrong:
         raise PeerFault("malformed_header", f"{kind.__name__}.{wrong[0]} {wrong[1]}")
-    return kind(*values)
+    message = object.__new__(kind)  # what a frozen class's own constructor does, in half the time
+    message.__dict__.update(zip(_NAMES[kind], values, strict=True))
+    return message
 
 
 def decode_scalars(raw: Bytes) -> Scalars:

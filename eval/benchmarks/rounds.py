@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 
-from common import floor_seconds, machine, memory_ceilings, planned_mb, run_rounds, separate_seconds
+from common import Run, floor_seconds, machine, memory_ceilings, planned_mb, run_rounds, separate_seconds
 
 MLP_1M, MLP_25M = "{name: mlp, hidden: [325]}", "{name: mlp, hidden: [4096, 3000]}"
 
@@ -25,35 +26,49 @@ def main() -> None:
     usual = [case for case in CASES if case != "lenet-256"]  # which takes minutes
     parser.add_argument("cases", nargs="*", default=usual, help=f"any of {', '.join(CASES)}")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed on to the runs")
+    parser.add_argument("--repeats", type=int, default=3, help="floor, apart and run take turns so often")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     ceilings = memory_ceilings()
     print(machine())
     print(f"ceilings: memory copy {ceilings['copy']:.1f} GB/s, axpy {ceilings['axpy']:.1f} GB/s (one thread)\n")
-    print("floor: the same local steps by one process per core; apart: by one process per node; neither exchanges")
+    print("floor: the same local steps by one process per core; apart: by one process per node; neither exchanges;\n"
+          f"the three take turns {options.repeats} times, and all figures, ratios too, are medians; in brackets the "
+          "least and the largest ratio")
     print("sum: model, gradient and two publish slots (edges without shared memory add window_bytes each at most);\n"
           "PSS: while rounds are turned, of which some 50 MB are Python and torch; peak: with the evaluation\n")
-    print(f"{'case':10} {'floor':>9} {'apart':>9} {'round':>9} {'/floor':>6} {'/apart':>6} {'waiting':>8} {'start':>7} "
+    print(f"{'case':10} {'floor':>9} {'apart':>9} {'round':>9} {'/floor':>18} {'/apart':>6} {'waiting':>8} {'start':>7} "
           f"{'sum/node':>9} {'PSS/node':>9} {'peak':>9} {'threads':>7} {'files':>5} "
           f"{'sent/node':>10}   decentralizepy")
     for name in options.cases:
-        model, nodes, degree, rounds, peer = CASES[name]
-        overrides = [f"graph={{name: regular, nodes: {nodes}, degree: {degree}}}", f"mapping.nodes_per_machine={nodes}",
-                     f"model={model}", f"node.rounds={rounds}", "communication.start_timeout_seconds=300",
-                     *options.overrides]
-        floor = floor_seconds(overrides, nodes, max(4, rounds // 2))
-        apart = separate_seconds(overrides, nodes, max(4, rounds // 2))
-        run = run_rounds(overrides, nodes)
-        planned = planned_mb(overrides)
-        row = {"case": name, "floor_seconds": floor, "apart_seconds": apart, "planned_mb": planned, **vars(run)}
-        if options.json:
-            print(json.dumps(row))
-            continue
-        print(f"{name:10} {1e3 * floor:6.1f} ms {1e3 * apart:6.1f} ms {1e3 * run.round_seconds:6.1f} ms "
-              f"{run.round_seconds / floor:6.2f} {run.round_seconds / apart:6.2f} "
-              f"{100 * run.wait_share:7.0f}% {run.start_seconds:6.2f}s {planned:6.1f} MB {run.pss_mb:6.1f} MB "
-              f"{run.peak_mb:6.1f} MB {run.threads:7} {run.descriptors:5} "
-              f"{run.bytes_per_node_round / 1e6:7.2f} MB   {peer}", flush=True)
+        measure(name, options)
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
+    model, nodes, degree, rounds, peer = CASES[name]
+    overrides = [f"graph={{name: regular, nodes: {nodes}, degree: {degree}}}", f"mapping.nodes_per_machine={nodes}",
+                 f"model={model}", f"node.rounds={rounds}", "communication.start_timeout_seconds=300",
+                 *options.overrides]
+    floors, aparts, runs = [], [], []
+    for _ in range(options.repeats):
+        floors.append(floor_seconds(overrides, nodes, max(4, rounds // 2)))
+        aparts.append(separate_seconds(overrides, nodes, max(4, rounds // 2)))
+        runs.append(run_rounds(overrides, nodes))
+    planned = planned_mb(overrides)
+    over_floor = sorted(run.round_seconds / floor for run, floor in zip(runs, floors, strict=True))
+    over_apart = statistics.median(run.round_seconds / apart for run, apart in zip(runs, aparts, strict=True))
+    run = Run(*(statistics.median(values) for values in zip(*(vars(run).values() for run in runs), strict=True)))
+    floor, apart = statistics.median(floors), statistics.median(aparts)
+    if options.json:
+        print(json.dumps({"case": name, "floor_seconds": floor, "apart_seconds": apart, "over_floor": over_floor,
+                          "over_apart": over_apart, "planned_mb": planned, **vars(run)}))  # fmt: skip
+        return
+    ratios = f"{statistics.median(over_floor):.2f} [{over_floor[0]:.2f}, {over_floor[-1]:.2f}]"
+    print(f"{name:10} {1e3 * floor:6.1f} ms {1e3 * apart:6.1f} ms {1e3 * run.round_seconds:6.1f} ms "
+          f"{ratios:>18} {over_apart:6.2f} "
+          f"{100 * run.wait_share:7.0f}% {run.start_seconds:6.2f}s {planned:6.1f} MB {run.pss_mb:6.1f} MB "
+          f"{run.peak_mb:6.1f} MB {run.threads:7.0f} {run.descriptors:5.0f} "
+          f"{run.bytes_per_node_round / 1e6:7.2f} MB   {peer}", flush=True)
 
 
 if __name__ == "__main__":
