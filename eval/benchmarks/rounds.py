@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 
-from common import Run, floor_seconds, machine, memory_ceilings, planned_mb, run_rounds, separate_seconds
+from common import floor_seconds, machine, memory_ceilings, planned_mb, run_rounds, separate_seconds
 
 MLP_1M, MLP_25M = "{name: mlp, hidden: [325]}", "{name: mlp, hidden: [4096, 3000]}"
 
@@ -33,15 +34,20 @@ def main() -> None:
     print(machine())
     print(f"ceilings: memory copy {ceilings['copy']:.1f} GB/s, axpy {ceilings['axpy']:.1f} GB/s (one thread)\n")
     print("floor: the same local steps by one process per core; apart: by one process per node; neither exchanges;\n"
-          f"the three take turns {options.repeats} times, and all figures, ratios too, are medians; in brackets the "
-          "least and the largest ratio")
+          f"the three take turns {options.repeats} times, and all times and ratios are medians; in brackets the least "
+          "and the largest ratio")
     print("sum: model, gradient and two publish slots (edges without shared memory add window_bytes each at most);\n"
-          "PSS: while rounds are turned, of which some 50 MB are Python and torch; peak: with the evaluation\n")
-    print(f"{'case':10} {'floor':>9} {'apart':>9} {'round':>9} {'/floor':>18} {'/apart':>6} {'waiting':>8} {'start':>7} "
-          f"{'sum/node':>9} {'PSS/node':>9} {'peak':>9} {'threads':>7} {'files':>5} "
+          "PSS: while rounds are turned, of which some 50 MB are Python and torch; peak: with the evaluation;\n"
+          "these and threads and files are of a run of their own, as looking at them slows it down\n")
+    print(f"{'case':10} {'floor':>9} {'apart':>9} {'round':>9} {'/floor':>18} {'/apart':>6} {'waiting':>8} "
+          f"{'start':>7} {'sum/node':>9} {'PSS/node':>9} {'peak':>9} {'threads':>7} {'files':>5} "
           f"{'sent/node':>10}   decentralizepy")
     for name in options.cases:
         measure(name, options)
+
+
+TIMED = ("round_seconds", "start_seconds", "wait_share")
+"""What is taken from the timed runs."""
 
 
 def measure(name: str, options: argparse.Namespace) -> None:
@@ -49,15 +55,16 @@ def measure(name: str, options: argparse.Namespace) -> None:
     overrides = [f"graph={{name: regular, nodes: {nodes}, degree: {degree}}}", f"mapping.nodes_per_machine={nodes}",
                  f"model={model}", f"node.rounds={rounds}", "communication.start_timeout_seconds=300",
                  *options.overrides]
+    seen = run_rounds(overrides, nodes)
     floors, aparts, runs = [], [], []
     for _ in range(options.repeats):
         floors.append(floor_seconds(overrides, nodes, max(4, rounds // 2)))
         aparts.append(separate_seconds(overrides, nodes, max(4, rounds // 2)))
-        runs.append(run_rounds(overrides, nodes))
+        runs.append(run_rounds(overrides, nodes, look=False))
     planned = planned_mb(overrides)
     over_floor = sorted(run.round_seconds / floor for run, floor in zip(runs, floors, strict=True))
     over_apart = statistics.median(run.round_seconds / apart for run, apart in zip(runs, aparts, strict=True))
-    run = Run(*(statistics.median(values) for values in zip(*(vars(run).values() for run in runs), strict=True)))
+    run = replace(seen, **{name: statistics.median(getattr(run, name) for run in runs) for name in TIMED})
     floor, apart = statistics.median(floors), statistics.median(aparts)
     if options.json:
         print(json.dumps({"case": name, "floor_seconds": floor, "apart_seconds": apart, "over_floor": over_floor,
