@@ -47,8 +47,9 @@ from decentnode.communication.hybrid_config import HybridConfig, TorchConfig
 from decentnode.communication.inbox import InboxExchange
 from decentnode.communication.io_thread import CONTROL
 from decentnode.communication.lending import Lending
+from decentnode.communication.sending import grouped
 from decentnode.communication.tagged import TaggedPath
-from decentnode.communication.zeromq import ZeroMQ, grouped
+from decentnode.communication.zeromq import ZeroMQ
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload
 
@@ -135,7 +136,7 @@ class Hybrid(ZeroMQ):
         """Raises RuntimeError, AssemblyError."""
         assert isinstance(self.config, TorchConfig)
         store = connect(host, port, prefix, timeout_seconds)
-        parts = (self._inbox, self._status, self.counters, self.config.timeout_seconds, self._lease)
+        parts = (self._inbox, self._status, self.counters, self.config.timeout_seconds, self._sending.lease)
         nccl = self._takes_nccl(store, members)
         logger.info("clique of nodes %s by %s", members, "nccl" if nccl else "gloo")
         if not nccl and not self.config.batched:
@@ -187,7 +188,7 @@ class Hybrid(ZeroMQ):
         self._status.raise_if_failed()
         self._inbox.advance(round)
         for payload, _ in grouped(outgoing):
-            self._checked(payload, phase)
+            self._sending.checked(payload, phase)
         kind = None if circle is None else self._at_once(circle, outgoing, phase)
         if circle is not None and kind is not None:
             path.begin_at_once(kind, (round, phase), circle, outgoing)
@@ -195,7 +196,7 @@ class Hybrid(ZeroMQ):
                 return SumExchange(self._inbox, (round, phase), expected)
             return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
         inside = self._inside & outgoing.keys()
-        self._send_all(round, {uid: p for uid, p in outgoing.items() if uid not in inside}, phase)
+        self._sending.send(round, {uid: p for uid, p in outgoing.items() if uid not in inside}, phase)
         sources = self._inside.intersection(expected)
         groups = grouped({uid: outgoing[uid] for uid in sorted(inside)})
         dropped = path.begin((round, phase), groups, sorted(sources))

@@ -34,18 +34,17 @@ from decentnode.communication.lending import Lending
 from decentnode.communication.links import Links
 from decentnode.communication.means import Outgoing
 from decentnode.communication.memory import STEPS, MemoryPath
-from decentnode.communication.plan import MESSAGE_COST, TensorPlan, chunk_elements, to_bytes
+from decentnode.communication.plan import MESSAGE_COST, chunk_elements, to_bytes
 from decentnode.communication.regroup import Regroup, given_up
 from decentnode.communication.security import Keyring
-from decentnode.communication.staging import Fetched, Staging, staging_of
-from decentnode.communication.traffic import ONE_FRAME_BYTES
+from decentnode.communication.sending import Sending
+from decentnode.communication.staging import staging_of
 from decentnode.communication.traffic import Outgoing as Bulk
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
-from decentnode.wire import codec, seal
 from decentnode.wire.membership import Generation, Limits, Membership
-from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Scalars, Slot
+from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Slot
 from decentnode.wire.session import (
     Event,
     Joined,
@@ -62,14 +61,6 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
 CLOSE_SECONDS = 5.0
-
-
-def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
-    """Every payload once, with the neighbors that get it."""
-    groups: dict[int, tuple[Payload, list[int]]] = {}
-    for uid, payload in outgoing.items():
-        groups.setdefault(id(payload), (payload, []))[1].append(uid)
-    return list(groups.values())
 
 
 class NextGeneration(PendingGeneration):
@@ -116,7 +107,6 @@ class ZeroMQ(Communication):
         self._plan = bind or BindPlan()
         self._machine_of = dict(machine_of)
         self._addresses: dict[int, Endpoints] = {}
-        self._over_tcp: list[set[int]] = [set(), set()]
         self.edges = self._edge_rule()
         """Which way the payloads of every edge take."""
         self._status = Status()
@@ -138,7 +128,8 @@ class ZeroMQ(Communication):
             self._regroup = Regroup(membership, self._links, self._status, self.counters)
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
-        self._staging: Staging | None = None
+        self._sending = Sending(uid, config, self._session, self._links, self._inbox.plans, self._status, self.counters,
+                                self._security)  # fmt: skip
         self._joined = False
         self._closed = False
         self._begin_generation()
@@ -149,7 +140,8 @@ class ZeroMQ(Communication):
             self.uid, self.schemas, len(self._machine_of), self._inbox, self._status, self.counters,
             self._session.admit, self._links.refuse, self._lending(self._inbox.device),
         )  # fmt: skip
-        self._homes = Homes(self.schemas[0], self._memory, self._status, self._links.hurry)
+        self._sending.memory = self._memory
+        self._sending.homes = Homes(self.schemas[0], self._memory, self._status, self._links.hurry)
         self._collectives = Collectives(
             self._session, self.config.chunk_bytes, self._status, self.describe, self._io.call, self._control,
             self._emit,
@@ -193,10 +185,10 @@ class ZeroMQ(Communication):
         for uid, address in endpoints.items():
             if uid != self.uid:
                 self._addresses[uid] = address
-        self._over_tcp = [{uid for uid, address in self._addresses.items() if address[plane].startswith("tcp://")}
+        self._sending.over_tcp = [{uid for uid, address in self._addresses.items() if address[plane].startswith("tcp://")}
                           for plane in (CONTROL, BULK)]  # fmt: skip
         self._io.endpoints.update(self._addresses)
-        self._links.control_kind = self._sum_kind(CONTROL, self._addresses)
+        self._links.control_kind = self._sending.sum_kind(CONTROL, self._addresses)
 
     # -- the start --------------------------------------------------------------------------------------------
 
@@ -238,7 +230,7 @@ class ZeroMQ(Communication):
     def _open_ways(self, timeout_seconds: float) -> None:
         """Blocking, on every node alike: make the ways that edges of the run take."""
         ways = {uid: self.edges.way(self.uid, uid) for uid in self._session.members if uid != self.uid}
-        if self._staging is None and {"zeromq", "shared_memory", "collective"}.intersection(ways.values()):
+        if self._sending.staging is None and {"zeromq", "shared_memory", "collective"}.intersection(ways.values()):
             self._take_pinned("zeromq" in ways.values())
         local, near = ([u for u, way in ways.items() if way == each] for each in ("shared_memory", "cuda_ipc"))
         if (local or near) and self._plan.ipc_dir is not None:
@@ -252,9 +244,9 @@ class ZeroMQ(Communication):
     def _take_pinned(self, outwards: bool) -> None:
         """H5: what passes between a GPU and the host's memory gets its slots before round 0."""
         specs = [spec for each in self.schemas for spec in each.tensors.values()] if outwards else []
-        self._staging = staging_of(self._inbox.device, specs)
-        if self._staging is not None:
-            self._inbox.lift = self._staging.lift
+        self._sending.staging = staging_of(self._inbox.device, specs)
+        if self._sending.staging is not None:
+            self._inbox.lift = self._sending.staging.lift
 
     def _edge_rule(self) -> EdgeRule:
         same_host = self.config.same_host or ("ipc" if self.config.name == "zeromq" else "shared_memory")
@@ -294,107 +286,11 @@ class ZeroMQ(Communication):
             return InboxExchange(self._inbox, round, phase, expected, frozenset())
         self._inbox.advance(round)
         if outgoing:
-            self._send_all(round, outgoing, phase)
+            self._sending.send(round, outgoing, phase)
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
 
-    def _send_all(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
-        """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
-        self._homes.sent_to = tuple(outgoing)
-        by_memory: list[int] = []
-        if self._memory.readers:
-            by_memory = [uid for uid in outgoing if uid in self._memory.readers and uid not in self._status.departed]
-            alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
-            if not alike or not self._publish(outgoing[by_memory[0]], by_memory, round, phase):
-                by_memory = []
-        if len(by_memory) < len(outgoing):
-            rest = {uid: outgoing[uid] for uid in outgoing if uid not in by_memory} if by_memory else outgoing
-            for payload, uids in grouped(rest):
-                self._send_payload(payload, uids, round, phase)
-
-    def _publish(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
-        """Hand a payload to neighbors on this host; False when they have to get chunks."""
-        self._checked(payload, phase)
-
-        def send_control(uid: int, slot: int, use: int, totals: bytes) -> None:
-            header = self._header(Slot, round, phase, slot, use, totals, dict(payload.scalars))
-            self._io.call(lambda: self._links.control_header(uid, header))
-
-        with self._status.waits_for(uids):
-            return self._memory.publish(payload, uids, round, phase, self.config.timeout_seconds, send_control)
-
-    def _checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
-        """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""
-        plans = self._inbox.plans[phase]
-        if list(payload.tensors) != [plan.name for plan in plans]:
-            raise ValueError(f"payload must have tensors {[p.name for p in plans]}, got {list(payload.tensors)}")
-        for plan in plans:
-            tensor = payload.tensors[plan.name]
-            if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
-                raise ValueError(
-                    f"payload {plan.name!r} must be [{plan.spec.max_elements}] {plan.spec.dtype}, "
-                    f"got {list(tensor.shape)} {tensor.dtype}"
-                )
-        return plans
-
-    def _send_payload(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
-        plans, links = self._checked(payload, phase), self._links
-        scalars: Scalars = payload.scalars
-        sums = self._sum_kind(BULK, uids)
-        for index, plan in enumerate(plans):
-            tensor = payload.tensors[plan.name]
-            total, size = tensor.numel(), plan.spec.dtype.itemsize
-            fetched = self._fetched(plan, tensor)
-            raw = to_bytes(tensor) if fetched is None else memoryview(b"")
-            lease = fetched.lease if fetched is not None else self._lease(tensor)
-            for chunk in range(plan.count(total)):
-                start, stop = plan.bounds(chunk, total)
-                body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
-                header = self._header(Chunk, round, phase, index, chunk, total, scalars)
-                scalars = {}
-                message = Bulk.bulk(header, body, sums, lease)
-                with links.lock:
-                    for uid in uids:
-                        links.bulk(uid, message)
-                self._count_sent(uids, body.nbytes, len(header), plan.name in payload.metadata)
-
-    def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
-        """A tensor on a GPU, on its way to a slot of pinned memory; None on the CPU, or while peers have not said yet
-        that they got what lies in the slots: then it is copied as a whole."""
-        if self._staging is None or tensor.is_cpu:
-            return None
-        fetched = self._staging.fetch(plan, tensor)
-        if fetched is None:
-            self._links.hurry()
-        return fetched
-
-    # -- places for the model ---------------------------------------------------------------------------------
-
     def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
-        return self._homes.claim(current, timeout_seconds)
-
-    def _lease(self, tensor: Tensor) -> object:
-        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first, or is so short
-        that a copy is less than the wait for those who got it."""
-        return self._homes.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
-
-    def _header(self, kind: type[Message], *values: object) -> bytes:
-        session = self._session
-        return codec.encode_values(kind, (session.run, session.generation, self.uid, *values))
-
-    def _sum_kind(self, plane: int, uids: Collection[int]) -> int:
-        """How messages to these uids are protected against corruption, beside what encryption does."""
-        if self._security is not None and (plane == CONTROL or self._security.bulk != "none"):
-            return seal.NONE
-        if self.config.checksum != "auto":
-            return seal.KINDS[self.config.checksum]
-        return seal.NONE if self._over_tcp[plane].isdisjoint(uids) else seal.XXH3
-
-    def _count_sent(self, uids: list[int], body: int, header: int, metadata: bool) -> None:
-        for uid in uids:
-            edge = self.counters.edge(uid)
-            edge.frames_sent += 1
-            edge.metadata_bytes_sent += header + (body if metadata else 0)
-            edge.data_bytes_sent += 0 if metadata else body
+        return self._sending.homes.claim(current, timeout_seconds)
 
     # -- means, barriers, reports -----------------------------------------------------------------------------
 
@@ -525,7 +421,7 @@ class ZeroMQ(Communication):
     # -- I/O thread -------------------------------------------------------------------------------------------
 
     def _control(self, uid: int, kind: type[Message], *values: object) -> None:
-        self._links.control_header(uid, self._header(kind, *values))
+        self._links.control_header(uid, self._sending.header(kind, *values))
 
     def _flush(self) -> None:
         """Send what the session has to say."""
@@ -537,9 +433,9 @@ class ZeroMQ(Communication):
         """Send pieces of means, and tell the waiting thread about finished ones."""
         for piece in pieces:
             raw = to_bytes(piece.tensor)
-            header = self._header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
-            self._count_sent([piece.to], raw.nbytes, len(header), metadata=True)
-            self._links.bulk(piece.to, Bulk.bulk(header, raw, self._sum_kind(BULK, [piece.to])))
+            header = self._sending.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
+            self._sending.count([piece.to], raw.nbytes, len(header), metadata=True)
+            self._links.bulk(piece.to, Bulk.bulk(header, raw, self._sending.sum_kind(BULK, [piece.to])))
         for uid, size in self._collectives.means.consumed:
             self._links.consumed(uid, size)
         self._collectives.means.consumed.clear()

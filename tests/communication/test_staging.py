@@ -9,8 +9,8 @@ from torch import Tensor
 from decentnode.communication import staging
 from decentnode.communication.base import Communication
 from decentnode.communication.plan import TensorPlan
+from decentnode.communication.sending import Sending
 from decentnode.communication.staging import IN_SLOTS, OUT_SLOTS, Copies, Mark, Staging
-from decentnode.communication.zeromq import ZeroMQ
 from decentnode.payload import Payload, TensorSpec
 from tests.communication.contract import flat_schema, nodes, ring, together
 
@@ -117,15 +117,15 @@ def test_a_run_through_slots_sends_what_it_would_send_without(
     schema = flat_schema(elements)
     used: list[bool] = []
 
-    def fetched(node: ZeroMQ, plan: TensorPlan, tensor: Tensor) -> object:
-        made = stagings[node.uid].fetch(plan, tensor)
+    def fetched(node: Sending, plan: TensorPlan, tensor: Tensor) -> object:
+        made = stagings[node._uid].fetch(plan, tensor)
         used.append(made is not None)
         if made is None:
             node._links.hurry()
         return made
 
     stagings = [Staging(Pageable(), list(schema[0].tensors.values())) for _ in range(n)]
-    monkeypatch.setattr(ZeroMQ, "_fetched", fetched)
+    monkeypatch.setattr(Sending, "_fetched", fetched)
     with nodes(transport, n, schema, chunk_bytes=1 << 20) as made:
 
         def run(node: Communication) -> None:

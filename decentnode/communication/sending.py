@@ -1,0 +1,145 @@
+"""How payloads leave a node: through shared memory where the neighbor reads the board, as chunks everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from decentnode.communication.base import Counters
+from decentnode.communication.homes import Homes
+from decentnode.communication.inbox import Status
+from decentnode.communication.io_thread import BULK, CONTROL, Security
+from decentnode.communication.links import Links
+from decentnode.communication.memory import MemoryPath
+from decentnode.communication.plan import TensorPlan, to_bytes
+from decentnode.communication.staging import Fetched, Staging
+from decentnode.communication.traffic import ONE_FRAME_BYTES
+from decentnode.communication.traffic import Outgoing as Bulk
+from decentnode.communication.zeromq_config import ZeroMQConfig
+from decentnode.payload import Payload
+from decentnode.wire import codec, seal
+from decentnode.wire.messages import Chunk, Message, Scalars, Slot
+from decentnode.wire.session import Session
+
+
+def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
+    """Every payload once, with the neighbors that get it."""
+    groups: dict[int, tuple[Payload, list[int]]] = {}
+    for uid, payload in outgoing.items():
+        groups.setdefault(id(payload), (payload, []))[1].append(uid)
+    return list(groups.values())
+
+
+class Sending:
+    """One node's. Payloads are sent from the training thread; `header`, `sum_kind` and `count` are any thread's."""
+
+    memory: MemoryPath
+    homes: Homes
+    """These two belong to one generation of members."""
+    staging: Staging | None = None
+    """Slots of pinned memory, for models on a GPU."""
+
+    def __init__(
+        self, uid: int, config: ZeroMQConfig, session: Session, links: Links, plans: tuple[tuple[TensorPlan, ...], ...],
+        status: Status, counters: Counters, security: Security | None,
+    ) -> None:
+        """plans: by phase."""
+        self.over_tcp: list[set[int]] = [set(), set()]
+        """By plane: peers that are not behind a Unix socket."""
+        self._uid, self._config, self._session, self._links, self._plans = uid, config, session, links, plans
+        self._status, self._counters, self._security = status, counters, security
+
+    def send(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
+        """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
+        self.homes.sent_to = tuple(outgoing)
+        by_memory: list[int] = []
+        if self.memory.readers:
+            by_memory = [uid for uid in outgoing if uid in self.memory.readers and uid not in self._status.departed]
+            alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
+            if not alike or not self._by_memory(outgoing[by_memory[0]], by_memory, round, phase):
+                by_memory = []
+        if len(by_memory) < len(outgoing):
+            rest = {uid: outgoing[uid] for uid in outgoing if uid not in by_memory} if by_memory else outgoing
+            for payload, uids in grouped(rest):
+                self._by_messages(payload, uids, round, phase)
+
+    def _by_memory(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
+        """Hand a payload to neighbors on this host; False when they have to get chunks."""
+        self.checked(payload, phase)
+
+        def send_control(uid: int, slot: int, use: int, totals: bytes) -> None:
+            header = self.header(Slot, round, phase, slot, use, totals, dict(payload.scalars))
+            self._links.io.call(lambda: self._links.control_header(uid, header))
+
+        with self._status.waits_for(uids):
+            return self.memory.publish(payload, uids, round, phase, self._config.timeout_seconds, send_control)
+
+    def checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
+        """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""
+        plans = self._plans[phase]
+        if list(payload.tensors) != [plan.name for plan in plans]:
+            raise ValueError(f"payload must have tensors {[p.name for p in plans]}, got {list(payload.tensors)}")
+        for plan in plans:
+            tensor = payload.tensors[plan.name]
+            if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
+                raise ValueError(
+                    f"payload {plan.name!r} must be [{plan.spec.max_elements}] {plan.spec.dtype}, "
+                    f"got {list(tensor.shape)} {tensor.dtype}"
+                )
+        return plans
+
+    def _by_messages(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
+        plans, links = self.checked(payload, phase), self._links
+        scalars: Scalars = payload.scalars
+        sums = self.sum_kind(BULK, uids)
+        for index, plan in enumerate(plans):
+            tensor = payload.tensors[plan.name]
+            total, size = tensor.numel(), plan.spec.dtype.itemsize
+            fetched = self._fetched(plan, tensor)
+            raw = to_bytes(tensor) if fetched is None else memoryview(b"")
+            lease = fetched.lease if fetched is not None else self.lease(tensor)
+            for chunk in range(plan.count(total)):
+                start, stop = plan.bounds(chunk, total)
+                body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
+                header = self.header(Chunk, round, phase, index, chunk, total, scalars)
+                scalars = {}
+                message = Bulk.bulk(header, body, sums, lease)
+                with links.lock:
+                    for uid in uids:
+                        links.bulk(uid, message)
+                self.count(uids, body.nbytes, len(header), plan.name in payload.metadata)
+
+    def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
+        """A tensor on a GPU, on its way to a slot of pinned memory; None on the CPU, or while peers have not said yet
+        that they got what lies in the slots: then it is copied as a whole."""
+        if self.staging is None or tensor.is_cpu:
+            return None
+        fetched = self.staging.fetch(plan, tensor)
+        if fetched is None:
+            self._links.hurry()
+        return fetched
+
+    def lease(self, tensor: Tensor) -> object:
+        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first, or is so short
+        that a copy is less than the wait for those who got it."""
+        return self.homes.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
+
+    def header(self, kind: type[Message], *values: object) -> bytes:
+        session = self._session
+        return codec.encode_values(kind, (session.run, session.generation, self._uid, *values))
+
+    def sum_kind(self, plane: int, uids: Collection[int]) -> int:
+        """How messages to these uids are protected against corruption, beside what encryption does."""
+        if self._security is not None and (plane == CONTROL or self._security.bulk != "none"):
+            return seal.NONE
+        if self._config.checksum != "auto":
+            return seal.KINDS[self._config.checksum]
+        return seal.NONE if self.over_tcp[plane].isdisjoint(uids) else seal.XXH3
+
+    def count(self, uids: list[int], body: int, header: int, metadata: bool) -> None:
+        for uid in uids:
+            edge = self._counters.edge(uid)
+            edge.frames_sent += 1
+            edge.metadata_bytes_sent += header + (body if metadata else 0)
+            edge.data_bytes_sent += 0 if metadata else body
