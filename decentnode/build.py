@@ -103,6 +103,8 @@ def build(
 
     sharing = make_rule()
     communication = make_communication(schemas_of(sharing, model))
+    if not sharing.makes_own_edges:
+        communication.partners = graph.partners(uid)
     return Node(uid, experiment.node, graph, training, sharing, communication, seed=experiment.seed, record=record,
                 renew=make_rule)  # fmt: skip
 

@@ -171,6 +171,8 @@ class Communication(Component, abc.ABC):
     uid: int
     counters: Counters
     config: CommunicationConfig
+    partners: frozenset[int] | None = None
+    """Set before `start`, and alike at both ends: whom payloads are ever exchanged with; anybody when None."""
 
     @property
     def waiting(self) -> tuple[tuple[int, ...], float] | None:

@@ -232,7 +232,8 @@ class ZeroMQ(Communication):
         ways = {uid: self.edges.way(self.uid, uid) for uid in self._session.members if uid != self.uid}
         if self._sending.staging is None and {"zeromq", "shared_memory", "collective"}.intersection(ways.values()):
             self._take_pinned("zeromq" in ways.values())
-        local, near = ([u for u, way in ways.items() if way == each] for each in ("shared_memory", "cuda_ipc"))
+        met = ways if self.partners is None else {uid: way for uid, way in ways.items() if uid in self.partners}
+        local, near = ([u for u, way in met.items() if way == each] for each in ("shared_memory", "cuda_ipc"))
         if (local or near) and self._plan.ipc_dir is not None:
             required = "shared_memory" in (self.config.name, self.config.same_host)
             self._memory.open(self._plan.ipc_dir, self._session.run, self._session.generation, local, required,

@@ -14,6 +14,10 @@ EQUAL = 1e-9
 """Weights that differ by no more are the same."""
 
 
+PARTNER_ROUNDS = 64
+"""The longest period that `Graph.partners` goes through."""
+
+
 class Graph(abc.ABC):
     """A pure function of (parameters, seed, round, alive members): no state, no messages.
 
@@ -41,6 +45,13 @@ class Graph(abc.ABC):
     @abc.abstractmethod
     def out_weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
         """Column-stochastic shares that `uid` sends, itself included, summing to one (push-sum)."""
+
+    def partners(self, uid: int) -> frozenset[int] | None:
+        """Everybody that `uid` ever sends to or receives from; None where it would take many rounds to find out."""
+        if self.period is None or self.period > PARTNER_ROUNDS:
+            return None
+        rounds = range(self.period)
+        return frozenset(other for r in rounds for other in (*self.neighbors(uid, r), *self.sources(uid, r)))
 
     def matrix(self, round: int) -> np.ndarray:
         """W of one round: [n, n] float64, W[i, j] the weight that i gives to what j sent."""

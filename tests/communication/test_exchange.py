@@ -300,3 +300,25 @@ def test_payloads_that_are_not_finite_can_be_rejected(transport: str, elementwis
             assert all(len(arrival.received) == 2 for arrival in later.arrivals(20)) and not later.missing
 
         together(made, run)
+
+
+def test_only_partners_boards_are_mapped_and_others_are_reached_by_chunks() -> None:
+    elements, n = 1000, 5
+    with nodes("shared_memory", n, flat_schema(elements), start=False) as made:
+        for node in made:
+            node.partners = frozenset(ring(n)[node.uid])
+        together(made, lambda node: node.start(20))
+        assert [set(node._memory._mapped) for node in made] == [set(ring(n)[uid]) for uid in range(n)]  # type: ignore[attr-defined]
+        assert [node._memory.readers for node in made] == [node.partners for node in made]  # type: ignore[attr-defined]
+
+        def run(node: Communication) -> None:
+            others = tuple(uid for uid in range(n) if uid != node.uid)
+            for r in range(4):
+                x = torch.full((elements,), 10.0 * r + node.uid)
+                flying = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
+                for arrival in flying.arrivals(20):
+                    assert set(arrival.received) == set(others)
+                    for uid, payload in arrival.received.items():
+                        assert bool((payload.tensors["x"] == 10.0 * r + uid).all())
+
+        together(made, run)

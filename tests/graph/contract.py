@@ -73,6 +73,20 @@ def check_connected(graph: Topology) -> None:
     raise AssertionError("some node never hears of another")
 
 
+def check_partners(graph: Topology) -> None:
+    """Who ever meets is told at both ends, whatever the round and whoever is left; nobody else is."""
+    met: dict[int, set[int]] = {uid: set() for uid in range(graph.num_nodes)}
+    for r in range(2 * (graph.period or 1)):
+        for uid, others in met.items():
+            alive = set(range(graph.num_nodes)) - {(uid + 1) % graph.num_nodes} | {uid}
+            for members in (None, alive):
+                others |= {*graph.neighbors(uid, r, members), *graph.sources(uid, r, members)}
+    for uid, others in met.items():
+        told = graph.partners(uid)
+        assert told == (None if graph.period is None else others)
+        assert all(uid in (graph.partners(other) or {uid}) for other in others)
+
+
 def check_same_everywhere(graph: Topology, again: Topology) -> None:
     """A second object with the same parameters answers alike, asked in any order."""
     for r in reversed(rounds_of(graph)):

@@ -10,7 +10,8 @@ from decentnode.graph import GRAPHS
 from decentnode.graph.spectrum import contraction, diameter, rounds_to_consensus
 from tests.graph import contract
 
-CHECKS = [contract.check_lists, contract.check_weights, contract.check_connected, contract.check_members]
+CHECKS = [contract.check_lists, contract.check_weights, contract.check_connected, contract.check_partners,
+          contract.check_members]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", contract.CASES, ids=lambda c: f"{c[0]}-{c[1]['nodes']}")
