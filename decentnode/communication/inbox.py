@@ -40,6 +40,19 @@ class Bell(Protocol):
         """Blocking until rung; takes in what neighbors said meanwhile."""
 
 
+class _Waiting(contextlib.AbstractContextManager[None]):
+    """Ends `Status.waiting`; one for all, as a round has several and a generator would cost more than they do."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._status.waiting = None
+
+
 @dataclass
 class Status:
     """What the I/O thread knows of the run, read by the training thread under `changed`."""
@@ -62,6 +75,7 @@ class Status:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
+        self._until = _Waiting(self)
 
     def notify(self) -> None:
         """With `changed` held: wake whoever waits."""
@@ -83,14 +97,10 @@ class Status:
             self.lock.acquire()
             self._sleeping = False
 
-    @contextlib.contextmanager
-    def waits_for(self, uids: Collection[int]) -> Iterator[None]:
-        """Training thread: a wait, if it comes to one, is for these."""
+    def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
+        """Training thread: a wait, if it comes to one until the context ends, is for these."""
         self.waiting = (tuple(uids), time.monotonic())
-        try:
-            yield
-        finally:
-            self.waiting = None
+        return self._until
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:
