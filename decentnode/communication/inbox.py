@@ -17,6 +17,7 @@ from torch import Tensor
 from decentnode.communication.base import Arrival, Counters, Exchange, Schema
 from decentnode.communication.board import Reader
 from decentnode.communication.incoming import Chunked, Incoming, Mapped, cut
+from decentnode.communication.layout import SLOTS
 from decentnode.communication.plan import TensorPlan, plans
 from decentnode.errors import PeerFault, Regrouping
 from decentnode.payload import Payload
@@ -147,7 +148,7 @@ class Inbox:
         self._wanted_what: tuple[Key, int] = ((-1, 0), 0)
         """(key, chunk) that it waits for; chunk -1 stands for a whole payload."""
         self._usual = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
-        """By phase: the sizes that every payload has, as doorbells have them; empty where they may differ."""
+        """By phase: the sizes that every payload has, as doorbells have them; None where they may differ."""
         self._usual_bytes = tuple(sum(p.spec.max_elements * p.spec.dtype.itemsize for p in each) for each in self.plans)
 
     # -- I/O thread -------------------------------------------------------------------------------------------
@@ -226,14 +227,20 @@ class Inbox:
                 let_go()
                 raise PeerFault("stale_round", f"round {round} from {source}")
             sources = self._incoming.get(key)
+            if sources is not None and source in sources:
+                raise PeerFault("duplicate_chunk", f"round {round} from {source}")
+            if len(self._incoming) >= SLOTS and self._held_of(source, phase) >= SLOTS:
+                raise PeerFault("window_exceeded", f"more than {SLOTS} slots of {source}")
             if sources is None:
                 sources = self._incoming[key] = {}
-            elif source in sources:
-                raise PeerFault("duplicate_chunk", f"round {round} from {source}")
             sources[source] = incoming
             incoming.arrived = time.monotonic()
             self._wake(key, source, incoming)
         return size
+
+    def _held_of(self, source: int, phase: int) -> int:
+        """Rounds of which a payload of this source is kept."""
+        return sum(source in sources for key, sources in self._incoming.items() if key[1] == phase)
 
     def _cut(self, tensors: list[Tensor], phase: int, packed: bytes) -> list[Tensor]:
         """A slot's tensors as long as a doorbell says. Raises PeerFault when they cannot be."""
@@ -493,9 +500,10 @@ class InboxExchange(Exchange):
         return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}
 
 
-def _packed(totals: list[int | None]) -> bytes:
-    """8 bytes each; nothing where one is not known."""
-    return b"" if None in totals else b"".join(total.to_bytes(8, "little") for total in totals if total is not None)
+def _packed(totals: list[int | None]) -> bytes | None:
+    """8 bytes each; None where one is not known."""
+    known = [total.to_bytes(8, "little") for total in totals if total is not None]
+    return b"".join(known) if len(known) == len(totals) else None
 
 
 def _finite(payload: Payload) -> bool:

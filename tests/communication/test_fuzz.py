@@ -94,3 +94,45 @@ def test_the_inbox_takes_or_refuses_any_chunk(elementwise: bool) -> None:
     inbox.advance(1 << 30)
     assert taken and refused and not inbox._incoming, "what is over is let go"
     assert inbox._floor == 1 << 30 and len(inbox._finished) <= 64
+
+
+class Slots:
+    """A reader of a board that is not there."""
+
+    borrows = False
+
+    def __init__(self, elements: int) -> None:
+        self.slots = [[[torch.zeros(elements)] for _ in range(2)]]
+        self.released: list[tuple[int, int, int]] = []
+
+    def release(self, phase: int, slot: int, use: int) -> None:
+        self.released.append((phase, slot, use))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_inbox_takes_or_refuses_any_doorbell(exact: bool) -> None:
+    draw = random.Random(int(exact))
+    spec = {"x": TensorSpec(torch.float32, 1000, exact=exact)}
+    inbox = Inbox((Schema(1000, spec, exact),), 1 << 20, Status(), Counters(), lambda _uid, _size: None)
+    readers = [Slots(1000) for _ in range(4)]
+    sizes = [b"", *((n).to_bytes(8, "little") for n in (0, 1, 999, 1000, 1001, 1 << 40)), bytes(16)]
+    taken: dict[str, int] = {}
+    for step in range(scale(4000, 100_000)):
+        now = step // 20
+        round = draw.choice([max(0, now + draw.randrange(-2, 4)), draw.randrange(1 << 40)])
+        source = draw.randrange(4)
+        packed = draw.choice([sizes[4], sizes[4], *sizes])
+        try:
+            size = inbox.put_slot(source, (round, draw.choice((0, 0, 0, 1, 255))), draw.randrange(2), step, packed, {},
+                                  readers[source])  # type: ignore[arg-type]  # fmt: skip
+            assert size == 4 * int.from_bytes(packed, "little") and packed and (size == 4000 or not exact)
+            taken["taken"] = taken.get("taken", 0) + 1
+        except PeerFault as fault:
+            taken[fault.reason] = taken.get(fault.reason, 0) + 1
+        assert sum(map(len, inbox._incoming.values())) <= 4 * 2, "no more than each source can have in its slots"
+        if step % 20 == 0:
+            inbox.advance(now)
+            inbox._incoming = {key: sources for key, sources in inbox._incoming.items() if key[0] < now + 9}
+    assert set(taken) == {"taken", "wrong_shape", "stale_round", "duplicate_chunk", "window_exceeded"}
+    inbox.advance(1 << 41)
+    assert not inbox._incoming and all(reader.released for reader in readers)

@@ -160,7 +160,7 @@ def test_a_stop_ends_all_nodes_with_a_closing_evaluation(transport: str) -> None
             step_all(built)
         else:
             together(made, lambda communication: built[communication.uid].run())
-    assert all(18 <= node.round <= 26 for node in built)
+    assert all(17 <= node.round <= 26 for node in built)  # node 0, which node 3 only hears of by others, may lag by two
     last = {r["uid"]: r for r in records if r["kind"] == "evaluation"}
     assert all(last[uid]["round"] == built[uid].round and last[uid]["contributors"] == n for uid in range(n))
 
