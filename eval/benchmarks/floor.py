@@ -8,6 +8,7 @@ run: what the processes cost each other (caches, page tables) without a single m
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -46,10 +47,12 @@ def in_own_processes(config: str, overrides: list[str], uids: range, rounds: int
     begin_read, begin_write = os.pipe()
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
-    load(config, overrides)  # imports what the children need
+    from decentnode.launch import preload  # noqa: F401  imports what the children need, and shares it, as a run does
+
     for uid in uids:
         if os.fork() == 0:
             os.close(begin_write)
+            gc.enable()  # which the preload has turned off
             trainings = prepare(config, overrides, range(uid, uid + 1))
             os.write(ready_write, b"!")
             os.read(begin_read, 1)
