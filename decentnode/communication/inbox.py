@@ -70,6 +70,8 @@ class Status:
     """Why the generation of members ended: nothing of it is waited for any more. Empty while it is in force."""
     waiting: tuple[tuple[int, ...], float] | None = None
     """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
+    exposed_since: float = 0.0
+    """`Communication.exposed_since`."""
     bell: Bell | None = None
     """Where neighbors on this host ring; without one the training thread waits on `changed`."""
     _sleeping: bool = False
@@ -239,8 +241,9 @@ class Inbox:
         return size
 
     def _held_of(self, source: int, phase: int) -> int:
-        """Rounds of which a payload of this source is kept."""
-        return sum(source in sources for key, sources in self._incoming.items() if key[1] == phase)
+        """Slots of this source's board that are kept. Rounds whose payload came as chunks are none of them."""
+        kept = (sources.get(source) for key, sources in self._incoming.items() if key[1] == phase)
+        return sum(isinstance(each, Mapped) for each in kept)
 
     def _cut(self, tensors: list[Tensor], phase: int, packed: bytes) -> list[Tensor]:
         """A slot's tensors as long as a doorbell says. Raises PeerFault when they cannot be."""
@@ -347,22 +350,24 @@ class Inbox:
             if status.departed:
                 waiting = [s for s in waiting if not self._departed(s, key) and not self._held_up(s, key)]
             limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if status.stopping else timeout_seconds
-            remaining = last + limit - time.monotonic()
+            exposed, now = status.exposed_since, time.monotonic()
+            remaining = max(last, exposed) + limit - now
             if not waiting or remaining <= 0 or status.regrouping:
                 break
             self._wanted, self._wanted_what = set(waiting), (key, chunk)
-            status.waiting = (self._whom(key, waiting), began)
+            status.waiting = None if exposed > now else (self._whom(key, waiting), max(began, exposed))
             status.wait(min(remaining, 1.0))
             still = self._outstanding(key, chunk, waiting)
             if len(still) < len(waiting):
                 last = time.monotonic()
             if not still and waiting[-1] != SUM:
-                self.counters.edge(waiting[-1]).wait_seconds += last - began
+                self.counters.edge(waiting[-1]).wait_seconds += max(0.0, last - max(began, status.exposed_since))
             waiting = still
         self._wanted, status.waiting = set(), None
         for source in waiting:
             if source != SUM:
-                self.counters.edge(source).wait_seconds += time.monotonic() - began
+                waited = time.monotonic() - max(began, status.exposed_since)
+                self.counters.edge(source).wait_seconds += max(0.0, waited)
 
     def _whom(self, key: Key, waiting: list[int]) -> tuple[int, ...]:
         return tuple(sorted(self.together.get(key, ()))) if SUM in waiting else tuple(waiting)

@@ -136,3 +136,17 @@ def test_the_inbox_takes_or_refuses_any_doorbell(exact: bool) -> None:
     assert set(taken) == {"taken", "wrong_shape", "stale_round", "duplicate_chunk", "window_exceeded"}
     inbox.advance(1 << 41)
     assert not inbox._incoming and all(reader.released for reader in readers)
+
+
+def test_payloads_that_came_as_chunks_take_none_of_a_boards_slots() -> None:
+    """A sender whose neighbors get different payloads rings for some rounds and sends chunks for others."""
+    spec = {"x": TensorSpec(torch.float32, 10, exact=False)}
+    inbox = Inbox((Schema(10, spec, False),), 1 << 20, Status(), Counters(), lambda _uid, _size: None)
+    packed = (10).to_bytes(8, "little")
+    for round in range(6):
+        inbox.put(Chunk(RUN, 0, 1, round, 0, 0, 0, 10, {}), memoryview(bytearray(40)))
+    for use, round in enumerate((6, 8)):
+        assert inbox.put_slot(1, (round, 0), use, use, packed, {}, Slots(10)) == 40  # type: ignore[arg-type]
+    inbox.put(Chunk(RUN, 0, 1, 7, 0, 0, 0, 10, {}), memoryview(bytearray(40)))
+    with pytest.raises(PeerFault, match="more than 2 slots of 1"):
+        inbox.put_slot(1, (9, 0), 0, 2, packed, {}, Slots(10))  # type: ignore[arg-type]
