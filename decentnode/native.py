@@ -5,6 +5,7 @@ Nothing needs them: whoever uses a loop has another way for machines without a c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,10 +16,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +102,24 @@ def shares(total: int, threads: int) -> list[tuple[int, int]]:
     """[a, b) for each of at most so many threads, one at least; together [0, total)."""
     each = max(1, -(-total // max(1, threads)))
     return [(a, min(a + each, total)) for a in range(0, total, each)]
+
+
+_own = threading.local()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In this block the calling thread's loops run in it alone."""
+    _own.alone = True
+    try:
+        yield
+    finally:
+        _own.alone = False
+
+
+def threads() -> int:
+    """Among how many threads a loop that the calling thread begins may be spread."""
+    return 1 if getattr(_own, "alone", False) else torch.get_num_threads()
 
 
 def spread(call: Callable[..., Any], calls: Iterable[tuple[Any, ...]], threads: int) -> None:

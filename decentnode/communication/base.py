@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -86,7 +88,7 @@ class Circle:
 
 
 class Exchange(abc.ABC):
-    """The exchange of one round in flight. Used from one thread."""
+    """The exchange of one round in flight. Used from one thread at a time."""
 
     @abc.abstractmethod
     def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
@@ -166,13 +168,23 @@ class CommunicationConfig(Config):
 
 
 class Communication(Component, abc.ABC):
-    """One node's end of a transport. All methods are called from the node's training thread."""
+    """One node's end of a transport. All methods are called from the node's training thread, unless they say more."""
 
     uid: int
     counters: Counters
     config: CommunicationConfig
     partners: frozenset[int] | None = None
     """Set before `start`, and alike at both ends: whom payloads are ever exchanged with; anybody when None."""
+    concurrent: ClassVar[bool] = False
+    """Whether another thread may take in an exchange's arrivals while the training thread is at its local steps."""
+    exposed_since: float = 0.0
+    """Since when the training thread waits for what another one takes in (monotonic), infinite while it does not:
+    only from then on do time-outs run and waits count."""
+
+    @property
+    def ahead_bytes(self) -> float:
+        """How much of a payload comes before somebody takes in its arrivals."""
+        return math.inf
 
     @property
     def waiting(self) -> tuple[tuple[int, ...], float] | None:

@@ -157,6 +157,11 @@ class MemoryPath:
             if len(datagram) > MAX_BYTES or not bell.send(uid, datagram):
                 send_control(uid, slot, use, totals)
 
+    @property
+    def mapped(self) -> Collection[int]:
+        """Whose payloads this node reads where they lie."""
+        return self._mapped.keys()
+
     def homes(self) -> list[Tensor]:
         """The slots of phase 0, where a payload of one tensor needs no copy; empty without a board."""
         return [] if not self.readers or False not in self._boards else [s[0] for s in self._boards[False].slots[0]]

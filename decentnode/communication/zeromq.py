@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -79,6 +80,7 @@ class ZeroMQ(Communication):
     """
 
     Config: ClassVar[type[component.Config]] = ZeroMQConfig
+    concurrent: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -118,8 +120,8 @@ class ZeroMQ(Communication):
         self._security = None if keyring is None else Security(keyring, config.bulk_security)
         kinds = (torch.float32, torch.float64)
         largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
-        window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
-        self._links = Links(self._session, window, largest + 65536, self.counters, self._security, self._deliver,
+        self._window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
+        self._links = Links(self._session, self._window, largest + 65536, self.counters, self._security, self._deliver,
                             self._on_tick, self._on_crash, None if limits is None else self._on_word)  # fmt: skip
         self._io = self._links.io
         self._regroup: Regroup | None = None
@@ -385,6 +387,22 @@ class ZeroMQ(Communication):
         return self._status.waiting
 
     @property
+    def exposed_since(self) -> float:
+        return self._status.exposed_since
+
+    @exposed_since.setter
+    def exposed_since(self, since: float) -> None:
+        self._status.exposed_since = since
+
+    @property
+    def ahead_bytes(self) -> float:
+        """The window, where anybody's payloads come as chunks; communicators and boards give all they have."""
+        met = self._session.members if self.partners is None else self.partners
+        by_chunks = [uid for uid in met if uid != self.uid and self.edges.way(self.uid, uid) != "collective"
+                     and uid not in self._memory.mapped]  # fmt: skip
+        return self._window if by_chunks else math.inf
+
+    @property
     def stopping(self) -> bool:
         return self._status.stopping
 
@@ -418,6 +436,7 @@ class ZeroMQ(Communication):
             in_vain = self._status.failure is not None or bool(self._status.regrouping)
             self._io.close(0.5 if in_vain else CLOSE_SECONDS)
             self._memory.close()
+            self._fail_with(NodeFailed(f"node {self.uid}: its communication was closed"))  # to whoever still waits
 
     # -- I/O thread -------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def weighted_sum(out: Tensor, model: Tensor, weight: float, received: Sequence[t
         there = addresses(*[address + at for address in begin])
         loaded.weighted_sum(stop - start, to + at, of + at, weight, count, there, weights)
 
-    threads = min(torch.get_num_threads(), elements // _PER_THREAD)
+    threads = min(native.threads(), elements // _PER_THREAD)
     if threads < 2:
         call(0, elements)
     else:

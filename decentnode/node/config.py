@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from decentnode.component import Settings
 
@@ -15,6 +15,10 @@ class NodeConfig(Settings):
     schedule: Literal["sequential", "overlapped"] = "sequential"
     """sequential: local steps, then exchange and mix. overlapped: the exchange of x(r) flies while the local steps
     run from x(r); then x(r+1) = sum_j W_ij x_j(r) + what the steps changed, which is exactly D-PSGD."""
+    mix_behind: bool | None = None
+    """With overlapped, on a CPU: let a thread of its own mix what arrives while the local steps run, which takes memory
+    for one more model. When not given: where a node has more than one thread, or models are larger than
+    `communication.window_bytes` and come over the network. Results have the same bits."""
     evaluate_every: int = Field(10, ge=0)
     """Evaluate after every so many rounds (0: only after the last)."""
     missing: Literal["fail", "return_weight", "regroup"] = "fail"
@@ -30,3 +34,9 @@ class NodeConfig(Settings):
     """Float buffers of the model (BatchNorm statistics): averaged with the neighbors' or kept local."""
     check_finite: bool = True
     """Stop with exit code 6 when a model holds NaN or infinity after its local steps."""
+
+    @model_validator(mode="after")
+    def _behind_what(self) -> Self:
+        if self.mix_behind and self.schedule != "overlapped":
+            raise ValueError("mix_behind: true needs schedule: overlapped; otherwise nothing is mixed meanwhile")
+        return self

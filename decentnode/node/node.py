@@ -75,7 +75,8 @@ class Node:
     def _take_rule(self, sharing: Sharing) -> None:
         self.sharing = sharing
         self.schedule = SCHEDULES[self.config.schedule](
-            self.training, sharing, self.communication, circles=self.config.missing == "fail"
+            self.training, sharing, self.communication, circles=self.config.missing == "fail",
+            behind=self.config.mix_behind,
         )
 
     # -- running ----------------------------------------------------------------------------------------------
@@ -106,6 +107,7 @@ class Node:
                 if self.config.missing != "regroup" or not lost.missing:
                     raise
                 self.communication.suspect(lost.missing, str(lost))
+            self.schedule.abandon()
             work = self._work(first=self._regroup())
 
     def _work(self, first: Iterator[None] | None = None) -> Iterator[None]:

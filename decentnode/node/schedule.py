@@ -7,7 +7,9 @@ each to the next, `finish` takes in the last. A rule with one phase knows only `
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from torch import Tensor
 from decentnode.communication.base import Circle, Communication, Exchange
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
+from decentnode.node.behind import Behind, pays, possible
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel, blocks
@@ -32,9 +35,9 @@ class RoundTimes:
 
     train: float = 0.0
     send: float = 0.0
-    """Making the payload and handing it to the transport."""
+    """Making the payload, handing it to the transport, and keeping what is needed of the model that left."""
     wait: float = 0.0
-    """Waiting for payloads: the exposed communication time."""
+    """Waiting for payloads, and for a place that others still need: the exposed communication time."""
     mix: float = 0.0
     flight: float = 0.0
     """From handing over the payload until the last one was there."""
@@ -80,16 +83,22 @@ class Schedule(abc.ABC):
     """One round, cut where the neighbors must act before it can go on. `view` is that of the phase under way."""
 
     def __init__(
-        self, training: Training, sharing: Sharing, communication: Communication, *, circles: bool = False
+        self, training: Training, sharing: Sharing, communication: Communication, *, circles: bool = False,
+        behind: bool | None = None,
     ) -> None:
-        """circles: whether the transport may be told of them: one who is missing is missed with all others then."""
+        """circles: whether the transport may be told of them: one who is missing is missed with all others then.
+
+        behind: `mix_behind` of the config.
+        """
         self.circles = circles
+        self.behind = behind
         self.training = training
         self.sharing = sharing
         self.communication = communication
         self.times = RoundTimes()
         self._outgoing: dict[int, Payload] = {}
         self._refused: frozenset[int] = frozenset()
+        self._mixing: Behind | None = None
 
     @property
     def model(self) -> FlatModel:
@@ -112,6 +121,15 @@ class Schedule(abc.ABC):
     def finish(self, view: RoundView) -> Mixed:
         """Blocking: wait for the last phase's exchange, mix it into the model, and end the round."""
 
+    def abandon(self) -> None:
+        """After the communication said that it is over with the generation, or the run: nothing is under way behind
+        the training thread any more. Blocking."""
+        mixing, self._mixing = self._mixing, None
+        if mixing is not None:
+            self.communication.exposed_since = time.monotonic()
+            with contextlib.suppress(Exception):
+                mixing.join()
+
     def timeout_seconds(self, phase: int) -> float:
         """Longest wait for a neighbor in a phase: in a later one it may itself be waiting in those before."""
         return self.communication.config.timeout_seconds * (1 + phase)
@@ -133,8 +151,11 @@ class Schedule(abc.ABC):
         self.times.train += time.perf_counter() - started
         return update
 
-    def _slices(self, exchange: Exchange, view: RoundView) -> Iterator[_Slice]:
-        """Arrived slices, cut into blocks, with the view that has the weights of missing sources returned."""
+    def _slices(self, exchange: Exchange, view: RoundView, times: RoundTimes) -> Iterator[_Slice]:
+        """Arrived slices, cut into blocks, with the view that has the weights of missing sources returned.
+
+        times: whose `wait` grows by what they were waited for.
+        """
         now, missing = view, frozenset[int]()
         waiting, wait = time.perf_counter(), 0.0
         for arrival in exchange.arrivals(self.timeout_seconds(view.phase)):
@@ -156,7 +177,7 @@ class Schedule(abc.ABC):
                 received = self._unpacked(arrival.received, view)
                 yield _Slice(arrival.start, arrival.stop, received, now.without(self._refused))
             waiting = time.perf_counter()
-        self.times.wait += wait + time.perf_counter() - waiting
+        times.wait += wait + time.perf_counter() - waiting
 
     def _unpacked(self, received: Mapping[int, Payload], view: RoundView) -> dict[int, Payload]:
         """What the rule made of the payloads; sources whose bytes it could not read go to `_refused`."""
@@ -176,14 +197,17 @@ class Schedule(abc.ABC):
             return None
         if not any(payload.tensors["x"].data_ptr() == model.data_ptr() for payload in self._outgoing.values()):
             return None
-        return self.communication.claim(model, self.communication.config.timeout_seconds)
+        started = time.perf_counter()
+        place = self.communication.claim(model, self.communication.config.timeout_seconds)
+        self.times.wait += time.perf_counter() - started
+        return place
 
     def _mix_in_place(self, view: RoundView) -> None:
         """Blocking: the arrivals of the exchange in flight into the model, which may move to another place."""
         started, waited = time.perf_counter(), self.times.wait
         model, place, chosen = self.model.parameters, None, False
         with torch.no_grad():
-            for each in self._slices(self._exchange, view):
+            for each in self._slices(self._exchange, view, self.times):
                 if not chosen:  # whoever has sent this round's model is through with the one before, as a rule
                     place, chosen = self._place(model), True
                 each.mix(self.sharing, model, place)
@@ -230,11 +254,16 @@ class Sequential(Schedule):
 class Overlapped(Schedule):
     """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta (algorithms.md 1.1, AWC).
 
-    Of several phases the first flies during the local steps, the others follow it.
+    Of several phases the first flies during the local steps, the others follow it. W x is made behind the local steps
+    where that pays (behind.py), of rules that have no say in them; adding delta is what is left to do after them then.
     """
 
     _delta: Tensor | None = None
     """[P] the local update, put aside while phases are mixed one after the other."""
+    _mixed: Tensor | None = None
+    """[P] W x, where it is made behind the local steps."""
+    _spans: list[tuple[int, int, RoundView]]
+    """Of `_mixed`: by which view each part was mixed."""
 
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
         self.times = RoundTimes()
@@ -242,14 +271,39 @@ class Overlapped(Schedule):
         if not self.sharing.elementwise:  # such a rule may keep views of what it sends until it mixes
             self._before = self._before.clone()
         self._exchange = self._send(self._before, view)
-        place = self._place(self._before)
+        place, started = self._place(self._before), time.perf_counter()
         if place is not None:
             self.model.rebind(place.copy_(self._before))
         elif self.sharing.elementwise:
             self._before = self._before.clone()
+        self.times.send += time.perf_counter() - started
+        if self._mixes_behind():
+            self._begin_mixing(view)
         update = self._train(view)
         check()
         return update
+
+    def _mixes_behind(self) -> bool:
+        rule, model = self.sharing, self.model.parameters
+        if rule.phases > 1 or rule.needs_gradient or not possible(self.communication, model):
+            return False
+        return pays(self.communication, model) if self.behind is None else self.behind
+
+    def _begin_mixing(self, view: RoundView) -> None:
+        """From here until `join` the exchange, the rule and `_mixed` are the other thread's."""
+        if self._mixed is None:
+            self._mixed = torch.empty_like(self._before)
+        self._spans = []
+        exchange, before, mixed, spans = self._exchange, self._before, self._mixed, self._spans
+
+        def mix() -> None:
+            with torch.no_grad():
+                for each in self._slices(exchange, view, RoundTimes()):
+                    each.mix(self.sharing, before, mixed)
+                    spans.append((each.start, each.stop, each.view))
+
+        self.communication.exposed_since = math.inf
+        self._mixing = Behind(mix)
 
     def mix(self, view: RoundView) -> Mixed:
         if self._delta is None:
@@ -259,6 +313,9 @@ class Overlapped(Schedule):
         return self._settle(self._exchange)
 
     def finish(self, view: RoundView) -> Mixed:
+        if self._mixing is not None:
+            self._advance_mixed(self._mixing)
+            return self._settle(self._exchange)
         if self._delta is None:
             self._mix_and_advance(view)
             return self._settle(self._exchange)
@@ -269,12 +326,28 @@ class Overlapped(Schedule):
         self._delta = None
         return mixed
 
+    def _advance_mixed(self, mixing: Behind) -> None:
+        """Blocking until what arrived is mixed: from there on the model goes to where it has the update, too."""
+        started = time.perf_counter()
+        self.communication.exposed_since = time.monotonic()
+        mixing.join()
+        self._mixing = None
+        self.times.wait += (joined := time.perf_counter()) - started
+        model, before, mixed = self.model.parameters, self._before, self._mixed
+        assert mixed is not None
+        with torch.no_grad():
+            for start, stop, view in self._spans:
+                for a, b in blocks(start, stop) if self.sharing.elementwise else [(start, stop)]:
+                    delta = model[a:b] - before[a:b]
+                    self.sharing.advance(model[a:b].copy_(mixed[a:b]), delta, view)
+        self.times.mix += time.perf_counter() - joined
+
     def _mix_and_advance(self, view: RoundView) -> None:
         """Blocking: slice by slice, so that neither the mixed model nor the update needs memory of its own."""
         started, waited = time.perf_counter(), self.times.wait
         model, before = self.model.parameters, self._before
         with torch.no_grad():
-            for each in self._slices(self._exchange, view):
+            for each in self._slices(self._exchange, view, self.times):
                 x, was = model[each.start : each.stop], before[each.start : each.stop]
                 delta = x - was
                 x.copy_(was)

@@ -78,6 +78,17 @@ def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: st
     assert all(torch.equal(a.merged, b.merged) for a, b in zip(twin, networked, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("transport", NETWORKED)
+def test_mixing_behind_the_local_steps_gives_the_same_bits(transport: str) -> None:
+    elements = 2 * BLOCK_ELEMENTS + 77
+    graph = make("regular", nodes=6, degree=3)
+    twin = run(graph, 4, elements=elements, schedule="overlapped")
+    assert not any(node.schedule._mixes_behind() for node in twin)  # type: ignore[attr-defined]
+    behind = run(graph, 4, transport, elements=elements, schedule="overlapped", mix_behind=True)
+    assert all(node.schedule._mixes_behind() for node in behind)  # type: ignore[attr-defined]
+    assert np.array_equal(models(twin), models(behind))
+
+
 def test_two_runs_give_the_same_bits() -> None:
     graph = make("random_regular", nodes=6, degree=3)
     assert np.array_equal(models(run(graph, transport="ipc")), models(run(graph, transport="ipc")))

@@ -1,0 +1,118 @@
+"""Two machines on a slow link: how much of a round's communication is exposed, by schedule.
+
+Machines are two network namespaces, joined by a cable that passes --gbit in each direction (tc's token bucket); needs
+root, ip and tc. All schedules take turns; figures are medians over rounds and turns. Ceilings of the same run: the
+same local steps without any exchange, and what the link needs for a model; hidden behind each other, a round takes the
+longer of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from common import CONFIG, machine, planned_mb, separate_seconds
+
+MODEL = "{name: mlp, hidden: [4096, 3000]}"
+SCHEDULES = {
+    "sequential": ["node.schedule=sequential"],
+    "overlapped, mixed after": ["node.schedule=overlapped", "node.mix_behind=false"],
+    "overlapped, mixed behind": ["node.schedule=overlapped", "node.mix_behind=true"],
+}
+PARTS = ("seconds", "train_seconds", "send_seconds", "wait_seconds", "mix_seconds", "overlap")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=20)
+
+
+@contextlib.contextmanager
+def hosts(gbit: float) -> Iterator[list[tuple[str, str]]]:
+    """(namespace, address) of two hosts with a link between them."""
+    mark = f"dn{os.getpid() % 100000}"
+    made = [(f"{mark}{side}", f"10.77.{os.getpid() % 250}.{number}") for number, side in enumerate("ab", 1)]
+    try:
+        for name, _ in made:
+            ip("netns", "add", name)
+        ip("link", "add", f"{mark}va", "type", "veth", "peer", "name", f"{mark}vb")
+        for (name, address), side in zip(made, "ab", strict=True):
+            cable = f"{mark}v{side}"
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", cable, "root", "tbf", "rate",
+                            f"{int(1000 * gbit)}mbit", "burst", "1mb", "latency", "20ms"], check=True, timeout=20)  # fmt: skip
+        yield made
+    finally:
+        for name, _ in made:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
+
+
+def turn(where: list[tuple[str, str]], overrides: list[str]) -> dict[str, float]:
+    """A run of one node on each host; medians over its rounds, without the first two."""
+    with tempfile.TemporaryDirectory() as folder:
+        addresses = ", ".join(address for _, address in where)
+        spread = [*overrides, f"mapping={{name: linear, machines: 2, nodes_per_machine: 1, hosts: [{addresses}]}}"]
+        sets = [part for override in spread for part in ("--set", override)]
+        started = [
+            subprocess.Popen(["ip", "netns", "exec", name, sys.executable, "-m", "decentnode", "launch", str(CONFIG),
+                              "--machine", "auto", "--plain", "--run-dir", f"{folder}/{number}", *sets],
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for number, (name, _) in enumerate(where)
+        ]  # fmt: skip
+        told = [process.communicate(timeout=500)[0] for process in started]
+        for process, output in zip(started, told, strict=True):
+            if process.returncode:
+                raise SystemExit(f"a machine ended with {process.returncode}:\n{output}")
+        found: dict[str, list[float]] = {part: [] for part in PARTS}
+        for path in Path(folder).glob("*/*/latest/nodes/*/metrics.jsonl"):
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            rounds = [record for record in records if record["kind"] == "round"][2:]
+            for part in PARTS:
+                found[part].append(statistics.median(record[part] for record in rounds))
+        return {part: statistics.mean(values) for part, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gbit", type=float, default=2.5, help="what the link passes in each direction, in Gbit/s")
+    parser.add_argument("--steps", type=int, default=8, help="local steps of a round")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed on to the runs")
+    options = parser.parse_args()
+    common = ["graph={name: complete, nodes: 2}", f"model={MODEL}", f"node.rounds={options.rounds}",
+              f"training.local_steps={options.steps}", *options.overrides]  # fmt: skip
+    alone = ["mapping={name: linear, machines: 1, nodes_per_machine: 2}"]
+    print(machine())
+    size = planned_mb([*common, *alone]) / 4
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
+    apart = []
+    with hosts(options.gbit) as where:
+        for _ in range(options.repeats):
+            apart.append(1e3 * separate_seconds([*common, *alone], 2, 4))
+            for name, overrides in SCHEDULES.items():
+                found[name].append(turn(where, [*common, *overrides]))
+    steps, link = statistics.median(apart), 8 * size / options.gbit
+    best = max(steps, link)
+    print(f"model {size:.0f} MB; link {options.gbit:g} Gbit/s each way: {link:.0f} ms per model; "
+          f"{options.steps} local steps without exchange: {steps:.0f} ms; the longer: {best:.0f} ms\n")
+    print(f"{'schedule':26} {'round':>8} {'/longer':>8} {'train':>8} {'send':>8} {'wait':>8} {'mix':>8} {'overlap':>8}")
+    for name, turns in found.items():
+        median = {part: statistics.median(each[part] for each in turns) for part in PARTS}
+        times = [f"{1e3 * median[part]:5.0f} ms" for part in PARTS[1:-1]]
+        print(f"{name:26} {1e3 * median['seconds']:5.0f} ms {1e3 * median['seconds'] / best:8.2f} {' '.join(times)} "
+              f"{median['overlap']:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Mixing behind the local steps: what becomes of windows, deadlines, waits and failures."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decentnode import native
+from decentnode.build import schemas_of
+from decentnode.communication.base import Communication, Counters, Schema
+from decentnode.communication.inbox import Inbox, Status
+from decentnode.errors import NodeFailed, PeerLost
+from decentnode.node.behind import Behind, pays
+from decentnode.node.config import NodeConfig
+from decentnode.node.node import Node
+from decentnode.payload import TensorSpec
+from decentnode.sharing.full import Full
+from decentnode.tensors import BLOCK_ELEMENTS
+from decentnode.training.base import Direction, Update
+from decentnode.wire.messages import Chunk
+from tests.communication.contract import nodes, together
+from tests.graph.contract import make
+from tests.node.fakes import Quadratic
+
+CHUNK_BYTES = 4 * BLOCK_ELEMENTS
+SMALLEST_WINDOW = 1 << 20
+"""Of which a window is at least four chunks."""
+
+
+class Meanwhile(Quadratic):
+    """Does something in its local steps."""
+
+    meanwhile: Callable[[int], None]
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        self.meanwhile(round)
+        return super().local_update(round, direction)
+
+
+def turn(
+    transport: str, elements: int, meanwhile: Callable[[Communication, int], None], rounds: int = 3, **options: object
+) -> tuple[list[Node], list[dict[str, Any]]]:
+    """Two nodes of a whole run; they and what they recorded."""
+    config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 0, "schedule": "overlapped"})
+    trainings = [Meanwhile(uid, elements) for uid in range(2)]
+    records: list[dict[str, Any]] = []
+    with nodes(transport, 2, schemas_of(Full(Full.Config()), trainings[0].model), **options) as made:
+        built = []
+        for training, communication in zip(trainings, made, strict=True):
+            training.meanwhile = lambda round, communication=communication: meanwhile(communication, round)
+            built.append(Node(training.uid, config, make("complete", nodes=2), training, Full(Full.Config()),
+                              communication, seed=1, record=records.append))  # fmt: skip
+        together(made, lambda communication: built[communication.uid].run())
+    return built, records
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp", "tcp+aes-gcm"])
+def test_models_larger_than_the_window_come_whole_while_local_steps_run(transport: str) -> None:
+    elements = 12 * BLOCK_ELEMENTS + 5
+    behind: list[bool] = []
+
+    def until_all_came(communication: Communication, round: int) -> None:
+        behind.append(4 * elements > communication.ahead_bytes and pays(communication, torch.empty(elements)))
+        deadline = time.monotonic() + 30
+        while communication.counters.edge(1 - communication.uid).data_bytes_received < 4 * elements * (round + 1):
+            assert time.monotonic() < deadline, "the rest waits for the window"
+            time.sleep(0.005)
+
+    built, records = turn(transport, elements, until_all_came, chunk_bytes=CHUNK_BYTES, window_bytes=SMALLEST_WINDOW)
+    assert behind == [True] * 6
+    assert all(record["overlap"] > 0 for record in records if record["kind"] == "round")
+    models = [node.training.model.parameters.numpy() for node in built]
+    assert not np.array_equal(*models) and np.isfinite(models).all()
+
+
+def test_shared_memory_brings_all_at_once() -> None:
+    seen = []
+    turn("shared_memory", 2 * BLOCK_ELEMENTS, lambda communication, _: seen.append(communication.ahead_bytes), 1)
+    assert seen == [math.inf] * 2
+
+
+def test_a_failure_in_the_local_steps_leaves_no_thread_behind() -> None:
+    failed = threading.Event()
+
+    def fail(communication: Communication, round: int) -> None:
+        if communication.uid == 1:
+            assert failed.wait(30)
+        elif round == 1:  # whose payload from node 1 cannot come before
+            assert any(thread.name == "mixing" for thread in threading.enumerate())
+            communication.fail(0, "it broke")
+            failed.set()
+            raise NodeFailed("it broke")
+
+    with pytest.raises((NodeFailed, PeerLost), match="it broke"):
+        turn("tcp", 12 * BLOCK_ELEMENTS, fail, chunk_bytes=CHUNK_BYTES, window_bytes=SMALLEST_WINDOW)
+    for thread in threading.enumerate():
+        if thread.name == "mixing":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def inbox_of(status: Status) -> Inbox:
+    schema = Schema(10, {"x": TensorSpec(torch.float32, 10)}, True)
+    return Inbox((schema,), CHUNK_BYTES, status, Counters(), lambda _uid, _size: None)
+
+
+def test_a_deadline_runs_once_the_training_thread_waits_too() -> None:
+    status = Status(exposed_since=math.inf)
+    inbox = inbox_of(status)
+    found: list[object] = []
+    waiter = threading.Thread(target=lambda: found.append(inbox.wait((0, 0), 0, [3], 0.05)))
+    waiter.start()
+    time.sleep(0.4)
+    assert waiter.is_alive() and status.waiting is None, "whom nobody waits for is not told as waited for"
+    status.exposed_since = time.monotonic()
+    waiter.join(10)
+    assert found == [{}]
+    assert 0 < inbox.counters.edge(3).wait_seconds < 0.4 + 1.0
+
+
+def test_waits_behind_the_local_steps_are_not_counted() -> None:
+    status = Status(exposed_since=math.inf)
+    inbox = inbox_of(status)
+    waiter = threading.Thread(target=lambda: inbox.wait((0, 0), 0, [3], 20))
+    waiter.start()
+    time.sleep(0.1)
+    inbox.put(Chunk(bytes(8), 0, 3, 0, 0, 0, 0, 10, {}), memoryview(bytearray(40)))
+    waiter.join(10)
+    assert not waiter.is_alive() and inbox.counters.edge(3).wait_seconds == 0
+
+
+def test_work_behind_has_one_thread_and_its_errors_come_out() -> None:
+    seen = []
+    Behind(lambda: seen.append(native.threads())).join()
+    assert seen == [1] and native.threads() == torch.get_num_threads()
+
+    def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        Behind(fail).join()
+
+
+def test_only_an_overlapped_schedule_has_something_to_mix_behind() -> None:
+    with pytest.raises(ValueError, match="needs schedule: overlapped"):
+        NodeConfig.model_validate({"mix_behind": True})
