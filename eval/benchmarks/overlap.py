@@ -49,8 +49,8 @@ def hosts(gbit: float) -> Iterator[list[tuple[str, str]]]:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
             ip("-n", name, "link", "set", cable, "up")
             ip("-n", name, "link", "set", "lo", "up")
-            subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", cable, "root", "tbf", "rate",
-                            f"{int(1000 * gbit)}mbit", "burst", "1mb", "latency", "20ms"], check=True, timeout=20)  # fmt: skip
+            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", cable, "root", "tbf",
+               "rate", f"{int(1000 * gbit)}mbit", "burst", "1mb", "latency", "20ms")  # fmt: skip
         yield made
     finally:
         for name, _ in made:
@@ -61,8 +61,8 @@ def turn(where: list[tuple[str, str]], overrides: list[str]) -> dict[str, float]
     """A run of one node on each host; medians over its rounds, without the first two."""
     with tempfile.TemporaryDirectory() as folder:
         addresses = ", ".join(address for _, address in where)
-        spread = [*overrides, f"mapping={{name: linear, machines: 2, nodes_per_machine: 1, hosts: [{addresses}]}}"]
-        sets = [part for override in spread for part in ("--set", override)]
+        mapping = f"{{name: linear, machines: 2, nodes_per_machine: 1, threads: 1, addresses: [{addresses}]}}"
+        sets = [part for override in [*overrides, f"mapping={mapping}"] for part in ("--set", override)]
         started = [
             subprocess.Popen(["ip", "netns", "exec", name, sys.executable, "-m", "decentnode", "launch", str(CONFIG),
                               "--machine", "auto", "--plain", "--run-dir", f"{folder}/{number}", *sets],
