@@ -18,7 +18,7 @@ from decentnode.communication.base import Arrival, Counters, Exchange, Schema
 from decentnode.communication.board import Reader
 from decentnode.communication.incoming import Chunked, Incoming, Mapped, cut
 from decentnode.communication.layout import SLOTS
-from decentnode.communication.plan import TensorPlan, plans
+from decentnode.communication.plan import MESSAGE_COST, TensorPlan, plans
 from decentnode.errors import PeerFault, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars
@@ -144,6 +144,8 @@ class Inbox:
         self.together: dict[Key, frozenset[int]] = {}
         """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
         self._floor = 0
+        self._end = math.inf
+        """This node takes part in no round from this one on, so that nothing of theirs is kept."""
         self._finished: set[Key] = set()
         self._wanted: set[int] = set()
         """Sources that the training thread waits for."""
@@ -162,6 +164,9 @@ class Inbox:
         with self.status.lock:
             if message.round < self._floor or key in self._finished:
                 raise PeerFault("stale_round", f"round {message.round} from {message.source}")
+            if message.round >= self._end:
+                self._consumed(message.source, buffer.nbytes + MESSAGE_COST)
+                return
             tensors = self.plans[message.phase]
             sources = self._incoming.setdefault(key, {})
             incoming = sources.get(message.source)
@@ -190,7 +195,7 @@ class Inbox:
         """
         with self.status.lock:
             sources = self._incoming.get(key, {})
-            if key[0] < self._floor or key in self._finished or source in sources:
+            if key[0] < self._floor or key[0] >= self._end or key in self._finished or source in sources:
                 let_go()
                 return False
             landing = Mapped(self.plans[key[1]], tensors, scalars, let_go, pieces=0)
@@ -228,6 +233,9 @@ class Inbox:
             if round < self._floor or key in self._finished:
                 let_go()
                 raise PeerFault("stale_round", f"round {round} from {source}")
+            if round >= self._end:
+                let_go()
+                return size
             sources = self._incoming.get(key)
             if sources is not None and source in sources:
                 raise PeerFault("duplicate_chunk", f"round {round} from {source}")
@@ -302,6 +310,14 @@ class Inbox:
                     for source, incoming in sources.items():
                         self._absorb(key, source, incoming)
 
+    def end(self, round: int) -> None:
+        """This node takes part in no round from `round` on. What others sent for it makes room for what still has to
+        come of them: means share the window with payloads."""
+        with self.status.lock:
+            self._end = round
+            for key in [key for key in self._incoming if key[0] >= round]:
+                self._drop(key)
+
     def reset(self, round: int) -> None:
         """A new generation begins with `round`: what came in the one before is let go of."""
         with self.status.lock:
@@ -312,7 +328,7 @@ class Inbox:
             self._finished.clear()
             self.together.clear()
             self._wanted = set()
-            self._floor = round
+            self._floor, self._end = round, math.inf
 
     def finish(self, key: Key) -> None:
         with self.status.lock:

@@ -411,6 +411,7 @@ class ZeroMQ(Communication):
             for uid in neighbors:
                 self._control(uid, Depart, rounds)
 
+        self._inbox.end(rounds)
         self._io.call(tell)
 
     def fail(self, uid: int, reason: str) -> None:

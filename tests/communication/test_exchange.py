@@ -256,6 +256,34 @@ def test_a_receiver_that_never_reads_holds_one_window() -> None:
         assert window >= 4 * ((1 << 21) + MESSAGE_COST)
 
 
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
+@pytest.mark.parametrize("late", [True, False])
+def test_payloads_for_rounds_that_a_node_leaves_out_do_not_hold_up_closing_means(transport: str, late: bool) -> None:
+    """After a stop some turn one more round than others; what they send for it fills the window."""
+    elements = 12 * BLOCK_ELEMENTS
+    sent, left = threading.Event(), threading.Event()
+    with nodes(transport, 2, flat_schema(elements), window_bytes=1 << 20, chunk_bytes=1 << 20) as made:
+
+        def run(node: Communication) -> torch.Tensor:
+            if node.uid == 0:
+                assert late or sent.wait(20)
+                node.depart(0, (1,))
+                left.set()
+            else:
+                assert not late or left.wait(20)
+                exchange = node.exchange(0, {0: Payload({"x": torch.ones(elements)})}, (0,))
+                sent.set()
+                assert all(arrival.missing == {0} for arrival in exchange.arrivals(20))
+                node.depart(1, (0,))
+            mean, contributors = node.mean("closing", torch.full((elements,), float(node.uid)), closing=True).wait(20)
+            assert contributors == 2
+            return mean
+
+        for mean in together(made, run).values():
+            assert (mean == 0.5).all()  # type: ignore[attr-defined]
+        assert all(not node.counters.faults for node in made)
+
+
 def test_start_and_close_leak_nothing() -> None:
     import psutil
 
