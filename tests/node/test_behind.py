@@ -21,13 +21,13 @@ from decentnode.node.behind import Behind, pays
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node
 from decentnode.payload import TensorSpec
-from decentnode.sharing.full import Full
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.training.base import Direction, Update
 from decentnode.wire.messages import Chunk
 from tests.communication.contract import nodes, together
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic
+from tests.sharing.contract import RULES
 
 CHUNK_BYTES = 4 * BLOCK_ELEMENTS
 SMALLEST_WINDOW = 1 << 20
@@ -45,18 +45,24 @@ class Meanwhile(Quadratic):
 
 
 def turn(
-    transport: str, elements: int, meanwhile: Callable[[Communication, int], None], rounds: int = 3, **options: object
-) -> tuple[list[Node], list[dict[str, Any]]]:
+    transport: str, elements: int, meanwhile: Callable[[Communication, int], None], rounds: int = 3,
+    rule: str = "full", behind: bool | None = None, **options: object,
+) -> tuple[list[Node], list[dict[str, Any]]]:  # fmt: skip
     """Two nodes of a whole run; they and what they recorded."""
-    config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 0, "schedule": "overlapped"})
+    config = NodeConfig.model_validate(
+        {"rounds": rounds, "evaluate_every": 0, "schedule": "overlapped", "mix_behind": behind})  # fmt: skip
     trainings = [Meanwhile(uid, elements) for uid in range(2)]
+    rules = [RULES[rule]() for _ in range(2)]
+    for each in rules:
+        each.locate([[0, 1]])
+        each.bind([(elements,)])
     records: list[dict[str, Any]] = []
-    with nodes(transport, 2, schemas_of(Full(Full.Config()), trainings[0].model), **options) as made:
+    with nodes(transport, 2, schemas_of(rules[0], trainings[0].model), **options) as made:
         built = []
-        for training, communication in zip(trainings, made, strict=True):
+        for training, each, communication in zip(trainings, rules, made, strict=True):
             training.meanwhile = lambda round, communication=communication: meanwhile(communication, round)
-            built.append(Node(training.uid, config, make("complete", nodes=2), training, Full(Full.Config()),
-                              communication, seed=1, record=records.append))  # fmt: skip
+            built.append(Node(training.uid, config, make("complete", nodes=2), training, each, communication, seed=1,
+                              record=records.append))  # fmt: skip
         together(made, lambda communication: built[communication.uid].run())
     return built, records
 
@@ -78,6 +84,16 @@ def test_models_larger_than_the_window_come_whole_while_local_steps_run(transpor
     assert all(record["overlap"] > 0 for record in records if record["kind"] == "round")
     models = [node.training.model.parameters.numpy() for node in built]
     assert not np.array_equal(*models) and np.isfinite(models).all()
+
+
+@pytest.mark.parametrize("rule", ["full+bfloat16", "push_sum", "topk", "choco", "qsgd", "local_sgd", "fft+float16"])
+def test_every_rule_gives_the_same_bits_whoever_mixes(rule: str) -> None:
+    found = []
+    for behind in (False, True):
+        built, _ = turn("ipc", BLOCK_ELEMENTS + 11, lambda communication, round: None, 4, rule, behind)
+        assert all(node.schedule._mixes_behind() == behind for node in built)  # type: ignore[attr-defined]
+        found.append([node.training.model.parameters for node in built])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_shared_memory_brings_all_at_once() -> None:
