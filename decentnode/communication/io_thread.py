@@ -31,6 +31,8 @@ Endpoints = tuple[str, str]
 
 CONTROL, BULK = 0, 1
 MAX_CONTROL_BYTES = 1 << 20
+SEND_MESSAGES = 1000
+"""Messages that wait in one socket for a peer, before it is full."""
 RECEIVE_BURST = 64
 """Messages taken from one socket before the others are looked at; fewer when the training thread has to be let in or
 out."""
@@ -261,12 +263,14 @@ class IoThread(threading.Thread):
         """Sockets that refused a message are the I/O thread's alone until they take messages again."""
         for uid, plane in list(self._blocked):
             sender = self._senders[uid, plane]
-            descriptor = int(sender.getsockopt(zmq.FD))
-            if descriptor not in self._watched:
+            if int(sender.getsockopt(zmq.FD)) not in self._watched:
                 self._look_after(sender, _nothing)
-            if int(sender.getsockopt(zmq.EVENTS)) & _WRITABLE:
-                self._release_blocked(uid, plane, sender)
+            while int(sender.getsockopt(zmq.EVENTS)) & _WRITABLE:
+                self._blocked.discard((uid, plane))
                 self._handler.writable(uid, plane)
+                if (uid, plane) not in self._blocked:
+                    self._release_blocked(uid, plane, sender)
+                    break
 
     def _release_blocked(self, uid: int, plane: int, sender: zmq.Socket[bytes]) -> None:
         self._blocked.discard((uid, plane))
@@ -352,7 +356,7 @@ class IoThread(threading.Thread):
 
     def _connect(self, uid: int, plane: int, token: bytes) -> zmq.Socket[bytes]:
         sender = self.context.socket(zmq.DEALER)
-        sender.sndhwm = 1000
+        sender.sndhwm = SEND_MESSAGES
         sender.linger = 0
         sender.setsockopt(zmq.RECONNECT_IVL, 50)
         sender.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)

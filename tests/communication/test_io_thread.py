@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
+from decentnode.communication import io_thread
 from decentnode.communication.io_thread import BULK, CONTROL, IDLE_SECONDS, RECEIVE_BURST, IoThread
 
 MESSAGES = 14 * RECEIVE_BURST
@@ -95,18 +96,23 @@ def test_bursts_do_not_wait_for_a_tick(early: bool) -> None:
 def test_what_is_left_when_the_training_thread_is_called_is_not_forgotten() -> None:
     """It leaves the sockets at once when what it waits for is there; the rest is taken in at the next visit."""
     with pair() as ((here, _), (there, heard)):
-        with here.lock:
-            for number in range(MESSAGES):
-                assert here.send(1, BULK, b"%d" % number, None)
-        time.sleep(0.1)
-        there.start()
         heard.on_message = there.bell.ring  # whatever comes is what was waited for
-        began, visits = time.monotonic(), 0
+        there.start()
+        there.bell.listen(0.2)  # from here on it is the training thread that is at the sockets
+
+        def send() -> None:
+            with here.lock:
+                for number in range(MESSAGES):
+                    assert here.send(1, BULK, b"%d" % number, None)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        began = time.monotonic()
         while len(heard.sizes) < MESSAGES:
             there.bell.listen(5)
-            visits += 1
             assert time.monotonic() < began + 20
-        assert time.monotonic() - began < MESSAGES / RECEIVE_BURST * IDLE_SECONDS / 2 and visits > 1
+        assert time.monotonic() - began < MESSAGES / RECEIVE_BURST * IDLE_SECONDS / 2
+        sender.join(10)
 
 
 def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
@@ -128,3 +134,25 @@ def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
         with here.lock:
             assert here.send(1, BULK, b"z", None)
         until(lambda: len(heard.sizes) == sent + 1, 30)
+
+
+def test_a_socket_that_is_full_again_at_once_does_not_wait_for_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_thread, "SEND_MESSAGES", 2)
+    left, ticks = [400], [0]
+    with pair() as ((here, mine), (there, heard)):
+
+        def send() -> None:
+            while left[0] and here.send(1, BULK, b"x", bytes(20_000)):
+                left[0] -= 1
+
+        def tick(now: float) -> None:
+            ticks[0] += 1
+
+        monkeypatch.setattr(mine, "writable", lambda uid, plane: send())
+        monkeypatch.setattr(mine, "tick", tick)
+        there.start()
+        here.start()
+        with here.lock:
+            send()
+        until(lambda: len(heard.sizes) == 400, 60)
+        assert left == [0] and ticks[0] < 50, "every tick lets two messages out where only ticks look after the socket"
