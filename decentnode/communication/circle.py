@@ -21,9 +21,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from decentnode.communication.arrivals import InboxExchange
 from decentnode.communication.base import Arrival, Circle, EdgeCounters, Exchange, Schema
 from decentnode.communication.calls import Calls
-from decentnode.communication.inbox import SUM, Inbox, InboxExchange, Key
+from decentnode.communication.inbox import SUM, Inbox, Key
 from decentnode.communication.landing import Buffers, Pool, pieces
 from decentnode.payload import Payload
 

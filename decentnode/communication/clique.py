@@ -11,8 +11,9 @@ from torch import Tensor
 from decentnode.communication.base import Circle, Counters
 from decentnode.communication.calls import Calls
 from decentnode.communication.circle import Kind, Turn
-from decentnode.communication.inbox import Inbox, Key, Status
+from decentnode.communication.inbox import Inbox, Key
 from decentnode.communication.landing import HEADER_BYTES, Pool
+from decentnode.communication.status import Status
 from decentnode.payload import Payload
 
 SEND_WINDOW = 4

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Pending
-from decentnode.communication.inbox import STOPPING_TIMEOUT_SECONDS, Status
 from decentnode.communication.means import Means, Outgoing, own_share
+from decentnode.communication.status import STOPPING_TIMEOUT_SECONDS, Status
 from decentnode.errors import Interrupted, PeerLost
 from decentnode.wire.messages import Arrive, Report, Scalars
 from decentnode.wire.session import Session

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Schema
-from decentnode.communication.inbox import Status
 from decentnode.communication.memory import MemoryPath
 from decentnode.communication.staging import Lease
+from decentnode.communication.status import Status
 
 LEASE_POLL_SECONDS = 100e-6
 

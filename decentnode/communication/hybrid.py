@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from decentnode import component
+from decentnode.communication.arrivals import InboxExchange
 from decentnode.communication.base import Circle, CommunicationConfig, Exchange
 from decentnode.communication.batched import BatchedPath
 from decentnode.communication.circle import Kind, SumExchange, kind_of
@@ -44,7 +45,6 @@ from decentnode.communication.cuda_ipc import CudaLending
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.gloo import Clique, connect, listen, own_address
 from decentnode.communication.hybrid_config import HybridConfig, TorchConfig
-from decentnode.communication.inbox import InboxExchange
 from decentnode.communication.io_thread import CONTROL
 from decentnode.communication.lending import Lending
 from decentnode.communication.sending import grouped

@@ -1,119 +1,27 @@
-"""Arrived chunks of round payloads: filled by the I/O thread, emptied by the training thread."""
+"""Arrived chunks of round payloads: filled by the I/O thread, emptied by the thread that mixes."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Arrival, Counters, Exchange, Schema
+from decentnode.communication.base import Counters, Schema
 from decentnode.communication.board import Reader
 from decentnode.communication.incoming import Chunked, Incoming, Mapped, cut
 from decentnode.communication.layout import SLOTS
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, plans
-from decentnode.errors import PeerFault, Regrouping
-from decentnode.payload import Payload
+from decentnode.communication.status import STOPPING_TIMEOUT_SECONDS, Status
+from decentnode.errors import PeerFault
 from decentnode.wire.messages import Chunk, Scalars
 
 Key = tuple[int, int]  # round, phase
 SUM = -1
 """The source of what a whole circle adds up; nobody in particular is waited for."""
-
-STOPPING_TIMEOUT_SECONDS = 10.0
-"""Once a stop is announced, a silent neighbor is waited for no longer than this."""
-
-
-class Bell(Protocol):
-    """Something that the training thread sleeps on."""
-
-    def ring(self) -> None:
-        """Any thread: wake the listener."""
-
-    def listen(self, timeout_seconds: float) -> None:
-        """Blocking until rung; takes in what neighbors said meanwhile."""
-
-
-class _Waiting(contextlib.AbstractContextManager[None]):
-    """Ends `Status.waiting`; one for all, as a round has several and a generator would cost more than they do."""
-
-    def __init__(self, status: Status) -> None:
-        self._status = status
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self._status.waiting = None
-
-
-@dataclass
-class Status:
-    """What the I/O thread knows of the run, read by the training thread under `changed`."""
-
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Of `changed`: the same, and four times as fast to take."""
-    changed: threading.Condition = field(init=False)
-    stopping: bool = False
-    departed: dict[int, int] = field(default_factory=dict)
-    """Rounds that a departed uid took part in."""
-    failure: Exception | None = None
-    """What every wait raises from now on."""
-    regrouping: str = ""
-    """Why the generation of members ended: nothing of it is waited for any more. Empty while it is in force."""
-    waiting: tuple[tuple[int, ...], float] | None = None
-    """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
-    exposed_since: float = 0.0
-    """`Communication.exposed_since`."""
-    bell: Bell | None = None
-    """Where neighbors on this host ring; without one the training thread waits on `changed`."""
-    _sleeping: bool = False
-
-    def __post_init__(self) -> None:
-        self.changed = threading.Condition(self.lock)
-        self._until = _Waiting(self)
-
-    def notify(self) -> None:
-        """With `changed` held: wake whoever waits."""
-        if self._sleeping and self.bell is not None:  # nobody waits on `changed`: only the training thread waits
-            self.bell.ring()
-        else:
-            self.changed.notify_all()
-
-    def wait(self, timeout_seconds: float) -> None:
-        """Training thread, with `changed` held (and let go meanwhile): until something may have changed."""
-        if self.bell is None:
-            self.changed.wait(timeout_seconds)
-            return
-        self._sleeping = True
-        self.lock.release()
-        try:
-            self.bell.listen(timeout_seconds)
-        finally:
-            self.lock.acquire()
-            self._sleeping = False
-
-    def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
-        """Training thread: a wait, if it comes to one until the context ends, is for these."""
-        self.waiting = (tuple(uids), time.monotonic())
-        return self._until
-
-    def raise_if_failed(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def raise_if_over(self) -> None:
-        """Raises Regrouping once the generation has ended, and whatever every wait raises."""
-        self.raise_if_failed()
-        if self.regrouping:
-            raise Regrouping(self.regrouping)
 
 
 class Inbox:
@@ -417,119 +325,7 @@ class Inbox:
                     self._consumed(source, freed)
 
 
-class InboxExchange(Exchange):
-    """One round's exchange over an inbox."""
-
-    def __init__(
-        self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int],
-        dropped: frozenset[int] = frozenset(),
-    ) -> None:
-        """dropped: neighbors to which nothing was sent, because they take nothing."""
-        self._inbox = inbox
-        self._dropped = dropped
-        self._key = (round, phase)
-        self._expected = expected
-        self._neighbors = neighbors
-        self._missing: frozenset[int] = frozenset()
-        self._rejected: frozenset[int] = frozenset()
-        self._began, self._last = time.monotonic(), 0.0
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self._last - self._began)
-
-    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
-        self._inbox.status.raise_if_failed()
-        schema = self._inbox.schemas[self._key[1]]
-        yield from self._chunks(schema, timeout_seconds) if schema.elementwise else self._whole(schema, timeout_seconds)
-        self._inbox.finish(self._key)
-
-    def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
-        inbox, plan = self._inbox, self._inbox.plans[self._key[1]][0]
-        alive = list(self._expected)
-        chunk, stop = 0, -1
-        while stop < schema.elements:
-            arrived = inbox.wait(self._key, chunk, alive, timeout_seconds)
-            if len(arrived) < len(alive):
-                self._missing |= set(alive) - arrived.keys()
-                alive = [source for source in alive if source in arrived]
-            self._note(arrived)
-            start, stop = plan.bounds(chunk, schema.elements)
-            if inbox.on_cpu and all(incoming.in_one_piece for incoming in arrived.values()):
-                stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
-            received = {
-                source: Payload({plan.name: self._placed(incoming.part(chunk, start, stop))})
-                for source, incoming in arrived.items()
-            }
-            if inbox.reject_non_finite:
-                received = self._accepted(received)
-                alive = [source for source in alive if source in received]
-            yield Arrival(start, stop, received, self._missing)
-            if stop < schema.elements:  # the rest is let go of as the exchange is finished
-                inbox.release(chunk, arrived)
-            chunk += 1
-
-    def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
-        arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
-        self._missing = frozenset(self._expected) - arrived.keys()
-        self._note(arrived)
-        whole = {source: incoming.payload() for source, incoming in arrived.items()}
-        received = self._accepted({
-            source: Payload({name: self._placed(t) for name, t in payload.tensors.items()}, payload.scalars)
-            for source, payload in whole.items()
-        })
-        yield Arrival(0, schema.elements, received, self._missing)
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        """On the device of the models; the copy of one that lies elsewhere is complete."""
-        inbox = self._inbox
-        return tensor if (inbox.on_cpu and tensor.is_cpu) or tensor.device == inbox.device else inbox.lift(tensor)
-
-    def _note(self, arrived: dict[int, Incoming]) -> None:
-        for incoming in arrived.values():
-            self._last = max(self._last, incoming.arrived)
-            if incoming.enter is not None:
-                incoming.enter()
-                incoming.enter = None
-
-    def _accepted(self, received: dict[int, Payload]) -> dict[int, Payload]:
-        """Without those that hold NaN or infinity, where these are to be rejected."""
-        if not self._inbox.reject_non_finite:
-            return received
-        for source in [source for source, payload in received.items() if not _finite(payload)]:
-            del received[source]
-            self._missing |= {source}
-            self._rejected |= {source}
-            self._inbox.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
-        return received
-
-    @property
-    def missing(self) -> frozenset[int]:
-        return self._missing
-
-    @property
-    def undelivered(self) -> frozenset[int]:
-        gone, round = self._inbox.status.departed, self._key[0]
-        return self._dropped | {uid for uid in self._neighbors if gone.get(uid, round + 1) <= round}
-
-    @property
-    def departed(self) -> frozenset[int]:
-        status = self._inbox.status
-        if status.stopping or status.regrouping:
-            return self._missing
-        round = self._key[0]
-        return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}
-
-
 def _packed(totals: list[int | None]) -> bytes | None:
     """8 bytes each; None where one is not known."""
     known = [total.to_bytes(8, "little") for total in totals if total is not None]
     return b"".join(known) if len(known) == len(totals) else None
-
-
-def _finite(payload: Payload) -> bool:
-    """The sum of a tensor is finite unless an element is not (or all are huge, which is no better)."""
-    return all(
-        math.isfinite(float(tensor.sum(dtype=torch.float64)))
-        for tensor in payload.tensors.values() if tensor.is_floating_point()
-    ) and all(math.isfinite(value) for value in payload.scalars.values())

@@ -15,9 +15,10 @@ from torch import Tensor
 from decentnode.communication.base import Counters, Schema
 from decentnode.communication.bell import DatagramBell
 from decentnode.communication.board import Board, Reader, path_of, run_of
-from decentnode.communication.inbox import Inbox, Status
+from decentnode.communication.inbox import Inbox
 from decentnode.communication.layout import Layout
 from decentnode.communication.lending import Lending
+from decentnode.communication.status import Status
 from decentnode.errors import DecentnodeError, EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.doorbell import MAX_BYTES, Doorbells

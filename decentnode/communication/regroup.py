@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from decentnode.communication.base import Counters
-from decentnode.communication.inbox import Status
+from decentnode.communication.status import Status
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.wire.codec import bitmap
 from decentnode.wire.membership import Broken, Event, Generation, Install, Membership, Outside

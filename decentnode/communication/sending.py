@@ -8,12 +8,12 @@ from torch import Tensor
 
 from decentnode.communication.base import Counters
 from decentnode.communication.homes import Homes
-from decentnode.communication.inbox import Status
 from decentnode.communication.io_thread import BULK, CONTROL, Security
 from decentnode.communication.links import Links
 from decentnode.communication.memory import MemoryPath
 from decentnode.communication.plan import TensorPlan, to_bytes
 from decentnode.communication.staging import Fetched, Staging
+from decentnode.communication.status import Status
 from decentnode.communication.traffic import ONE_FRAME_BYTES
 from decentnode.communication.traffic import Outgoing as Bulk
 from decentnode.communication.zeromq_config import ZeroMQConfig

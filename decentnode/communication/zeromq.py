@@ -16,6 +16,7 @@ from torch import Tensor
 
 import decentnode
 from decentnode import component
+from decentnode.communication.arrivals import InboxExchange
 from decentnode.communication.base import (
     Circle,
     Communication,
@@ -29,7 +30,7 @@ from decentnode.communication.base import (
 from decentnode.communication.collectives import Collectives
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.homes import Homes
-from decentnode.communication.inbox import Inbox, InboxExchange, Status
+from decentnode.communication.inbox import Inbox
 from decentnode.communication.io_thread import BULK, CONTROL, Endpoints, Security
 from decentnode.communication.lending import Lending
 from decentnode.communication.links import Links
@@ -40,6 +41,7 @@ from decentnode.communication.regroup import Regroup, given_up
 from decentnode.communication.security import Keyring
 from decentnode.communication.sending import Sending
 from decentnode.communication.staging import staging_of
+from decentnode.communication.status import Status
 from decentnode.communication.traffic import Outgoing as Bulk
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from decentnode.communication.base import Counters, Schema
-from decentnode.communication.inbox import Inbox, Status
+from decentnode.communication.inbox import Inbox
+from decentnode.communication.status import Status
 from decentnode.errors import PeerFault
 from decentnode.payload import TensorSpec
 from decentnode.wire import codec

@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from decentnode.communication.arrivals import InboxExchange
 from decentnode.communication.base import Circle, Counters, Schema
 from decentnode.communication.batched import BatchedPath
 from decentnode.communication.circle import Kind, SumExchange
 from decentnode.communication.communicator import NcclCommunicator, describe_gpu, refusal
 from decentnode.communication.gloo import connect, listen
-from decentnode.communication.inbox import Inbox, InboxExchange, Status
+from decentnode.communication.inbox import Inbox
+from decentnode.communication.status import Status
 from decentnode.payload import Payload, TensorSpec
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,8 @@ import torch
 from decentnode import native
 from decentnode.build import schemas_of
 from decentnode.communication.base import Communication, Counters, Schema
-from decentnode.communication.inbox import Inbox, Status
+from decentnode.communication.inbox import Inbox
+from decentnode.communication.status import Status
 from decentnode.errors import NodeFailed, PeerLost
 from decentnode.node.behind import Behind, pays
 from decentnode.node.config import NodeConfig
@@ -46,12 +47,12 @@ class Meanwhile(Quadratic):
 
 def turn(
     transport: str, elements: int, meanwhile: Callable[[Communication, int], None], rounds: int = 3,
-    rule: str = "full", behind: bool | None = None, **options: object,
+    rule: str = "full", behind: bool | None = None, buffer_elements: int = 0, **options: object,
 ) -> tuple[list[Node], list[dict[str, Any]]]:  # fmt: skip
     """Two nodes of a whole run; they and what they recorded."""
     config = NodeConfig.model_validate(
         {"rounds": rounds, "evaluate_every": 0, "schedule": "overlapped", "mix_behind": behind})  # fmt: skip
-    trainings = [Meanwhile(uid, elements) for uid in range(2)]
+    trainings = [Meanwhile(uid, elements, buffers=buffer_elements) for uid in range(2)]
     rules = [RULES[rule]() for _ in range(2)]
     for each in rules:
         each.locate([[0, 1]])
@@ -94,6 +95,20 @@ def test_every_rule_gives_the_same_bits_whoever_mixes(rule: str) -> None:
         assert all(node.schedule._mixes_behind() == behind for node in built)  # type: ignore[attr-defined]
         found.append([node.training.model.parameters for node in built])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("transport", ["collective", "hybrid", "shared_memory", "tcp"])
+def test_float_buffers_leave_while_the_model_is_still_being_mixed(transport: str) -> None:
+    def late(communication: Communication, round: int) -> None:
+        if communication.uid == 1:
+            time.sleep(0.05 * (round % 2))
+
+    found = []
+    for behind in (False, True):
+        built, _ = turn(transport, 3 * BLOCK_ELEMENTS, late, 6, behind=behind, buffer_elements=7)
+        found.append([torch.cat([node.training.model.parameters, node.training.model.buffers]) for node in built])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][0][-7:].tolist() == [0.5] * 7
 
 
 def test_shared_memory_brings_all_at_once() -> None:

@@ -1,0 +1,127 @@
+"""An exchange as the rounds see it: slices of what lies in the inbox, as soon as every source has them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Arrival, Exchange, Schema
+from decentnode.communication.inbox import Inbox
+from decentnode.communication.incoming import Incoming
+from decentnode.payload import Payload
+
+
+class InboxExchange(Exchange):
+    """One round's exchange over an inbox."""
+
+    def __init__(
+        self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int],
+        dropped: frozenset[int] = frozenset(),
+    ) -> None:
+        """dropped: neighbors to which nothing was sent, because they take nothing."""
+        self._inbox = inbox
+        self._dropped = dropped
+        self._key = (round, phase)
+        self._expected = expected
+        self._neighbors = neighbors
+        self._missing: frozenset[int] = frozenset()
+        self._rejected: frozenset[int] = frozenset()
+        self._began, self._last = time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self._last - self._began)
+
+    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
+        self._inbox.status.raise_if_failed()
+        schema = self._inbox.schemas[self._key[1]]
+        yield from self._chunks(schema, timeout_seconds) if schema.elementwise else self._whole(schema, timeout_seconds)
+        self._inbox.finish(self._key)
+
+    def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
+        inbox, plan = self._inbox, self._inbox.plans[self._key[1]][0]
+        alive = list(self._expected)
+        chunk, stop = 0, -1
+        while stop < schema.elements:
+            arrived = inbox.wait(self._key, chunk, alive, timeout_seconds)
+            if len(arrived) < len(alive):
+                self._missing |= set(alive) - arrived.keys()
+                alive = [source for source in alive if source in arrived]
+            self._note(arrived)
+            start, stop = plan.bounds(chunk, schema.elements)
+            if inbox.on_cpu and all(incoming.in_one_piece for incoming in arrived.values()):
+                stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
+            received = {
+                source: Payload({plan.name: self._placed(incoming.part(chunk, start, stop))})
+                for source, incoming in arrived.items()
+            }
+            if inbox.reject_non_finite:
+                received = self._accepted(received)
+                alive = [source for source in alive if source in received]
+            yield Arrival(start, stop, received, self._missing)
+            if stop < schema.elements:  # the rest is let go of as the exchange is finished
+                inbox.release(chunk, arrived)
+            chunk += 1
+
+    def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
+        arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
+        self._missing = frozenset(self._expected) - arrived.keys()
+        self._note(arrived)
+        whole = {source: incoming.payload() for source, incoming in arrived.items()}
+        received = self._accepted({
+            source: Payload({name: self._placed(t) for name, t in payload.tensors.items()}, payload.scalars)
+            for source, payload in whole.items()
+        })
+        yield Arrival(0, schema.elements, received, self._missing)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """On the device of the models; the copy of one that lies elsewhere is complete."""
+        inbox = self._inbox
+        return tensor if (inbox.on_cpu and tensor.is_cpu) or tensor.device == inbox.device else inbox.lift(tensor)
+
+    def _note(self, arrived: dict[int, Incoming]) -> None:
+        for incoming in arrived.values():
+            self._last = max(self._last, incoming.arrived)
+            if incoming.enter is not None:
+                incoming.enter()
+                incoming.enter = None
+
+    def _accepted(self, received: dict[int, Payload]) -> dict[int, Payload]:
+        """Without those that hold NaN or infinity, where these are to be rejected."""
+        if not self._inbox.reject_non_finite:
+            return received
+        for source in [source for source, payload in received.items() if not _finite(payload)]:
+            del received[source]
+            self._missing |= {source}
+            self._rejected |= {source}
+            self._inbox.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
+        return received
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return self._missing
+
+    @property
+    def undelivered(self) -> frozenset[int]:
+        gone, round = self._inbox.status.departed, self._key[0]
+        return self._dropped | {uid for uid in self._neighbors if gone.get(uid, round + 1) <= round}
+
+    @property
+    def departed(self) -> frozenset[int]:
+        status = self._inbox.status
+        if status.stopping or status.regrouping:
+            return self._missing
+        round = self._key[0]
+        return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}
+
+
+def _finite(payload: Payload) -> bool:
+    """The sum of a tensor is finite unless an element is not (or all are huge, which is no better)."""
+    return all(
+        math.isfinite(float(tensor.sum(dtype=torch.float64)))
+        for tensor in payload.tensors.values() if tensor.is_floating_point()
+    ) and all(math.isfinite(value) for value in payload.scalars.values())
