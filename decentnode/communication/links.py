@@ -64,7 +64,7 @@ class Links:
         """How control messages are protected against corruption."""
         self.lock = threading.RLock()
         self.io = IoThread(f"io-{session.uid}", max_bulk_bytes, self, security, self.passes)
-        self._session, self._window, self._counters = session, window, counters
+        self._session, self.window, self._counters = session, window, counters
         self._deliver, self._on_tick, self.crashed = deliver, on_tick, on_crash
         self._on_word = on_word
         self._encrypts = security is not None and security.bulk == "aes-gcm"
@@ -152,7 +152,7 @@ class Links:
     def _edge(self, uid: int) -> Edge:
         found = self._edges.get(uid)
         if found is None:
-            found = self._edges[uid] = Edge(self._window, self._needs_pass)
+            found = self._edges[uid] = Edge(self.window, self._needs_pass)
         return found
 
     def _message(self, kind: type[Message], *values: object) -> Message:
@@ -283,7 +283,7 @@ class Links:
         cost = size + MESSAGE_COST
         edge.came += cost
         try:
-            if edge.came - self._used.get(message.source, 0) > self._window:
+            if edge.came - self._used.get(message.source, 0) > self.window:
                 raise PeerFault("window_exceeded", f"from {message.source}")
             self._session.admit(message)
             self._deliver(message, header_bytes, body)
@@ -365,10 +365,10 @@ class Links:
         """Any thread: bytes of `uid` are used up; tell it when a good part of its window is free again."""
         with self._credit_lock:
             used = self._used[uid] = self._used.get(uid, 0) + size
-            if used - self._granted.get(uid, 0) < self._window // 4:
+            if used - self._granted.get(uid, 0) < self.window // 4:
                 return
             self._granted[uid] = used
-        allowed = used + self._window
+        allowed = used + self.window
         self.io.call(lambda: self.control(uid, self._message(Credit, allowed)))
 
     # -- time -------------------------------------------------------------------------------------------------

@@ -122,8 +122,8 @@ class ZeroMQ(Communication):
         self._security = None if keyring is None else Security(keyring, config.bulk_security)
         kinds = (torch.float32, torch.float64)
         largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
-        self._window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
-        self._links = Links(self._session, self._window, largest + 65536, self.counters, self._security, self._deliver,
+        window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
+        self._links = Links(self._session, window, largest + 65536, self.counters, self._security, self._deliver,
                             self._on_tick, self._on_crash, None if limits is None else self._on_word)  # fmt: skip
         self._io = self._links.io
         self._regroup: Regroup | None = None
@@ -402,7 +402,7 @@ class ZeroMQ(Communication):
         met = self._session.members if self.partners is None else self.partners
         by_chunks = [uid for uid in met if uid != self.uid and self.edges.way(self.uid, uid) != "collective"
                      and uid not in self._memory.mapped]  # fmt: skip
-        return self._window if by_chunks else math.inf
+        return self._links.window if by_chunks else math.inf
 
     @property
     def stopping(self) -> bool:

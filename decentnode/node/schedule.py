@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -277,13 +278,15 @@ class Overlapped(Schedule):
         elif self.sharing.elementwise:
             self._before = self._before.clone()
         self.times.send += time.perf_counter() - started
-        if self._mixes_behind():
+        if self._mixes_behind:
             self._begin_mixing(view)
         update = self._train(view)
         check()
         return update
 
+    @functools.cached_property
     def _mixes_behind(self) -> bool:
+        """Found in the first round: nothing of it changes within a generation of members."""
         rule, model = self.sharing, self.model.parameters
         if rule.phases > 1 or rule.needs_gradient or not possible(self.communication, model):
             return False

@@ -12,8 +12,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -154,6 +156,13 @@ class _Memory(threading.Thread):
             return 0.0
 
 
+def round_records(latest: Path) -> Iterator[list[dict[str, Any]]]:
+    """Every node's records of its rounds without the first two, from the folder of a run."""
+    for path in sorted(latest.glob("nodes/*/metrics.jsonl")):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        yield [record for record in records if record["kind"] == "round"][2:]
+
+
 def run_rounds(overrides: list[str], nodes: int, look: bool = True) -> Run:
     """A real run by the command line, in a throwaway directory.
 
@@ -174,9 +183,7 @@ def run_rounds(overrides: list[str], nodes: int, look: bool = True) -> Run:
         latest = next(Path(folder).glob("*/latest"))
         summary = json.loads((latest / "summary.json").read_text())
         seconds, turned = [], []
-        for path in sorted(latest.glob("nodes/*/metrics.jsonl")):
-            records = [json.loads(line) for line in path.read_text().splitlines()]
-            rounds = [record for record in records if record["kind"] == "round"][2:]
+        for rounds in round_records(latest):
             times = [record["seconds"] for record in rounds]
             seconds.append((statistics.median(times), sum(record["wait_seconds"] for record in rounds) / sum(times)))
             turned += [record["time"] for record in rounds]

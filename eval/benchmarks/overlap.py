@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import CONFIG, machine, planned_mb, separate_seconds
+from common import CONFIG, machine, planned_mb, round_records, separate_seconds
 
 MODEL = "{name: mlp, hidden: [4096, 3000]}"
 SCHEDULES = {
@@ -74,11 +73,10 @@ def turn(where: list[tuple[str, str]], overrides: list[str]) -> dict[str, float]
             if process.returncode:
                 raise SystemExit(f"a machine ended with {process.returncode}:\n{output}")
         found: dict[str, list[float]] = {part: [] for part in PARTS}
-        for path in Path(folder).glob("*/*/latest/nodes/*/metrics.jsonl"):
-            records = [json.loads(line) for line in path.read_text().splitlines()]
-            rounds = [record for record in records if record["kind"] == "round"][2:]
-            for part in PARTS:
-                found[part].append(statistics.median(record[part] for record in rounds))
+        for latest in Path(folder).glob("*/*/latest"):
+            for rounds in round_records(latest):
+                for part in PARTS:
+                    found[part].append(statistics.median(record[part] for record in rounds))
         return {part: statistics.mean(values) for part, values in found.items()}
 
 

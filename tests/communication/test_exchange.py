@@ -233,7 +233,7 @@ def test_a_window_smaller_than_the_payload_bounds_memory_and_does_not_deadlock(e
                 exchange = node.exchange(r, {1 - node.uid: Payload({"x": x})}, (1 - node.uid,))
                 time.sleep(0.1 * node.uid)  # the other one runs ahead
                 held = sum(i.waiting_bytes() for s in node._inbox._incoming.values() for i in s.values())
-                assert held <= node._links._window
+                assert held <= node._links.window
                 for arrival in exchange.arrivals(20):
                     assert (arrival.received[1 - node.uid].tensors["x"] == r).all()
 
@@ -248,7 +248,7 @@ def test_a_receiver_that_never_reads_holds_one_window() -> None:
         time.sleep(0.7)
         receiver = made[1]
         assert isinstance(receiver, ZeroMQ)
-        window = receiver._links._window
+        window = receiver._links.window
         assert window / 2 < receiver.counters.edge(0).data_bytes_received <= window
         exchange = receiver.exchange(0, {}, (0,))
         assert sum(a.stop - a.start for a in exchange.arrivals(20)) == elements

@@ -49,7 +49,7 @@ def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:
         assert isinstance(victim, ZeroMQ)
         seen: list[tuple[str, int | None]] = []
         victim.counters.on_event = lambda kind, peer, _: seen.append((kind, peer))
-        fitting = victim._links._window // (4 * BLOCK_ELEMENTS + MESSAGE_COST)
+        fitting = victim._links.window // (4 * BLOCK_ELEMENTS + MESSAGE_COST)
         assert fitting < 16
         dealer.linger = 0
         dealer.connect(victim._local[1])
@@ -61,4 +61,4 @@ def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:
         until(lambda: seen.count(("window_exceeded", 1)) == 16 - fitting, lambda: victim.counters.faults)
         assert victim.counters.faults == {"window_exceeded": 16 - fitting} and "window_exceeded" in EVENTS
         (incoming,) = victim._inbox._incoming[0, 0].values()
-        assert len(incoming.buffers[0]) == fitting and incoming.waiting_bytes() <= victim._links._window
+        assert len(incoming.buffers[0]) == fitting and incoming.waiting_bytes() <= victim._links.window
