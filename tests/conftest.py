@@ -5,6 +5,8 @@ import os
 import random
 import socket
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share two cores with the processes they start
 
 
@@ -24,3 +26,13 @@ def free_ports(count: int) -> int:
                 for host in ("127.0.0.1", "127.0.0.2"):
                     stack.enter_context(socket.socket()).bind((host, port))
             return first
+
+
+def _has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")

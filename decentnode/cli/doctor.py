@@ -17,7 +17,7 @@ from decentnode.errors import EnvironmentFault
 @click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for the other machines' doctors.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per check.")
 def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: float, as_json: bool) -> None:
-    """Check that this machine can run its share of CONFIG: cores, memory, /dev/shm, ports, file limits, keys.
+    """Check that this machine can run its share of CONFIG: cores, memory, /dev/shm, addresses, ports, files, keys.
 
     With several machines run it on each at the same time: they measure latency, bandwidth and clock differences.
     Exit code 3 when a run would fail.
@@ -32,6 +32,8 @@ def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: 
 
     def checks() -> Iterator[doctor.Finding]:
         yield from doctor.local(experiment, here)
+        if mapping.num_machines > 1:
+            yield doctor.names(experiment, here)
         free = doctor.ports(experiment, here)
         yield free
         if mapping.num_machines > 1 and free.ok:

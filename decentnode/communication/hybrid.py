@@ -51,6 +51,7 @@ from decentnode.communication.sending import grouped
 from decentnode.communication.tagged import TaggedPath
 from decentnode.communication.zeromq import ZeroMQ
 from decentnode.errors import AssemblyError
+from decentnode.mapping.hosts import host_of
 from decentnode.payload import Payload
 
 logger = logging.getLogger(__name__)
@@ -168,12 +169,11 @@ class Hybrid(ZeroMQ):
         if not far:
             return "127.0.0.1", "127.0.0.1"
 
-        def host_of(uid: int) -> str:
-            return self._addresses[uid][CONTROL].removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-        if members[0] in far:
-            return host_of(members[0]), own_address(host_of(members[0]))
-        via = own_address(host_of(far[0]))
+        other = members[0] if members[0] in far else far[0]
+        host = host_of(self._addresses[other][CONTROL])
+        via = own_address(host)
+        if other == members[0]:
+            return host, via
         return via, via
 
     # -- rounds -----------------------------------------------------------------------------------------------

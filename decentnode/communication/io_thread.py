@@ -21,8 +21,10 @@ from typing import Literal, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from decentnode.communication import connections
 from decentnode.communication.helm import Helm, SocketBell
 from decentnode.communication.security import Door, Keyring, Pass
+from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,6 @@ Endpoints = tuple[str, str]
 """Addresses of a node's control and bulk socket, such as ("tcp://10.0.0.7:20000", "tcp://10.0.0.7:20001")."""
 
 CONTROL, BULK = 0, 1
-MAX_CONTROL_BYTES = 1 << 20
 SEND_MESSAGES = 1000
 """Messages that wait in one socket for a peer, before it is full."""
 RECEIVE_BURST = 64
@@ -39,11 +40,6 @@ out."""
 IDLE_SECONDS = 0.25
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
-
-KEEPALIVE_SECONDS = (10, 5, 3)
-"""TCP's own probes of idle connections: after, every, how many. ZeroMQ's heartbeats stay off: libzmq 4.3.5 aborts the
-process when one is due on a connection that broke while its input waited (stream_engine_base.cpp, out_event). Links
-notices from its acknowledgements when nothing comes through, and makes a new connection."""
 
 BROKEN_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -107,7 +103,8 @@ class IoThread(threading.Thread):
         """Held by whoever uses a socket for sending, or any state of the handler."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoints: dict[int, Endpoints] = {}
-        """Where every peer listens."""
+        """Where every peer listens; `connect_to` sets it."""
+        self._by_ipv6: dict[str, bool] = {}
         self._handler, self._security = handler, security
         self._senders: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._blocked: set[tuple[int, int]] = set()
@@ -134,7 +131,7 @@ class IoThread(threading.Thread):
                 self.context, security.keyring, {} if passes is None else passes, handler.connection_event
             )
             self._look_after(self._door.socket, self._door.answer)
-        self.listeners = [self._listener(CONTROL, MAX_CONTROL_BYTES), self._listener(BULK, max_bulk_bytes)]
+        self.listeners = [self._listener(CONTROL, connections.MAX_CONTROL_BYTES), self._listener(BULK, max_bulk_bytes)]
         self._monitors = [self._monitor(listener) for listener in self.listeners]
 
     # -- any thread -------------------------------------------------------------------------------------------
@@ -167,24 +164,25 @@ class IoThread(threading.Thread):
 
     # -- before the thread starts -----------------------------------------------------------------------------
 
+    def connect_to(self, endpoints: Mapping[int, Endpoints]) -> None:
+        """Where peers listen. Blocking while their hosts' names are looked up, for RESOLVE_SECONDS at most.
+
+        libzmq looks every name up again for every connection, but takes an address of one family only: of IPv4 where
+        the name has such addresses. A name that is not known yet (its machine may be on its way) is left to IPv6, for
+        which libzmq takes an IPv4 address where there is no other.
+        """
+        self.endpoints.update(endpoints)
+        hosts = {host for pair in endpoints.values() for each in pair if (host := host_of(each))}
+        self._by_ipv6.update((host, by_ipv6(found)) for host, found in resolve_all(hosts).items())
+
     def _listener(self, plane: int, max_bytes: int) -> zmq.Socket[bytes]:
-        """max_bytes: of one frame; a connection that sends more is cut. libzmq 4.3.5 has no limit for, and never tells
-        of, a message of many frames that never ends: what bounds it is who gets in (keys, or the network's walls)."""
-        listener = self.context.socket(zmq.ROUTER)
-        listener.maxmsgsize = max_bytes
-        listener.rcvhwm = 1000
-        listener.linger = 0
-        listener.setsockopt(zmq.BACKLOG, 1024)
-        self._keep_alive(listener)
         security = self._security
-        if security is not None and plane == BULK and security.bulk_needs_pass:
-            listener.plain_server = True
-        elif security is not None:
-            listener.curve_server = True
-            listener.curve_secretkey = security.keyring.secret
-            listener.curve_publickey = security.keyring.public[security.keyring.uid]
-        self._look_after(listener, lambda: self._receive(plane, listener))
-        return listener
+        made = connections.listener(
+            self.context, max_bytes, None if security is None else security.keyring,
+            plain=security is not None and plane == BULK and security.bulk_needs_pass,
+        )  # fmt: skip
+        self._look_after(made, lambda: self._receive(plane, made))
+        return made
 
     def _look_after(self, socket_: zmq.Socket[bytes], take_in: Callable[[], None]) -> None:
         descriptor = int(socket_.getsockopt(zmq.FD))
@@ -196,15 +194,6 @@ class IoThread(threading.Thread):
         monitor.linger = 0
         self._look_after(monitor, lambda: self._watch(monitor))
         return monitor
-
-    @staticmethod
-    def _keep_alive(socket_: zmq.Socket[bytes]) -> None:
-        idle, interval, count = KEEPALIVE_SECONDS
-        socket_.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket_.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
-        socket_.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
-        socket_.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
-        socket_.setsockopt(zmq.HANDSHAKE_IVL, 5000)
 
     # -- I/O thread, or training thread at the helm -----------------------------------------------------------
 
@@ -355,22 +344,14 @@ class IoThread(threading.Thread):
         sender.close(linger=0)
 
     def _connect(self, uid: int, plane: int, token: bytes) -> zmq.Socket[bytes]:
-        sender = self.context.socket(zmq.DEALER)
-        sender.sndhwm = SEND_MESSAGES
-        sender.linger = 0
-        sender.setsockopt(zmq.RECONNECT_IVL, 50)
-        sender.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        sender.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
-        self._keep_alive(sender)
-        security = self._security
+        at, security = self.endpoints[uid][plane], self._security
+        sender = connections.sender(self.context, SEND_MESSAGES, self._by_ipv6.get(host_of(at), False))
         if security is not None and plane == BULK and security.bulk_needs_pass:
             sender.plain_username = b"%d" % security.keyring.uid
             sender.plain_password = token.hex().encode()
         elif security is not None:
-            sender.curve_secretkey = security.keyring.secret
-            sender.curve_publickey = security.keyring.public[security.keyring.uid]
-            sender.curve_serverkey = security.keyring.public[uid]
-        sender.connect(self.endpoints[uid][plane])
+            connections.log_in_by_key(sender, security.keyring, uid)
+        sender.connect(at)
         self._senders[uid, plane] = sender
         return sender
 

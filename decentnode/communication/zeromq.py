@@ -28,6 +28,7 @@ from decentnode.communication.base import (
     Schema,
 )
 from decentnode.communication.collectives import Collectives
+from decentnode.communication.connections import listen
 from decentnode.communication.edges import EdgeRule
 from decentnode.communication.homes import Homes
 from decentnode.communication.inbox import Inbox
@@ -45,6 +46,7 @@ from decentnode.communication.status import Status
 from decentnode.communication.traffic import Outgoing as Bulk
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
+from decentnode.mapping.hosts import endpoint, host_of
 from decentnode.payload import Payload
 from decentnode.wire.membership import Generation, Limits, Membership
 from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Slot
@@ -169,29 +171,30 @@ class ZeroMQ(Communication):
                 local.append(f"ipc://{plan.ipc_dir}/{self.uid}{'cb'[plane]}")
                 listener.bind(local[-1])
             if plan.port is not None:
-                address = f"tcp://{plan.host}:{plan.port + plane}"
                 try:
-                    listener.bind(address)
+                    listen(listener, plan.host, plan.port + plane)
                 except zmq.ZMQError as error:
                     raise EnvironmentFault(
-                        f"node {self.uid} cannot listen on {address}: {error.strerror}; free the port or choose "
-                        f"another (mapping.base_port, mapping.bind)"
+                        f"node {self.uid} cannot listen on {endpoint(plan.host, plan.port + plane)}: {error.strerror}; "
+                        f"free the port or choose another (mapping.base_port, mapping.bind)"
                     ) from error
+            elif plan.ipc_dir is None and plan.again:
+                listen(listener, host_of(plan.again[plane]), int(plan.again[plane].rpartition(":")[2]))
             elif plan.ipc_dir is None:
-                listener.bind(plan.again[plane] if plan.again else f"tcp://{plan.host}:*")
+                listen(listener, plan.host, None)
             if plan.ipc_dir is None:
                 local.append(listener.getsockopt_string(zmq.LAST_ENDPOINT))
         self._local = (local[CONTROL], local[BULK])
         return self._local
 
     def set_peers(self, endpoints: Mapping[int, Endpoints]) -> None:
-        """Where every other uid listens; before `start`."""
+        """Where every other uid listens; before `start`. Blocking while names are looked up, for a few seconds."""
         for uid, address in endpoints.items():
             if uid != self.uid:
                 self._addresses[uid] = address
         self._sending.over_tcp = [{uid for uid, address in self._addresses.items() if address[plane].startswith("tcp://")}
                           for plane in (CONTROL, BULK)]  # fmt: skip
-        self._io.endpoints.update(self._addresses)
+        self._io.connect_to(self._addresses)
         self._links.control_kind = self._sending.sum_kind(CONTROL, self._addresses)
 
     # -- the start --------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from decentnode.launch.messages import (
 )
 from decentnode.launch.models import save_node
 from decentnode.launch.reporting import Reporter
+from decentnode.mapping.hosts import endpoint
 from decentnode.metrics.events import EventLog
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
@@ -115,14 +116,10 @@ def remote_endpoints(experiment: Experiment, machine: int) -> dict[int, tuple[st
     mapping = experiment.make_mapping()
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     return {
-        place.uid: (f"tcp://{_host(place.host)}:{place.port}", f"tcp://{_host(place.host)}:{place.port + 1}")
+        place.uid: (endpoint(place.host, place.port), endpoint(place.host, place.port + 1))
         for place in places
         if place.machine != machine and place.port is not None
     }
-
-
-def _host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence[str] = ()) -> BindPlan:

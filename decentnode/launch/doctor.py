@@ -23,12 +23,14 @@ import zmq
 
 from decentnode.build import machines_of, make_model, schemas_of, threads_of
 from decentnode.communication.board import FOLDER, Layout
+from decentnode.communication.connections import listen
 from decentnode.communication.security import load_keyring
 from decentnode.communication.zeromq_config import ZeroMQConfig
 from decentnode.data import shares
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
 from decentnode.launch.prepare import size
+from decentnode.mapping.hosts import by_ipv6, endpoint, resolve_all, resolved, unreachable
 from decentnode.sharing.compressed import make_sharing
 from decentnode.tensors import FlatModel
 
@@ -109,6 +111,27 @@ def _keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:
         yield Finding("keys", True, f"{Path(config.keys)}: complete for the {len(uids)} nodes of this machine")
 
 
+def names(experiment: Experiment, machine: int) -> Finding:
+    """Whether the mapping's hosts are, seen from here, what machines can reach each other by."""
+    mapping = experiment.make_mapping()
+    error, warning = unreachable(mapping, machine)
+    if error or warning:
+        return Finding("addresses", False if error else None, error or warning)
+    hosts = {mapping.place(mapping.local(each)[0]).host for each in range(mapping.num_machines)}
+    found = resolve_all(hosts)
+    unknown = sorted(host for host in hosts if not found[host])
+    if unknown:
+        return Finding("addresses", None, f"not known here: {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}; "
+                                          f"a node waits for such a name to be known")  # fmt: skip
+    own = mapping.place(mapping.local(machine)[0])
+    return Finding("addresses", True, f"machine {machine} is {own.host}, listens on {own.bind}")
+
+
+def address_of(host: str, port: int | None) -> str:
+    """"host:port" for people, IPv6 addresses in brackets."""
+    return endpoint(host, port or 0).removeprefix("tcp://")
+
+
 def ports(experiment: Experiment, machine: int) -> Finding:
     """Whether every port of this machine's nodes is free."""
     mapping = experiment.make_mapping()
@@ -119,14 +142,14 @@ def ports(experiment: Experiment, machine: int) -> Finding:
         for host, port in wanted:
             with context.socket(zmq.ROUTER) as probe:
                 try:
-                    probe.bind(f"tcp://{host}:{port}")
+                    listen(probe, host, port)
                 except zmq.ZMQError as error:
-                    taken.append(f"{host}:{port} ({error.strerror})")
+                    taken.append(f"{address_of(host, port)} ({error.strerror})")
     if not wanted:
         return Finding("ports", True, "none needed: Unix sockets, or free ports")
     few = ", ".join(taken[:5]) + (", ..." if len(taken) > 5 else "")
     return Finding("ports", not taken, f"{len(taken)} of {len(wanted)} cannot be used: {few}" if taken
-                   else f"{len(wanted)} ports from {wanted[0][0]}:{wanted[0][1]} are free")  # fmt: skip
+                   else f"{len(wanted)} ports from {address_of(*wanted[0])} are free")  # fmt: skip
 
 
 class Desk:
@@ -137,7 +160,7 @@ class Desk:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.maxmsgsize = 2 * MAX_PAYLOAD
         self._router.linger = 0
-        self._router.bind(f"tcp://{bind}:{port}")
+        listen(self._router, bind, port)
         self._machine = machine
         self._over = threading.Event()
         self.done: set[int] = set()
@@ -187,7 +210,8 @@ class Patient:
         self._socket = context.socket(zmq.DEALER)
         self._socket.maxmsgsize = 2 * MAX_PAYLOAD
         self._socket.linger = 500
-        self._socket.connect(f"tcp://{host}:{port}")
+        self._socket.ipv6 = by_ipv6(resolved(host))
+        self._socket.connect(endpoint(host, port))
         self._number = 0
 
     def ask(self, kind: str, payload: Any = None, timeout_seconds: float = ASK_SECONDS) -> tuple[Any, float] | None:
@@ -221,7 +245,7 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
             patients[other] = Patient(context, first[other].host, port)
         try:
             for other, patient in patients.items():
-                where = f"machine {other} ({first[other].host}:{first[other].port})"
+                where = f"machine {other} ({address_of(first[other].host, first[other].port)})"
                 yield from _examine(patient, other, where, deadline)
             for other, patient in patients.items():
                 patient.ask("done", machine, 0.5 if other not in desk.done else ASK_SECONDS)

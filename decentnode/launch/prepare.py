@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import traceback
 
@@ -13,7 +12,7 @@ from decentnode import __version__
 from decentnode.build import device_of, make_model, threads_of
 from decentnode.communication.zeromq_config import ZeroMQConfig
 from decentnode.data import shares
-from decentnode.errors import DecentnodeError, MappingError, NodeFailed, UsageError
+from decentnode.errors import DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment, load
 from decentnode.graph import spectrum
 from decentnode.graph.file import format_edges
@@ -22,6 +21,7 @@ from decentnode.launch.messages import Channel, Facts, Failed, Header, Request
 from decentnode.launch.traffic import Traffic, traffic
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
+from decentnode.mapping.hosts import address, unreachable
 
 
 def answer(request: Request, channel: Channel) -> int:
@@ -72,6 +72,8 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         raise UsageError(f"{request.config}: communication inproc runs all nodes in one process, on one machine")
     if in_process:
         machine, machines = 0, [list(range(graph.num_nodes))]
+    elif unreachable_here := unreachable(mapping, machine)[0]:
+        raise EnvironmentFault(f"{request.config}: {unreachable_here}")
     with open(request.config, encoding="utf-8") as file:
         text = file.read()
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
@@ -147,10 +149,8 @@ def exposure(experiment: Experiment) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    known = address(host)
+    return host == "localhost" if known is None else known.is_loopback
 
 
 def _versions(experiment: Experiment) -> str:

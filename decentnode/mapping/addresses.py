@@ -10,6 +10,7 @@ import psutil
 import yaml
 
 from decentnode.errors import MappingError
+from decentnode.mapping.hosts import address
 
 Addresses = Path | list[str] | dict[int, str]
 """A file, hosts in order, or machine number -> host."""
@@ -49,15 +50,16 @@ def own_names() -> set[str]:
     name = socket.gethostname()
     found = {name, name.partition(".")[0], "localhost"}
     for interfaces in psutil.net_if_addrs().values():
-        found |= {
-            each.address.partition("%")[0] for each in interfaces if each.family in (socket.AF_INET, socket.AF_INET6)
-        }
+        given = [each.address.partition("%")[0] for each in interfaces
+                 if each.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
+        found |= {str(address(each) or each) for each in given}
     return found
 
 
 def find(hosts_: Sequence[str], names: set[str]) -> int:
-    """The one machine whose host is among `names`. Raises MappingError when none or several are."""
-    found = [machine for machine, host in enumerate(hosts_) if host in names]
+    """The one machine whose host is among `names`, names in any case. Raises MappingError when none or several are."""
+    lower = {name.lower() for name in names}
+    found = [machine for machine, host in enumerate(hosts_) if host.lower() in lower]
     if len(found) == 1:
         return found[0]
     known = ", ".join(f"{machine}: {host}" for machine, host in enumerate(hosts_))

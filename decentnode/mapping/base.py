@@ -16,7 +16,7 @@ class Place:
     machine: int
     rank: int
     host: str
-    """Name or address that the others connect to."""
+    """Name or address that the others connect to; IPv6 ones without brackets."""
     port: int | None
     """First of the node's two TCP ports (control; bulk is port + 1), or None: free ones, one machine only."""
     device: str

@@ -19,13 +19,14 @@ class LinearConfig(Config):
     nodes_per_machine: int = Field(ge=1)
     """Nodes on each."""
     addresses: Addresses | None = None
-    """Host of each machine: a list, {machine: host}, or the path of a YAML or JSON file with either; needed for several
-    machines."""
+    """Host of each machine, a name or an IPv4 or IPv6 address: a list, {machine: host}, or the path of a YAML or JSON
+    file with either; needed for several machines."""
     base_port: int | None = Field(None, ge=1, le=65535)
     """First TCP port on every machine: node r takes base_port + 2 r and the next one. On one machine nodes use Unix
     sockets or free ports when not given; across machines it is 20000."""
     bind: str | None = None
-    """Address of the interface to listen on; a machine's own address when there are several, loopback otherwise."""
+    """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all; a machine's own host
+    when there are several, loopback otherwise. A name means all of its addresses that this machine has."""
     device: str | list[str] = "auto"
     """Where models live: auto, cpu, cuda or cuda:N, or a list of these that the nodes of a machine take in turn. With
     auto and cuda node r takes GPU r, counted round; auto is the CPU where there is none."""

@@ -13,6 +13,7 @@ from decentnode.component import Config
 from decentnode.errors import MappingError
 from decentnode.mapping.addresses import find
 from decentnode.mapping.base import Mapping, Place
+from decentnode.mapping.hosts import address, checked
 
 PORTS_PER_NODE = 2
 DEFAULT_BASE_PORT = 20000
@@ -26,11 +27,12 @@ class MachineConfig(pydantic.BaseModel):
     nodes: int = Field(ge=1)
     """How many nodes it runs."""
     host: str = "127.0.0.1"
-    """Name or address that the other machines reach it by."""
+    """Name or address (IPv4 or IPv6) that the other machines reach it by."""
     base_port: int | None = Field(None, ge=1, le=65535)
     """First port: node r of the machine takes base_port + 2 r and the next one."""
     bind: str | None = None
-    """Address of the interface to listen on; `host` when there are several machines, loopback otherwise."""
+    """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all; `host` when there are
+    several machines, loopback otherwise. A name means all of its addresses that this machine has."""
     device: str | list[str] = "auto"
     """Where models live: auto, cpu, cuda or cuda:N, or a list of these that its nodes take in turn. With auto and cuda
     node r takes GPU r, counted round; auto is the CPU where there is none."""
@@ -56,12 +58,31 @@ class Table(Mapping):
         for number, machine in enumerate(machines):
             if not machine.device:
                 raise MappingError(f"device of machine {number} must name one at least, got {machine.device!r}")
+        machines = [self._with_hosts_checked(machine, number, len(machines)) for number, machine in enumerate(machines)]
         self.machines = machines
         self.num_machines = len(machines)
         self._first = [sum(m.nodes for m in machines[:i]) for i in range(len(machines) + 1)]
         self.num_nodes = self._first[-1]
         self._places = [self._place(machine, rank) for machine, m in enumerate(machines) for rank in range(m.nodes)]
         self._check_ports()
+
+    @staticmethod
+    def _with_hosts_checked(machine: MachineConfig, number: int, machines: int) -> MachineConfig:
+        """The same machine, with its host and bind in one spelling. Raises MappingError for what cannot be one."""
+        spelled = {}
+        for key, host in (("host", machine.host), ("bind", machine.bind)):
+            try:
+                spelled[key] = None if host is None else checked(host)
+            except ValueError as error:
+                raise MappingError(f"{key} of machine {number} {error}") from None
+        host = spelled["host"]
+        known = address(host) if host else None
+        if machines > 1 and (host == "*" or (known is not None and known.is_unspecified)):
+            raise MappingError(
+                f"host of machine {number} must be what the others reach it by, got {host!r}; to listen on every "
+                f"interface give its own address or name here, and bind: {'0.0.0.0' if host == '*' else host}"
+            )
+        return machine.model_copy(update=spelled)
 
     def _place(self, machine: int, rank: int) -> Place:
         m = self.machines[machine]

@@ -14,15 +14,18 @@ import zmq
 from click.testing import CliRunner
 
 from decentnode.cli import main
+from decentnode.errors import EnvironmentFault
+from decentnode.experiment import load
 from decentnode.launch.doctor import Desk, Patient
-from tests.conftest import free_ports
+from decentnode.launch.messages import Request
+from decentnode.launch.prepare import facts
+from tests.conftest import free_ports, needs_ipv6
 
 ROOT = Path(__file__).parents[2]
 
 
-def mapping(port: int) -> str:
-    return ("mapping={name: linear, machines: 2, nodes_per_machine: 4, addresses: [127.0.0.1, 127.0.0.2], "
-            f"base_port: {port}}}")  # fmt: skip
+def mapping(port: int, hosts: str = "127.0.0.1, 127.0.0.2") -> str:
+    return f"mapping={{name: linear, machines: 2, nodes_per_machine: 4, addresses: [{hosts}], base_port: {port}}}"
 
 
 def findings(output: str) -> dict[str, dict[str, object]]:
@@ -47,11 +50,16 @@ def test_what_would_fail_is_an_error() -> None:
     assert findings(told)["ports"]["ok"] is False
 
 
-def test_two_machines_examine_each_other() -> None:
+@pytest.mark.parametrize("hosts", [
+    pytest.param("127.0.0.1, 127.0.0.2", id="IPv4"),
+    pytest.param("'::1', localhost", id="IPv6 and a name", marks=needs_ipv6),
+])  # fmt: skip
+def test_two_machines_examine_each_other(hosts: str) -> None:
     port = free_ports(16)
     config = str(ROOT / "configs" / "two_machines.yaml")
+    machines = mapping(port, hosts)
     processes = [
-        subprocess.Popen([sys.executable, "-m", "decentnode", "doctor", config, "-m", str(m), "-s", mapping(port),
+        subprocess.Popen([sys.executable, "-m", "decentnode", "doctor", config, "-m", str(m), "-s", machines,
                           "--json"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for m in (0, 1)
     ]  # fmt: skip
@@ -61,6 +69,7 @@ def test_two_machines_examine_each_other() -> None:
         found = findings(output)
         other = 1 - machine
         assert any(what.startswith(f"machine {other} (") and f["ok"] for what, f in found.items())
+        assert found["addresses"]["ok"] is True
         assert abs(float(str(found[f"clock of machine {other}"]["detail"]).split()[0])) < 1000
 
 
@@ -83,3 +92,16 @@ def test_the_desk_answers_nothing_but_its_questions() -> None:
         patient = Patient(context, "127.0.0.1", port)
         assert patient.ask("who") is not None and patient.ask("who")[0] == 4  # type: ignore[index]
         patient.close()
+
+
+def test_a_machine_that_is_loopback_to_itself_is_told_before_the_start() -> None:
+    """What `127.0.1.1 NAME` in /etc/hosts comes to, where the mapping has other machines."""
+    config, port = str(ROOT / "configs" / "two_machines.yaml"), free_ports(16)
+    chosen = mapping(port, "localhost, 192.0.2.77")
+    with pytest.raises(EnvironmentFault, match=r"machine 0 listens on 'localhost', which is 127.0.0.1 here"):
+        facts(load(config, [chosen]), Request(config, [chosen], machine=0))
+    assert facts(load(config, [chosen]), Request(config, [chosen], machine=1)).machine == 1
+    result = CliRunner().invoke(main, ["doctor", config, "-m", "0", "-s", chosen, "--json", "--wait", "0.1"])
+    told = findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
+    assert result.exit_code == 3 and told["addresses"]["ok"] is False
+    assert "'localhost'" in str(told["addresses"]["detail"])

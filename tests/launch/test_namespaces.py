@@ -1,4 +1,5 @@
-"""Two machines for real: two network namespaces joined by a cable, each finding out by itself which machine it is."""
+"""Two machines for real: two network namespaces joined by a cable, each finding out by itself which machine it is;
+over IPv4, over IPv6, and by names."""
 
 from __future__ import annotations
 
@@ -19,41 +20,75 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[tuple[str, str]]]:
-    """(namespace, address) of two hosts; skipped where namespaces may not be made."""
+def cable(networks: list[str]) -> Iterator[list[tuple[str, ...]]]:
+    """(namespace, its addresses in `networks`, such as "10.0.0." or "fd00::") of two hosts; skipped where namespaces
+    may not be made."""
     if shutil.which("ip") is None:
         pytest.skip("needs the ip command")
     mark = f"dn{os.getpid() % 100000}"
-    network = f"10.{(os.getpid() >> 8) % 250 + 1}.{os.getpid() % 250 + 1}"
-    made = [(f"{mark}{side}", f"{network}.{number}") for number, side in enumerate("ab", 1)]
+    made = [(f"{mark}{side}", *(f"{each}{number}" for each in networks)) for number, side in enumerate("ab", 1)]
     try:
         try:
-            for name, _ in made:
+            for name, *_ in made:
                 ip("netns", "add", name)
             ip("link", "add", f"{mark}va", "type", "veth", "peer", "name", f"{mark}vb")
-            for (name, address), side in zip(made, "ab", strict=True):
+            for (name, *addresses), side in zip(made, "ab", strict=True):
                 ip("link", "set", f"{mark}v{side}", "netns", name)
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", f"{mark}v{side}")
+                for each in addresses:
+                    size, more = ("/64", ["nodad"]) if ":" in each else ("/24", [])
+                    ip("-n", name, "addr", "add", each + size, "dev", f"{mark}v{side}", *more)
                 ip("-n", name, "link", "set", f"{mark}v{side}", "up")
                 ip("-n", name, "link", "set", "lo", "up")
         except (subprocess.CalledProcessError, OSError) as error:
             pytest.skip(f"no network namespaces here: {error}")
         yield made
     finally:
-        for name, _ in made:
+        for name, *_ in made:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
 
 
-def start(host: tuple[str, str], config: Path, folder: Path) -> subprocess.Popen[str]:
+def network_of(kind: int) -> str:
+    if kind == 6:
+        return f"fd00:{os.getpid() % 65536:x}::"
+    return f"10.{(os.getpid() >> 8) % 250 + 1}.{os.getpid() % 250 + 1}."
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, ...]]]:
+    yield from cable([network_of(4)])
+
+
+@pytest.fixture
+def hosts6() -> Iterator[list[tuple[str, ...]]]:
+    yield from cable([network_of(6)])
+
+
+@pytest.fixture
+def named(hosts6: list[tuple[str, ...]]) -> Iterator[list[tuple[str, str]]]:
+    """(namespace, name) of two hosts that know each other's IPv6 addresses by /etc/hosts alone, as `ip netns exec`
+    shows it to its commands."""
+    folders = [Path("/etc/netns", name) for name, _ in hosts6]
+    names = [f"{name}-host" for name, _ in hosts6]
+    lines = "".join(f"{address} {name}\n" for (_, address), name in zip(hosts6, names, strict=True))
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")
+        yield [(namespace, name) for (namespace, _), name in zip(hosts6, names, strict=True)]
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(host: tuple[str, ...], config: Path, folder: Path, machine: str = "auto") -> subprocess.Popen[str]:
     command = ["ip", "netns", "exec", host[0], sys.executable, "-m", "decentnode", "launch", str(config),
-               "--machine", "auto", "--plain", "--run-dir", str(folder / host[0])]  # fmt: skip
+               "--machine", machine, "--plain", "--run-dir", str(folder / host[0])]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
-def write_config(folder: Path, hosts: list[tuple[str, str]], **more: str) -> Path:
+def write_config(folder: Path, hosts: list[tuple[str, ...]], **more: str) -> Path:
     path = folder / "two.yaml"
-    addresses = ", ".join(address for _, address in hosts)
+    addresses = ", ".join(f'"{address}"' for _, address in hosts)
     lines = {
         "extends": str(ROOT / "configs" / "quickstart.yaml"),
         "name": "two",
@@ -66,7 +101,7 @@ def write_config(folder: Path, hosts: list[tuple[str, str]], **more: str) -> Pat
     return path
 
 
-def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, ...]], tmp_path: Path) -> None:
     config = write_config(tmp_path, hosts)
     processes = [start(host, config, tmp_path) for host in hosts]
     outputs = [process.communicate(timeout=90)[0] for process in processes]
@@ -78,9 +113,29 @@ def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, str]], tm
     assert figures["accuracy_mean"] > 0.5
 
 
-def test_a_machine_that_never_comes_is_named(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_a_machine_that_never_comes_is_named(hosts: list[tuple[str, ...]], tmp_path: Path) -> None:
     config = write_config(tmp_path, hosts, communication="{name: auto, start_timeout_seconds: 3}")
     process = start(hosts[0], config, tmp_path)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 4, output
     assert "machine 1" in output and hosts[1][1] in output, output
+
+
+def test_two_machines_train_over_ipv6_by_address_and_by_name(
+    hosts6: list[tuple[str, ...]], named: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, [hosts6[0], named[1]], node="{rounds: 2}")
+    processes = [start(host, config, tmp_path, machine) for host, machine in zip(hosts6, ("auto", "1"), strict=True)]
+    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+
+
+def test_a_name_that_is_loopback_to_its_own_machine_ends_there_at_once(
+    named: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    own = Path("/etc/netns", named[0][0], "hosts")
+    own.write_text(own.read_text().replace("127.0.0.1 localhost", f"127.0.1.1 {named[0][1]}\n127.0.0.1 localhost")
+                   .replace(f"::1 {named[0][1]}\n", "::9 nobody\n"))  # fmt: skip
+    process = start(named[0], write_config(tmp_path, named), tmp_path, "0")
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 3 and f"listens on '{named[0][1]}', which is 127.0.1.1 here" in output, output

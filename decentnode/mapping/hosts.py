@@ -1,0 +1,143 @@
+"""Hosts as people write them: names, IPv4 and IPv6 addresses; what they lead to from this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterable
+
+from decentnode.mapping.base import Mapping
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
+RESOLVE_SECONDS = 5.0
+"""Longest wait for the system's resolver; a name that it has not found by then counts as unknown."""
+
+
+def address(host: str) -> Address | None:
+    """The address that `host` spells, an IPv6 one with or without brackets; None for names."""
+    try:
+        found = ipaddress.ip_address(host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host)
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def checked(host: str) -> str:
+    """`host` in the one spelling that is compared: addresses compressed and without brackets, names as they are.
+
+    Raises ValueError for what is no host, and for IPv6 link-local addresses.
+    """
+    found = address(host)
+    if found is not None:
+        if found.version == 6 and found.is_link_local:
+            raise ValueError(
+                f"must not be a link-local address, got {host!r}: it means another machine on every link; give a "
+                f"global or unique local one (fd00::/8), or a name"
+            )
+        if "%" in host:
+            raise ValueError(f"must be an address without a zone, got {host!r}")
+        return str(found)
+    if host == "*" or _NAME.fullmatch(host):
+        return host
+    raise ValueError(f"must be a name, an IPv4 or an IPv6 address, without a port, got {host!r}")
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """The address of a socket: tcp://host:port, an IPv6 address in brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host and host[0] != "[" else f"tcp://{host}:{port}"
+
+
+def host_of(endpoint_: str) -> str:
+    """The host of a tcp endpoint, without brackets; empty for any other."""
+    return endpoint_[6:].rpartition(":")[0].strip("[]") if endpoint_.startswith("tcp://") else ""
+
+
+def resolved(host: str) -> list[str]:
+    """The addresses of a host, IPv4 before IPv6, without link-local ones; none where the name is unknown here.
+
+    Blocking as long as the system's resolver is.
+    """
+    literal = address(host)
+    if literal is not None:
+        return [str(literal)]
+    try:
+        rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    found = [address(str(row[4][0]).partition("%")[0]) for row in rows]
+    usable = [each for each in found if each is not None and not (each.version == 6 and each.is_link_local)]
+    return list(dict.fromkeys(str(each) for each in sorted(usable, key=lambda each: each.version)))
+
+
+def resolve_all(hosts: Iterable[str], seconds: float = RESOLVE_SECONDS) -> dict[str, list[str]]:
+    """`resolved` for many hosts at once. Blocking for `seconds` at most; names not found by then have no addresses."""
+    found: dict[str, list[str]] = {}
+    missing = set()
+    for host in set(hosts):
+        literal = address(host)
+        if literal is None:
+            missing.add(host)
+        else:
+            found[host] = [str(literal)]
+
+    def ask(host: str) -> None:
+        answers[host] = resolved(host)
+
+    answers: dict[str, list[str]] = {}
+    threads = [threading.Thread(target=ask, args=(host,), daemon=True) for host in sorted(missing)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return found | {host: answers.get(host, []) for host in missing}
+
+
+def by_ipv6(addresses: list[str]) -> bool:
+    """Whether a host with these addresses is reached over IPv6: where it has no IPv4 address, or is not known yet."""
+    return not any(":" not in each for each in addresses)
+
+
+def is_loopback(addresses: list[str]) -> bool:
+    """Whether these addresses, one or more, lead nowhere but to this machine."""
+    return bool(addresses) and all(ipaddress.ip_address(each).is_loopback for each in addresses)
+
+
+def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
+    """(error, warning): what keeps other machines from reaching this one, and this one from reaching others, because
+    a host leads to loopback here. Empty where nothing does, and where all machines are loopback.
+
+    A node that listens on 127.0.0.1, because this machine's /etc/hosts says so of its own name, waits in vain for the
+    others, which go to the machine's true address or to themselves. A `bind` to a loopback address is taken at its
+    word, as is another machine's loopback host: a tunnel may lead there. Blocking for RESOLVE_SECONDS at most.
+    """
+    if mapping.num_machines < 2:
+        return "", ""
+    places = [mapping.place(mapping.local(each)[0]) for each in range(mapping.num_machines)]
+    own = places[machine]
+    found = resolve_all({place.host for place in places} | {own.bind})
+    loopback = [number for number, place in enumerate(places) if is_loopback(found[place.host])]
+    if len(loopback) == len(places):
+        return "", ""
+    listens = is_loopback(found[own.bind]) and (own.bind == own.host or address(own.bind) is None)
+    if listens:
+        others = [number for number in range(len(places)) if number != machine]
+        other = min(others, key=lambda number: (number in loopback, number))
+        return (
+            f"machine {machine} listens on {own.bind!r}, which is {found[own.bind][0]} here: machine {other} "
+            f"({places[other].host}) cannot reach that; give machine {machine} the address of its network interface "
+            f"(mapping), or correct what this machine's /etc/hosts says of {own.bind!r}"
+        ), ""
+    wrong = [number for number in loopback if number != machine]
+    if wrong:
+        host = places[wrong[0]].host
+        return "", (
+            f"machine {wrong[0]} is {host!r} in the mapping, which is {found[host][0]} here: unless a tunnel leads "
+            f"there, this machine reaches itself in its place"
+        )
+    return "", ""

@@ -1,0 +1,122 @@
+"""Hosts as people write them, and what they lead to from here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from decentnode.errors import MappingError
+from decentnode.mapping import addresses, hosts
+from decentnode.mapping.hosts import (
+    by_ipv6,
+    checked,
+    endpoint,
+    host_of,
+    is_loopback,
+    resolve_all,
+    resolved,
+    unreachable,
+)
+from tests.mapping.test_mappings import linear, table
+
+
+@pytest.mark.parametrize(("host", "spelled"), [
+    ("10.0.0.1", "10.0.0.1"), ("[::1]", "::1"), ("FD00:0::2", "fd00::2"), ("::ffff:10.0.0.1", "10.0.0.1"),
+    ("node-7.example.org", "node-7.example.org"), ("node-7.example.org.", "node-7.example.org."), ("a_b", "a_b"),
+    ("*", "*"), ("::", "::"), ("169.254.1.1", "169.254.1.1"),
+])  # fmt: skip
+def test_a_host_has_one_spelling(host: str, spelled: str) -> None:
+    assert checked(host) == spelled
+
+
+@pytest.mark.parametrize(("host", "says"), [
+    ("fe80::1", "link-local"), ("[fe80::1%eth0]", "link-local"), ("fd00::2%eth0", "without a zone"),
+    ("10.0.0.1:20000", "without a port"), ("[::1]:20000", "without a port"), ("tcp://10.0.0.1", "must be a name"),
+    ("a b", "must be a name"), ("", "must be a name"), ("-a", "must be a name"), ("a/b", "must be a name"),
+])  # fmt: skip
+def test_what_is_no_host_is_told_with_the_reason(host: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        checked(host)
+
+
+def test_the_mapping_names_the_machine_of_a_bad_host() -> None:
+    with pytest.raises(MappingError, match="host of machine 1 must not be a link-local address, got 'fe80::2'"):
+        linear(machines=2, nodes_per_machine=1, addresses=["10.0.0.1", "fe80::2"])
+    with pytest.raises(MappingError, match="bind of machine 0 must not be a link-local"):
+        linear(nodes_per_machine=1, bind="fe80::2")
+    for anywhere, bind in (("0.0.0.0", "0.0.0.0"), ("[::]", "::"), ("*", "0.0.0.0")):
+        with pytest.raises(MappingError, match=f"host of machine 1 must be what the others reach it by.*bind: {bind}"):
+            linear(machines=2, nodes_per_machine=1, addresses=["a", anywhere])
+    with pytest.raises(MappingError, match="port 20000 on fd00::1 is taken twice"):
+        table({"nodes": 1, "host": "fd00::1"}, {"nodes": 1, "host": "[FD00:0::1]"})
+
+
+def test_places_and_endpoints_of_ipv6_hosts() -> None:
+    mapping = linear(machines=2, nodes_per_machine=1, addresses=["[fd00::1]", "fd00::2"], bind="[::]")
+    assert [(mapping.place(uid).host, mapping.place(uid).bind) for uid in (0, 1)] == [("fd00::1", "::"),
+                                                                                      ("fd00::2", "::")]  # fmt: skip
+    assert endpoint("fd00::1", 7) == endpoint("[fd00::1]", 7) == "tcp://[fd00::1]:7"
+    assert [host_of(each) for each in ("tcp://[fd00::1]:7", "tcp://a.b:7", "ipc:///tmp/x")] == ["fd00::1", "a.b", ""]
+
+
+def test_a_machine_finds_itself_by_any_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping = linear(machines=3, nodes_per_machine=1, addresses=["Alpha", "FD00:0::2", "10.0.0.3"])
+    assert mapping.find_machine({"fd00::2", "127.0.0.1"}) == 1
+    assert mapping.find_machine({"alpha"}) == 0
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {
+        "eth0": [type("A", (), {"family": socket.AF_INET6, "address": each}) for each in ("fe80::1%eth0", "FD00::0:2")],
+    })  # fmt: skip
+    assert mapping.find_machine(addresses.own_names()) == 1
+
+
+class Names:
+    """A resolver that knows the names given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **known: list[str]) -> None:
+        self.known = known
+        monkeypatch.setattr(hosts.socket, "getaddrinfo", self)
+
+    def __call__(self, host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if host not in self.known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(0, 0, 0, "", (each, 0)) for each in self.known[host]]
+
+
+def test_names_lead_to_addresses_of_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    Names(monkeypatch, a=["fd00::1", "10.0.0.1", "10.0.0.1"], six=["fd00::6", "fe80::6%eth0"], here=["127.0.1.1"])
+    assert resolved("a") == ["10.0.0.1", "fd00::1"] and resolved("six") == ["fd00::6"] and resolved("x") == []
+    assert resolve_all(["a", "six", "x", "::1"]) == {"a": resolved("a"), "six": ["fd00::6"], "x": [], "::1": ["::1"]}
+    families = [by_ipv6(resolved(each)) for each in ("a", "six", "x", "10.0.0.1", "::1")]
+    assert families == [False, True, True, False, True]
+    assert [is_loopback(resolved(each)) for each in ("a", "x", "here", "::1")] == [False, False, True, True]
+
+
+def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(hosts.socket, "getaddrinfo", lambda *_, **__: over.wait(60) and [])
+    try:
+        assert resolve_all(["silent", "10.0.0.1"], 0.05) == {"silent": [], "10.0.0.1": ["10.0.0.1"]}
+    finally:
+        over.set()
+
+
+def test_a_machine_whose_name_is_loopback_to_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Names(monkeypatch, here=["127.0.1.1"], there=["10.0.0.2"], localhost=["::1", "127.0.0.1"], odd=["127.0.0.1"])
+
+    def told(*hosts_: str, machine: int = 0, **more: object) -> tuple[str, str]:
+        return unreachable(linear(machines=len(hosts_), nodes_per_machine=1, addresses=list(hosts_), **more), machine)
+
+    error, warning = told("here", "there")
+    assert "machine 0 listens on 'here', which is 127.0.1.1 here: machine 1 (there) cannot reach that" in error
+    assert "/etc/hosts" in error and not warning
+    assert "'127.0.0.1'" in told("127.0.0.1", "10.0.0.2")[0] and "'here'" in told("10.0.0.1", "there", bind="here")[0]
+    assert "machine 2 (there)" in told("here", "odd", "there")[0]
+    for fine in (("here", "localhost"), ("127.0.0.1", "127.0.0.2"), ("::1", "odd"), ("10.0.0.1", "there"),
+                 ("here",), ("10.0.0.1", "unknown")):  # fmt: skip
+        assert told(*fine) == ("", ""), fine
+    assert told("here", "there", bind="127.0.0.1") == ("", ""), "asked for: a tunnel may lead there"
+    assert told("here", "there", bind="0.0.0.0") == ("", "")
+    error, warning = told("there", "odd")
+    assert not error and "machine 1 is 'odd' in the mapping, which is 127.0.0.1 here" in warning
