@@ -29,6 +29,7 @@ from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
 from decentnode.problems import Problem, raised
 from decentnode.sharing import SHARINGS
+from decentnode.training.supervised import SupervisedConfig
 
 if TYPE_CHECKING:
     from decentnode.experiment import Experiment
@@ -126,6 +127,31 @@ def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
             )
     except UsageError as error:
         yield dataclasses.replace(raised("model", error, type(experiment.model).model_fields), other=("data",))
+
+
+def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
+    """A learning-rate schedule of a fixed length (one_cycle) has a tick for every round, or step, of the run."""
+    training = experiment.training
+    if not isinstance(training, SupervisedConfig) or (most := training.lr_schedule.most_ticks()) is None:
+        return
+    samples, rounds, every = 0, experiment.node.rounds, training.lr_schedule.every
+    if every == "step" and training.local_epochs is not None:
+        graph = _graph(experiment)
+        if graph is None:
+            return
+        try:
+            _, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+        except UsageError:
+            return
+        samples = max(map(len, parts))
+    ticks = training.most_ticks(rounds, samples)
+    if ticks > most:
+        length = training.lr_schedule.arguments()
+        key = ("total_steps",) if "total_steps" in length else ("epochs",) if "epochs" in length else ()
+        warmup = f", {training.lr_schedule.warmup} of them warm-up," if training.lr_schedule.warmup else ""
+        message = f": {training.lr_schedule.name} ends after {most} {every}s{warmup} but the run has {ticks}"
+        hint = f"total_steps: {ticks - training.lr_schedule.warmup} would do"
+        yield Problem(("training", "lr_schedule", *key), message, hint, other=("node", "rounds"))
 
 
 def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
@@ -261,6 +287,7 @@ CHECKS: tuple[Check, ...] = (
     data_can_be_opened,
     every_node_gets_data,
     model_takes_the_data,
+    schedule_lasts,
     sharing_suits_the_graph,
     groups_suit_the_graph,
     inproc_is_one_machine,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -18,7 +20,8 @@ from decentnode.payload import TensorSpec
 class Codec(Component, abc.ABC):
     """A pure function of its configuration: no state between calls. Works on the device of what it is given.
 
-    Empty tensors are fine. NaN and infinity come back as something that is not finite.
+    Empty tensors are fine. NaN and infinity come back as something that is not finite; whatever is finite comes back
+    finite, at most the largest value of its dtype, however the codec rounds.
     """
 
     elementwise: ClassVar[bool] = False
@@ -51,6 +54,29 @@ class Codec(Component, abc.ABC):
             size = coded[name].numel() if name in coded else -1
             if size != spec.max_elements if spec.exact else not 0 <= size <= spec.max_elements:
                 raise PeerFault("malformed_payload", f"{name} of {count} values has {size} elements")
+
+
+@functools.cache
+def largest_shared(a: torch.dtype, b: torch.dtype) -> float:
+    """The largest number that both floating-point formats have: so many leading bits, so large an exponent."""
+    ends = [torch.finfo(dtype) for dtype in (a, b)]
+    exponent = min(math.frexp(end.max)[1] for end in ends)
+    return math.ldexp(1.0 - max(end.eps for end in ends) / 2, exponent)
+
+
+def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """values as dtype, finite ones beyond its range as the largest it has; no copy where it is their dtype.
+
+    Values that a format of fewer bits but more range (bfloat16 of float16) would round up beyond the range that they
+    came from become the largest of both, so that they come back finite.
+    values: what a core's cache holds, such as a block of `tensors.blocks`, as they are read twice.
+    """
+    limit = largest_shared(values.dtype, dtype)
+    if values.numel() and limit < torch.finfo(values.dtype).max:
+        low, high = torch.aminmax(values)
+        if not -limit <= float(low) <= float(high) <= limit:  # NaN and infinity stay what they are
+            values = values.clamp(-limit, limit).where(values.isfinite(), values)
+    return values.to(dtype)
 
 
 def make_codec(config: Config) -> Codec:

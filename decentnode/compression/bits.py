@@ -55,6 +55,11 @@ def set_bits(packed: Tensor, count: int) -> Tensor:
     return flags.nonzero().view(-1)
 
 
+def zeros_in(packed: Tensor, count: int) -> Tensor:
+    """[K] int64: ascending positions below `count` of the bits that are zero."""
+    return set_bits(packed.bitwise_not(), count)
+
+
 def packed_bytes(count: int, width: int) -> int:
     return -(-count * width // 8)
 

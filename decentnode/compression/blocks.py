@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decentnode import component, tensors
 from decentnode.compression import bits
-from decentnode.compression.base import Codec
+from decentnode.compression.base import Codec, narrowed
 from decentnode.payload import TensorSpec
 
 
@@ -64,7 +64,7 @@ class Blockwise(Codec):
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
         scales, packed = [], []
         for start, stop in tensors.blocks(0, values.numel()):
-            piece = values[start:stop].to(torch.float32)
+            piece = narrowed(values[start:stop], torch.float32)
             padded = torch.nn.functional.pad(piece, (0, -piece.numel() % self.block)).view(-1, self.block)
             scale = self.scales(padded)
             inverse = scale.reciprocal()
@@ -84,12 +84,17 @@ class Blockwise(Codec):
     def decode(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
         self.check(coded, count, dtype)
         out = torch.empty(count, dtype=dtype, device=coded["q"].device)
+        largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        limit = largest / (1 << self.width)
         for start, stop in tensors.blocks(0, count):
             part = coded["q"][start * self.width // 8 : bits.packed_bytes(stop, self.width)]
             relative = self.restore(bits.unpack_numbers(part, self.width, stop - start))
             scale = coded["scale"][start // self.block : -(-stop // self.block)]
             padded = torch.nn.functional.pad(relative, (0, -relative.numel() % self.block)).view(-1, self.block)
-            out[start:stop] = padded.mul_(scale[:, None]).view(-1)[: stop - start]
+            padded.mul_(scale[:, None])
+            if not bool((scale.abs() <= limit).all()):  # rounded up, the largest number of a block may be too large
+                padded.clamp_(-largest, largest)  # NaN stays
+            out[start:stop] = padded.view(-1)[: stop - start]
         return out
 
 
@@ -167,7 +172,13 @@ class QSGD(Counted):
         self.variance = min(config.block / config.levels**2, config.block**0.5 / config.levels)  # lemma 3.1
 
     def scales(self, values: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(values, dim=1).div_(self.levels)
+        norms = torch.linalg.vector_norm(values, dim=1)
+        large = ~norms.isfinite()
+        if bool(large.any()):  # squares beyond float32's range, from values of 1e19 on, or NaN and infinity
+            norms[large] = torch.linalg.vector_norm(values[large], dim=1, dtype=torch.float64).clamp_(
+                max=torch.finfo(torch.float32).max
+            ).where(values[large].isfinite().all(1), torch.nan).to(torch.float32)  # fmt: skip
+        return norms.div_(self.levels)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
         return _counted(_rounded_at_random(relative, draws), self.levels)
@@ -179,7 +190,7 @@ class Sign(Blockwise):
     width = 1
 
     def scales(self, values: Tensor) -> Tensor:
-        return values.abs().mean(1)
+        return values.abs().mul_(1.0 / self.block).sum(1)  # divided first: the sum of a block may be beyond float32
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:  # noqa: ARG002
         return relative >= 0
@@ -191,5 +202,5 @@ class Sign(Blockwise):
         coded = super().encode(values, draws)
         tail = values.numel() % self.block
         if tail:  # the mean over the values that are there, not over the padding
-            coded["scale"][-1] *= self.block / tail
+            coded["scale"][-1:].mul_(self.block / tail).clamp_(max=torch.finfo(torch.float32).max)  # NaN stays
         return coded

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from decentnode import component
-from decentnode.compression.base import Codec
+from decentnode.compression.base import Codec, narrowed
 from decentnode.payload import TensorSpec
 from decentnode.tensors import blocks
 
@@ -30,27 +30,21 @@ class Float16(Codec):
         return {"q": TensorSpec(self.dtype, count)}
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:  # noqa: ARG002
-        out, limit = torch.empty_like(values, dtype=self.dtype), torch.finfo(self.dtype).max
+        out = torch.empty_like(values, dtype=self.dtype)
         for start, stop in blocks(0, values.numel()):
-            piece = values[start:stop]
-            low, high = torch.aminmax(piece)
-            if not -limit <= float(low) <= float(high) <= limit:  # NaN and infinity stay what they are
-                piece = piece.clamp(-limit, limit).where(piece.isfinite(), piece)
-            out[start:stop] = piece
+            out[start:stop] = narrowed(values[start:stop], self.dtype)
         return {"q": out}
 
     def decode(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
         self.check(coded, count, dtype)
-        return coded["q"].to(dtype)
+        return narrowed(coded["q"], dtype)
 
 
 class BFloat16(Float16):
-    """The upper half of float32: 8 significant bits over the whole range."""
+    """The upper half of float32: 8 significant bits; values that would be rounded to infinity (3.39e38) become the
+    largest there is."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
-
-    def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:  # noqa: ARG002
-        return {"q": values.to(self.dtype)}
 
 
 class TruncateConfig(component.Config):
@@ -59,7 +53,10 @@ class TruncateConfig(component.Config):
 
 
 class Truncate(Codec):
-    """float32 with fewer bits behind the point, rounded to nearest; in two, three or four bytes."""
+    """float32 with fewer bits behind the point, rounded to nearest; in two, three or four bytes.
+
+    Values beyond the largest number of so many bits become that number.
+    """
 
     Config: ClassVar[type[component.Config]] = TruncateConfig
 
@@ -68,6 +65,8 @@ class Truncate(Codec):
         assert isinstance(config, TruncateConfig)
         self.drop = 32 - config.bits
         self.bytes = -(-config.bits // 8)
+        self.limit = (2.0 - 2.0 ** (9 - config.bits)) * 2.0**127
+        """The largest number of so many bits: exact, so that rounding leaves it."""
 
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
         return {"q": TensorSpec(torch.uint8, self.bytes * count)}
@@ -75,9 +74,9 @@ class Truncate(Codec):
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:  # noqa: ARG002
         out = torch.empty(values.numel(), self.bytes, dtype=torch.uint8, device=values.device)
         for start, stop in blocks(0, values.numel()):
-            piece = values[start:stop].to(torch.float32)
-            raw = piece.view(torch.int32)
-            rounded = (raw + (1 << (self.drop - 1))).where(piece.isfinite(), raw).bitwise_and_(-1 << self.drop)
+            piece = narrowed(values[start:stop], torch.float32)
+            raw, near = piece.view(torch.int32), piece.clamp(-self.limit, self.limit).view(torch.int32)
+            rounded = near.add_(1 << (self.drop - 1)).where(piece.isfinite(), raw).bitwise_and_(-1 << self.drop)
             out[start:stop] = rounded.view(torch.uint8).view(-1, 4)[:, 4 - self.bytes :]
         return {"q": out.view(-1)}
 
@@ -88,5 +87,5 @@ class Truncate(Codec):
         for start, stop in blocks(0, count):
             whole = torch.zeros(stop - start, 4, dtype=torch.uint8, device=planes.device)
             whole[:, 4 - self.bytes :] = planes[start:stop]
-            out[start:stop] = whole.view(-1).view(torch.float32)
+            out[start:stop] = narrowed(whole.view(-1).view(torch.float32), dtype)
         return out

@@ -2,8 +2,8 @@
 
 The gap before an index is the number of indices left out. Rice's code of a gap with parameter k is gap >> k ones, a
 zero, and the k low bits (Rice and Plaunt 1971, IEEE Trans. Commun. 19). Ones and zeros stand in one stream and low
-bits in another, so that both are coded without a loop over gaps. Within 5 % of the entropy of random positions from
-density .001 to .5.
+bits in another, so that both are coded without a loop over gaps. Where more than half of all indices are there, those
+that are left out are coded in their place. Within 5 % of the entropy of random positions from density .001 to .999.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from decentnode.errors import PeerFault
 
 HEADER_BYTES = 8
 """Kind, Rice parameter, and the number of indices in six bytes, little-endian."""
-ALL, BITMAP, RICE = 0, 1, 2
+ALL, BITMAP, RICE, LEFT_OUT = 0, 1, 2, 3
+"""Kinds: no body; a bit per index; Rice-coded gaps of the indices, or of those that are left out."""
 MAX_PARAMETER = 40
 BLOCK = 1 << 16
 """Indices that are coded together: they stay in a core's cache from one pass to the next."""
@@ -41,13 +42,17 @@ def encode(indices: Tensor, elements: int) -> Tensor:
         return _header(ALL, 0, count, device)
     if count == 0:
         return _header(RICE, 0, 0, device)
-    parameter = _parameter(count, int(indices[-1]) + 1 - count)
-    ends, low = _rice_parts(indices, parameter)
+    if 2 * count > elements:
+        kind, coded = LEFT_OUT, bits.zeros_in(bits.ones_at(indices, elements), elements)
+    else:
+        kind, coded = RICE, indices
+    parameter = _parameter(coded.numel(), int(coded[-1]) + 1 - coded.numel())
+    ends, low = _rice_parts(coded, parameter)
     unary = int(ends[-1]) + 1
-    if -(-unary // 8) + bits.packed_bytes(count, parameter) >= -(-elements // 8):
+    if -(-unary // 8) + bits.packed_bytes(coded.numel(), parameter) >= -(-elements // 8):
         return torch.cat([_header(BITMAP, 0, count, device), bits.ones_at(indices, elements)])
     return torch.cat(
-        [_header(RICE, parameter, count, device), bits.ones_at(ends, unary), bits.pack_numbers(low, parameter)]
+        [_header(kind, parameter, count, device), bits.ones_at(ends, unary), bits.pack_numbers(low, parameter)]
     )
 
 
@@ -84,7 +89,10 @@ def _parameter(count: int, total: int) -> int:
 
 
 def decode(stream: Tensor, elements: int) -> Tensor:
-    """[K] int64. Raises PeerFault("malformed_payload") for everything that `encode` never makes."""
+    """[K] int64, strictly ascending, in [0, elements). Raises PeerFault("malformed_payload") for other bytes.
+
+    Memory is bounded by `elements` and the length of the stream, whatever the bytes say.
+    """
     if stream.dtype != torch.uint8 or stream.numel() < HEADER_BYTES:
         raise PeerFault("malformed_payload", f"indices of {stream.numel()} bytes")
     head = bytes(stream[:HEADER_BYTES].tolist())
@@ -96,30 +104,46 @@ def decode(stream: Tensor, elements: int) -> Tensor:
         return torch.arange(elements, device=stream.device)
     if kind == BITMAP and body.numel() == -(-elements // 8):
         found = bits.set_bits(body, elements)
-    elif kind == RICE and parameter <= min(MAX_PARAMETER, elements.bit_length()):
+    elif kind == RICE:
         found = _rice(body, parameter, count, elements)
+    elif kind == LEFT_OUT:
+        left_out = _rice(body, parameter, elements - count, elements)
+        found = bits.zeros_in(bits.ones_at(left_out, elements), elements)
     else:
         raise PeerFault("malformed_payload", f"indices of kind {kind} in {body.numel()} bytes")
-    if found.numel() != count or (count and not 0 <= int(found[-1]) < elements):
+    if found.numel() != count:
         raise PeerFault("malformed_payload", f"{found.numel()} indices instead of {count}")
     return found
 
 
 def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
+    """[count] int64, ascending, in [0, elements). Raises PeerFault.
+
+    An encoder's parameter is near the logarithm of the mean gap, at most twice elements / count (`_parameter`). With
+    that bound no sum of gaps is beyond int64, and sums that are below `elements` at the end are ascending before it.
+    """
+    if parameter > MAX_PARAMETER or count << parameter > 2 * elements:
+        raise PeerFault("malformed_payload", f"{count} gaps with parameter {parameter} below {elements}")
     low_bytes = bits.packed_bytes(count, parameter)
     unary_bytes = body.numel() - low_bytes
-    if unary_bytes < -(-count // 8) or unary_bytes > -(-(elements + count) // 8):
+    if unary_bytes < -(-count // 8) or unary_bytes > -(-((elements >> parameter) + count) // 8):
         raise PeerFault("malformed_payload", f"{body.numel()} bytes for {count} indices")
-    ends = bits.set_bits(body[:unary_bytes], 8 * unary_bytes)
-    if ends.numel() != count:
-        raise PeerFault("malformed_payload", f"{ends.numel()} gaps instead of {count}")
-    if parameter == 0:
+    found = _from_rice_parts(body[:unary_bytes], body[unary_bytes:], parameter, count)
+    if found.numel() != count or (count and not 0 <= int(found[-1]) < elements):
+        raise PeerFault("malformed_payload", f"{found.numel()} indices instead of {count}")
+    return found
+
+
+def _from_rice_parts(unary: Tensor, packed_low: Tensor, parameter: int, count: int) -> Tensor:
+    """The inverse of `_rice_parts` after packing: [count] int64, or another length where the ones do not fit."""
+    ends = bits.set_bits(unary, 8 * unary.numel())
+    if parameter == 0 or not count or ends.numel() != count:
         return ends
     # end of gap i = sum of quotients up to i, plus i; index i = sum of gaps up to i, plus i, where a gap is its
     # quotient and low bits: (end << parameter) - i (2^parameter - 1) + sum of low bits up to i
-    low, step, total = bits.unpack_numbers(body[unary_bytes:], parameter, count), (1 << parameter) - 1, 0
-    size = BLOCK if body.device.type == "cpu" else max(count, 1)
-    ramp = torch.arange(0, step * min(size, count), step, device=body.device)
+    low, step, total = bits.unpack_numbers(packed_low, parameter, count), (1 << parameter) - 1, 0
+    size = BLOCK if unary.device.type == "cpu" else count
+    ramp = torch.arange(0, step * min(size, count), step, device=unary.device)
     for start, where, rest in zip(range(0, count, size), ends.split(size), low.split(size), strict=True):
         sums = rest.cumsum(0, dtype=torch.int64)
         where.bitwise_left_shift_(parameter).sub_(ramp[: where.numel()]).add_(sums).add_(total - step * start)

@@ -45,7 +45,7 @@ class Ternary(Operator):
     def encode(self, vector: Tensor, view: RoundView) -> tuple[dict[str, Tensor], Tensor, Tensor]:  # noqa: ARG002
         sizes = vector.abs()
         at = select.largest(sizes, select.count_of(self.fraction, vector.numel()))
-        size = sizes[at].mean().view(1)
+        size = sizes[at].mean(dtype=torch.float64).to(vector.dtype).view(1)  # the sum may be beyond the vector's dtype
         up = vector[at] >= 0
         values = torch.where(up, size, -size)
         return {"indices": indices.encode(at, vector.numel()), "signs": bits.pack(up), "size": size}, at, values

@@ -61,6 +61,13 @@ class ScheduleConfig(ArgumentsConfig):
         return self
 
 
+    def most_ticks(self) -> int | None:
+        """Ticks after which torch refuses another one (one_cycle's total_steps); None where a schedule has no end."""
+        schedule = Schedule(self, trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
+        most = getattr(schedule._torch, "total_steps", None)
+        return None if most is None else self.warmup + int(most)
+
+
 class Schedule:
     """Sets the learning rates of an optimizer; its whole state is the number of ticks."""
 

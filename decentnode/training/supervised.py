@@ -50,6 +50,11 @@ class ValidationConfig(Settings):
     """The part that is set aside."""
 
 
+    def aside(self, samples: int) -> int:
+        """How many of so many samples are set aside."""
+        return max(1, round(self.fraction * samples))
+
+
 class SupervisedConfig(Config):
     batch_size: int = Field(16, ge=1)
     """Samples of one forward and backward pass."""
@@ -95,6 +100,21 @@ class SupervisedConfig(Config):
             raise problem_at("lr_schedule", text, self.lr_schedule.name) from error
         return self
 
+    def steps_per_round(self, samples: int) -> int:
+        """Optimizer steps of one round of a node that trains on so many samples."""
+        if self.local_epochs is None:
+            return 1 if self.local_steps is None else self.local_steps
+        whole, rest = divmod(samples, self.batch_size * self.accumulate)
+        return self.local_epochs * (whole + (1 if rest and not self.drop_last else 0))
+
+    def most_ticks(self, rounds: int, samples: int) -> int:
+        """How often the learning-rate schedule ticks in so many rounds of a node with a share of so many samples."""
+        if self.lr_schedule.every == "round":
+            return rounds
+        if self.validation is not None and self.validation.source == "train":
+            samples -= self.validation.aside(samples)
+        return rounds * self.steps_per_round(samples)
+
 
 class Supervised(Training):
     """Minibatch training: x <- optimizer(x, gradient of the mean loss of the step's samples), several times a round.
@@ -127,7 +147,7 @@ class Supervised(Training):
         if wanted is not None:
             owner = self._uid if wanted.source == "train" else rng.GLOBAL
             order = rng.stream(self._seed, owner, "validation").permutation(len(kept[wanted.source]))
-            aside = max(1, round(wanted.fraction * len(order)))
+            aside = wanted.aside(len(order))
             if aside >= len(order):
                 raise DataError(
                     f"node {self._uid}: training.validation.fraction must leave samples of the {len(order)} "
@@ -153,9 +173,7 @@ class Supervised(Training):
     @property
     def steps_per_round(self) -> int:
         """Optimizer steps of one round."""
-        if self.config.local_epochs is not None:
-            return self.config.local_epochs * self._sampler.steps_per_epoch
-        return 1 if self.config.local_steps is None else self.config.local_steps
+        return self.config.steps_per_round(self.num_samples)
 
     # -- local steps ------------------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ ERRORS = {"float16": 1e-3, "bfloat16": 8e-3, "truncate": 1e-4, "int8": 0.01, "in
           "qsgd of three levels": 4.0, "truncate to 13 bits": 0.1, "zstd of int4": 0.2, "zlib of truncate": 8e-3,
           "lz4 of sign": 0.7}  # fmt: skip
 """Largest norm of the error relative to that of Gaussian values."""
+ERRORS_OF = {"qsgd": 4.0, "sign": 0.7, "int4": 0.3, "lz4": 0.7, "zstd": 0.3}
+"""As ERRORS for values that are evenly spread, by the codec's name; .05 where there is none."""
 SIZES = (0, 1, 2, 7, 63, 1000, 1025, 300_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -98,8 +100,30 @@ def check_odd_values(make: Make) -> None:
         given[37] = odd
         back = each.decode(each.encode(given, draws()), 1500, given.dtype)
         assert not bool(back[37].isfinite())
-    large = torch.full((100,), 1e15)
-    assert bool(each.decode(each.encode(large, draws()), 100, large.dtype).isfinite().all())
+
+
+def check_finite_values_come_back_finite(make: Make) -> None:
+    """Up to the largest of each dtype, alone and among others, whole blocks of it, both signs."""
+    each = make()
+    for dtype in DTYPES:
+        largest = torch.finfo(dtype).max
+        alone = values(1500, dtype)
+        alone[700], alone[900] = largest, -largest
+        alternating = torch.full((1500,), largest, dtype=dtype)
+        alternating[::2] = -largest
+        steps = (torch.linspace(-1, 1, 1500, dtype=torch.float64) * largest).to(dtype)
+        for given in (alone, alternating, steps, torch.full((1500,), largest, dtype=dtype)):
+            back = each.decode(each.encode(given, draws()), 1500, dtype)
+            assert bool(back.isfinite().all()), dtype
+            assert bool((back.sign() * given.sign() >= 0).all()), "no sign may turn"
+        alone[3] = float("inf")
+        assert not bool(each.decode(each.encode(alone, draws()), 1500, dtype)[3].isfinite())
+    if each.config.name == "float16":
+        return  # has no such range
+    for scale in (1e-30, 1e18, 1e21, 3e38):
+        steps = torch.linspace(-1, 1, 1500, dtype=torch.float64) * scale
+        error = each.decode(each.encode(steps.float(), draws()), 1500, torch.float32).double() - steps
+        assert float((error / scale).norm() / (steps / scale).norm()) <= ERRORS_OF.get(each.config.name, 0.05), scale
 
 
 def check_bad_bytes_are_refused(make: Make) -> None:
@@ -126,4 +150,4 @@ def check_bad_bytes_are_refused(make: Make) -> None:
 
 
 CHECKS = [check_sizes_are_as_announced, check_repeats_bit_for_bit, check_unbiased, check_odd_values,
-          check_bad_bytes_are_refused]  # fmt: skip
+          check_finite_values_come_back_finite, check_bad_bytes_are_refused]  # fmt: skip

@@ -24,7 +24,8 @@ def test_round_trip(case: tuple[int, set[int]]) -> None:
     assert stream.numel() <= indices.largest_bytes(elements)
 
 
-@pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.36, 0.38, 0.42, 0.45, 0.5])
+@pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.36, 0.38, 0.42, 0.45, 0.5,
+                                     0.51, 0.6, 0.7, 0.9, 0.97, 0.99, 0.999])  # fmt: skip
 def test_within_five_percent_of_the_entropy(density: float) -> None:
     elements = 1 << 20
     at = select.at_random(density, elements, np.random.default_rng(1))
@@ -38,11 +39,41 @@ def test_large_gaps() -> None:
     assert torch.equal(indices.decode(indices.encode(at, 1 << 34), 1 << 34), at)
 
 
+@pytest.mark.parametrize(("positions", "elements", "stream"), [
+    ([], 9, "0200" "000000000000"),
+    (range(5), 5, "0000" "050000000000"),
+    ([0, 5], 8, "0100" "020000000000" "21"),
+    ([3, 4, 70], 100, "0204" "030000000000" "43" "0301"),
+    ([i for i in range(100) if i not in (3, 4, 70)], 100, "0304" "610000000000" "43" "0301"),
+])  # fmt: skip
+def test_the_format(positions: list[int], elements: int, stream: str) -> None:
+    """Kind, Rice parameter, number of indices; then bits, lowest first. What is sent today is read tomorrow."""
+    at = torch.tensor(list(positions), dtype=torch.int64)
+    assert bytes(indices.encode(at, elements).tolist()).hex() == stream
+    assert torch.equal(indices.decode(torch.tensor(list(bytes.fromhex(stream)), dtype=torch.uint8), elements), at)
+
+
+@pytest.mark.parametrize("stream", [
+    "0201000000000000", "0228000000000000ff", "0300000000000000", "0328010000000000", "03010000000000000000",
+    "02080a0000000000" + "00" * 20, "0229000000000000", "0400000000000000", "02",
+])  # fmt: skip
+def test_bytes_that_are_no_indices(stream: str) -> None:
+    """Gaps with a parameter but without a gap, parameters beyond all sense, kinds that there are not."""
+    raw = torch.tensor(list(bytes.fromhex(stream)), dtype=torch.uint8)
+    try:
+        assert indices.decode(raw, 2000).numel() == 0
+    except PeerFault as fault:
+        assert fault.reason == "malformed_payload"
+
+
 def test_any_bytes_are_decoded_or_refused() -> None:
     generator = np.random.default_rng(3)
-    real = indices.encode(select.at_random(0.1, 2000, generator), 2000).numpy()
+    real = [indices.encode(select.at_random(p, 2000, generator), 2000).numpy() for p in (0.01, 0.1, 0.45, 0.6, 0.95)]
     for case in range(scale(3000, 100_000)):
-        raw = real.copy() if case % 2 else generator.integers(0, 256, int(generator.integers(0, 80)), dtype=np.uint8)
+        size = int(generator.integers(0, 80))
+        raw = generator.integers(0, 256, size, dtype=np.uint8) if case % 2 else real[case // 2 % len(real)].copy()
+        if case % 4 == 1 and size > 2:  # a head that gets further than most
+            raw[0], raw[1], raw[2:8] = raw[0] % 4, raw[1] % 12, [*(raw[2:4] % 8), 0, 0, 0, 0][: len(raw[2:8])]
         for _ in range(int(generator.integers(1, 4))):
             if raw.size:
                 raw[generator.integers(raw.size)] = generator.integers(256)

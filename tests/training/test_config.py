@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from decentnode.errors import ConfigError
+from decentnode.experiment import load
 from decentnode.training.optimizers import OptimizerConfig, make_optimizer
 from decentnode.training.schedules import SCHEDULES, Schedule, ScheduleConfig
 from decentnode.training.supervised import SupervisedConfig
@@ -117,6 +120,37 @@ def test_schedules_are_those_of_torch(name: str) -> None:
         scheduler.step()
     assert ours == theirs
     assert name == "constant" or len(set(ours)) > 1
+
+
+@pytest.mark.parametrize(("schedule", "training", "ticks"), [
+    ("max_lr: 0.1, total_steps: {}", "local_steps: 3", 12),
+    ("max_lr: 0.1, total_steps: {}, every: step", "local_steps: 3", 36),
+    ("max_lr: 0.1, total_steps: {}, every: step", "", 12),
+    ("max_lr: 0.1, epochs: {}, steps_per_epoch: 1", "local_steps: 3", 12),
+    ("max_lr: 0.1, total_steps: {}, warmup: 5", "local_steps: 3", 12 - 5),
+    ("max_lr: 0.1, total_steps: {}, every: step", "local_epochs: 2, batch_size: 10", 12 * 2 * 18),
+    ("max_lr: 0.1, total_steps: {}, every: step", "local_epochs: 2, batch_size: 11, drop_last: true", 12 * 2 * 16),
+    ("max_lr: 0.1, total_steps: {}, every: step", "local_epochs: 1, batch_size: 10, validation: {fraction: 0.5}",
+     12 * 9),
+])  # fmt: skip
+def test_a_schedule_that_ends_before_the_run_is_refused(schedule: str, training: str, ticks: int) -> None:
+    """torch raises at the tick after the last one; eight nodes have 179 or 180 of the 1,437 digits each."""
+    def sets(length: int) -> list[str]:
+        one_cycle = f"{{name: one_cycle, {schedule.format(length)}}}"
+        keys = ", ".join(filter(None, ["name: supervised", training, f"lr_schedule: {one_cycle}"]))
+        return ["graph={name: ring, nodes: 8}", "mapping.nodes_per_machine=8", "data.partition={name: iid}",
+                "node={rounds: 12}", f"training={{{keys}}}"]  # fmt: skip
+
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    with pytest.raises(ConfigError, match=r"(?s)one_cycle ends after .*see node\.rounds"):
+        load(quickstart, sets(ticks - 1))
+    chosen: Any = load(quickstart, sets(ticks)).training
+    assert chosen.most_ticks(12, 180) == chosen.lr_schedule.most_ticks()
+    ours = Schedule(chosen.lr_schedule, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
+    for _ in range(chosen.lr_schedule.most_ticks()):
+        ours.tick()
+    with pytest.raises(ValueError, match="total steps"):
+        ours.tick()
 
 
 def test_warm_up_comes_before_the_schedule() -> None:
