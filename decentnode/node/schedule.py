@@ -138,7 +138,9 @@ class Schedule(abc.ABC):
     def _send(self, model: Tensor, view: RoundView) -> Exchange:
         started = time.perf_counter()
         self._outgoing = self.sharing.outgoing(model, view)
-        circle = Circle(view.averaging, self.sharing.own(model, view)) if self.circles and view.averaging else None
+        circle = None
+        if self.circles and view.averaging and not self.sharing.sends_scalars:
+            circle = Circle(view.averaging, self.sharing.own(model, view))
         exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase, circle)
         self.times.send += time.perf_counter() - started
         return exchange

@@ -56,6 +56,8 @@ class Sharing(Component, abc.ABC):
     needs_groups: ClassVar[bool] = False
     """Whether its Config has `groups` (machine, or lists of uids of one size); the graph must be lumpable between them
     (graph/groups.py)."""
+    sends_scalars: ClassVar[bool] = False
+    """Whether payloads may have scalars: a communicator's calls that serve a whole clique at once carry none."""
     compresses: ClassVar[bool] = False
     """Whether it applies its `compression` itself; otherwise whoever makes the rule wraps it (compressed.py)."""
 

@@ -44,6 +44,7 @@ class Choco(Sharing):
     needs_symmetric: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
+    sends_scalars: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, ChocoConfig)

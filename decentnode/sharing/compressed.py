@@ -59,7 +59,7 @@ class Compressed(Sharing):
         for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
                      "needs_connected",
                      "smallest_eigenvalue", "needs_gradient", "phases", "needs_sequential", "needs_tree",
-                     "makes_own_edges", "needs_groups"):  # fmt: skip
+                     "makes_own_edges", "needs_groups", "sends_scalars"):  # fmt: skip
             setattr(self, name, getattr(rule, name))
         self.elementwise = rule.elementwise and codec.elementwise  # type: ignore[misc]
         self._specs: dict[str, TensorSpec] = {}

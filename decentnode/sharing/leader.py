@@ -36,6 +36,7 @@ class Leader(LocalSGD):
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     needs_sequential: ClassVar[bool] = True
+    sends_scalars: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)

@@ -57,6 +57,7 @@ class PowerGossip(Sharing):
     needs_connected: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
+    sends_scalars: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, PowerGossipConfig)

@@ -27,6 +27,7 @@ class RelaySGD(Sharing):
     needs_static: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     needs_tree: ClassVar[bool] = True
+    sends_scalars: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:
         self.config = config

@@ -95,7 +95,9 @@ def suited(each: Sharing, nodes: int, otherwise: str = "ring", **options: object
     return make(otherwise, nodes=nodes, **options)
 
 
-def _copy(payload: Payload) -> Payload:
+def _copy(payload: Payload, rule: Sharing) -> Payload:
+    sizes_vary = isinstance(rule, Compressed) and not all(spec.exact for spec in rule._specs.values())
+    assert not payload.scalars or rule.sends_scalars or sizes_vary
     return Payload({k: t.clone() for k, t in payload.tensors.items()}, payload.scalars, payload.metadata)
 
 
@@ -284,7 +286,7 @@ def one_phase(
 ) -> None:
     """One exchange of all nodes, mixed in place."""
     sent = [
-        {to: _copy(p) for to, p in each.outgoing(model, seen).items()}
+        {to: _copy(p, each) for to, p in each.outgoing(model, seen).items()}
         for each, model, seen in zip(rules, models, views, strict=True)
     ]
     for uid, (each, model) in enumerate(zip(rules, models, strict=True)):
