@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor, dtype
+
+SCALAR_BYTES = 8
+"""What a scalar of a payload counts for."""
+
+
+class PayloadBytes(NamedTuple):
+    """What a payload weighs, however it travels."""
+
+    data: int
+    metadata: int
 
 
 @dataclass(frozen=True)
@@ -15,7 +26,18 @@ class Payload:
     tensors: Mapping[str, Tensor]
     scalars: Mapping[str, int | float] = field(default_factory=dict)
     metadata: frozenset[str] = frozenset()
-    """Names of tensors whose bytes count as metadata (indices, masks); all others are data."""
+    """Names of tensors whose bytes count as metadata (indices, masks, scales); all others are data."""
+
+    def bytes(self) -> PayloadBytes:
+        """Of its tensors, by purpose; scalars are metadata of SCALAR_BYTES each. A function of the payload alone: the
+        same number on every transport."""
+        data, metadata = 0, SCALAR_BYTES * len(self.scalars)
+        for name, tensor in self.tensors.items():
+            if name in self.metadata:
+                metadata += tensor.nbytes
+            else:
+                data += tensor.nbytes
+        return PayloadBytes(data, metadata)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class BatchedPath(CliquePath):
             tensors = buffers.cut(totals)
         parts = pieces(plans, tensors)
         for uid in uids:
-            self._count_sent(uid, payload, key[1], totals, len(parts))
+            self._count_sent(uid, key[1], len(parts))
 
         def let_go() -> None:
             holding.clear()

@@ -64,14 +64,12 @@ class Turn:
         self._sources: list[int] = []
         self._held: list[Buffers] = []
         self._taken: list[Tensor] = []
-        self._metadata = frozenset[str]()
         self._came = 0
 
     def load(self, circle: Circle, outgoing: Mapping[int, Payload]) -> Turn:
         """Training thread: copy what is sent, and let the inbox know what is to come."""
         if any(payload.scalars for payload in outgoing.values()):
             raise ValueError("payloads of a circle must have no scalars")
-        self._metadata = next(iter(outgoing.values())).metadata
         {"all_reduce": self._load_sum, "reduce_scatter": self._load_parts, "all_gather": self._load_all}[self._kind](
             circle, outgoing
         )
@@ -117,17 +115,14 @@ class Turn:
             tensor.copy_(payload.tensors[plan.name], non_blocking=self._pool.device.type == "cuda")
 
     def count(self, edge: EdgeCounters) -> None:
-        """What passed between this member and one of the others: that of the call's algorithm, the same for each."""
+        """What passed between this member and one of the others: as if each had sent to each, and what that saved."""
         edge.frames_sent += len(self.launches)
         edge.frames_received += len(self.launches)
         for plan, total in zip(self._plans, self._totals, strict=True):
             size = total * plan.spec.dtype.itemsize
-            size = 2 * size // len(self._calls.members) if self._kind == "all_reduce" else size
-            edge.data_bytes_received += size
-            if plan.name in self._metadata:
-                edge.metadata_bytes_sent += size
-            else:
-                edge.data_bytes_sent += size
+            edge.payload_bytes_received += size
+            if self._kind == "all_reduce":
+                edge.saved_bytes += size - 2 * size // len(self._calls.members)
 
     @property
     def ends(self) -> bool:

@@ -151,19 +151,12 @@ class CliquePath(abc.ABC):
         """Whether every size is known before a payload comes."""
         return all(plan.spec.exact for plan in self._inbox.plans[phase])
 
-    def _count_sent(self, uid: int, payload: Payload, phase: int, totals: list[int], pieces: int) -> None:
-        edge, plans, headers = self._counters.edge(uid), self._inbox.plans[phase], int(self._has_header(phase))
+    def _count_sent(self, uid: int, phase: int, pieces: int) -> None:
+        edge, headers = self._counters.edge(uid), int(self._has_header(phase))
         edge.frames_sent += pieces + headers
-        edge.metadata_bytes_sent += HEADER_BYTES * headers
-        for plan, total in zip(plans, totals, strict=True):
-            size = total * plan.spec.dtype.itemsize
-            if plan.name in payload.metadata:
-                edge.metadata_bytes_sent += size
-            else:
-                edge.data_bytes_sent += size
+        edge.announced_bytes_sent += HEADER_BYTES * headers
 
     def _count_received(self, uid: int, phase: int, totals: list[int], pieces: int) -> None:
         edge, plans, headers = self._counters.edge(uid), self._inbox.plans[phase], int(self._has_header(phase))
         edge.frames_received += pieces + headers
-        edge.metadata_bytes_received += HEADER_BYTES * headers
-        edge.data_bytes_received += sum(t * p.spec.dtype.itemsize for p, t in zip(plans, totals, strict=True))
+        edge.payload_bytes_received += sum(t * p.spec.dtype.itemsize for p, t in zip(plans, totals, strict=True))

@@ -190,6 +190,7 @@ class Hybrid(ZeroMQ):
         for payload, _ in grouped(outgoing):
             self._sending.checked(payload, phase)
         kind = None if circle is None else self._at_once(circle, outgoing, phase)
+        self.counters.sent(outgoing)
         if circle is not None and kind is not None:
             path.begin_at_once(kind, (round, phase), circle, outgoing)
             if kind != "all_gather":

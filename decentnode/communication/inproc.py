@@ -17,6 +17,7 @@ from decentnode.communication.base import (
     Pending,
     PendingGeneration,
     Schema,
+    purpose_of,
 )
 from decentnode.communication.plan import plans
 from decentnode.component import Config
@@ -89,7 +90,7 @@ class InprocExchange(Exchange):
             payload = owner.hub.payloads.pop((self._round, self._phase, source, owner.uid), None)
             if payload is not None:
                 received[source] = payload
-                owner.count(owner.counters.edge(source), payload, self._phase, sent=False)
+                owner.counters.edge(source).payload_bytes_received += sum(t.nbytes for t in payload.tensors.values())
         if owner.regrouping:
             received.clear()
         self._missing = frozenset(self._expected) - received.keys()
@@ -189,7 +190,7 @@ class Inproc(Communication):
                 tensors = {name: tensor.detach().clone() for name, tensor in payload.tensors.items()}
                 copy = copies[id(payload)] = Payload(tensors, dict(payload.scalars), payload.metadata)
             self.hub.payloads[round, phase, self.uid, uid] = copy
-            self.count(self.counters.edge(uid), copy, phase, sent=True)
+        self.counters.sent(outgoing)
         return InprocExchange(self, round, phase, expected)
 
     def _check(self, payload: Payload, phase: int) -> None:
@@ -204,13 +205,15 @@ class Inproc(Communication):
                     f"got {list(tensor.shape)} {tensor.dtype}"
                 )
 
-    def count(self, edge: object, payload: Payload, phase: int, sent: bool) -> None:  # noqa: ARG002
-        """Bytes as data and metadata; nothing travels, so there are no headers."""
-        direction = "sent" if sent else "received"
-        for name, tensor in payload.tensors.items():
-            kind = "metadata" if name in payload.metadata else "data"
-            field = f"{kind}_bytes_{direction}"
-            setattr(edge, field, getattr(edge, field) + tensor.numel() * tensor.element_size())
+    def _count_mean(self, key: str, size: int) -> None:
+        """The bytes that its share and the mean have on the control tree of other transports."""
+        tree, purpose = Tree.among(self.uid, self.hub.generation.members), purpose_of(key)
+        for uid in (*tree.children, *(() if tree.parent is None else (tree.parent,))):
+            edge = self.counters.edge(uid)
+            if purpose == "evaluation":
+                edge.evaluation_bytes_sent += size
+            else:
+                edge.control_bytes_sent += size
 
     def raise_if_failed(self) -> None:
         for uid, reason in self.hub.failed.items():
@@ -260,6 +263,7 @@ class Inproc(Communication):
         if self.uid in own:
             raise ValueError(f"mean key must be new, got {key!r} again")
         own[self.uid] = tensor.detach().clone()
+        self._count_mean(key, tensor.nbytes)
         return InprocPending(self, key, closing)
 
     def barrier(self, name: str, timeout_seconds: float) -> None:

@@ -19,6 +19,7 @@ from decentnode.communication.plan import MESSAGE_COST
 from decentnode.communication.security import Cipher, Pass
 from decentnode.communication.traffic import Edge, Outgoing, Plane
 from decentnode.errors import PeerFault
+from decentnode.metrics.figures import Purpose
 from decentnode.wire import codec, messages, seal
 from decentnode.wire.messages import (
     Ack,
@@ -51,10 +52,10 @@ class Links:
 
     def __init__(
         self, session: Session, window: int, max_bulk_bytes: int, counters: Counters, security: Security | None,
-        deliver: Callable[[Message, int, memoryview | None], None], on_tick: Callable[[float], None],
+        deliver: Callable[[Message, memoryview | None], None], on_tick: Callable[[float], None],
         on_crash: Callable[[BaseException], None], on_word: Callable[[Message], None] | None = None,
     ) -> None:
-        """deliver(message, header bytes, body): called once for every message that is admitted. May raise PeerFault.
+        """deliver(message, body): called once for every message that is admitted. May raise PeerFault.
 
         on_word: called with what concerns membership, and with every Bye; without it, such words are refused.
         """
@@ -80,7 +81,8 @@ class Links:
     def control(self, uid: int, message: Message) -> None:
         if isinstance(message, Hello):
             self._count_hello(uid)
-        self.control_header(uid, codec.encode(message), numbered=type(message) not in UNNUMBERED)
+        purpose: Purpose = "protocol" if type(message) in EDGE_KINDS else "control"
+        self.control_header(uid, codec.encode(message), type(message) not in UNNUMBERED, purpose)
 
     def _count_hello(self, uid: int) -> None:
         """Hellos, said or heard, that go on and on mean that the answers get lost."""
@@ -91,19 +93,22 @@ class Links:
             edge.hellos, edge.renewed = 0, now
             self._renew(uid, edge, CONTROL)
 
-    def control_header(self, uid: int, header: bytes, numbered: bool = True) -> None:
+    def control_header(
+        self, uid: int, header: bytes, numbered: bool = True, purpose: Purpose = "control"
+    ) -> None:
         """Send an encoded control message."""
         edge = self._edge(uid)
         plane = edge.planes[CONTROL]
         if edge.gone:
             return
         if numbered:
-            plane.queue.append(Outgoing(header, kind=self.control_kind, of_body=seal.body_sum(self.control_kind, b"")))
+            kind = self.control_kind
+            plane.queue.append(Outgoing(header, kind=kind, of_body=seal.body_sum(kind, b""), purpose=purpose))
             if len(plane.queue) > MAX_QUEUED:
                 logger.warning("node %d takes no control messages: given up", uid)
                 edge.forget()
         else:
-            plane.urgent.append(header)
+            plane.urgent.append((header, purpose))
         self._pump(uid, edge, CONTROL)
 
     def bulk(self, uid: int, message: Outgoing) -> None:
@@ -120,7 +125,8 @@ class Links:
     def word(self, uid: int, message: Message) -> None:
         """Say something that is said again until it is answered: to anybody, also to peers that were given up."""
         first = seal.sealed(0, codec.encode(message), self.control_kind, seal.body_sum(self.control_kind, b""))
-        self.io.send(uid, CONTROL, first, None)
+        if self.io.send(uid, CONTROL, first, None):
+            self._counters.edge(uid).control_bytes_sent += len(first)
 
     def restart(self, fresh: Collection[int]) -> None:
         """With `lock` held: a new generation. Nothing of the old one is owed to anybody, and numbers start anew.
@@ -176,14 +182,21 @@ class Links:
             out.keep(message, time.monotonic())
             queue.popleft()
             edge.sent += message.cost
+            message.count(self._counters.edge(uid), first, body)
 
     def _pump_urgent(self, uid: int, edge: Edge, number: int, plane: Plane) -> bool:
         """Send what is not numbered, and what was lost; False when the socket is full."""
+        counted = self._counters.edge(uid)
         while plane.urgent:
-            first = seal.sealed(0, plane.urgent[0], self.control_kind, seal.body_sum(self.control_kind, b""))
+            header, purpose = plane.urgent[0]
+            first = seal.sealed(0, header, self.control_kind, seal.body_sum(self.control_kind, b""))
             if not self.io.send(uid, number, first, None, edge.token):
                 return False
             plane.urgent.popleft()
+            if purpose == "control":
+                counted.control_bytes_sent += len(first)
+            else:
+                counted.framing_bytes_sent += len(first)
         while plane.again:
             sequence = plane.again[0]
             if sequence in plane.out.kept:
@@ -191,7 +204,8 @@ class Links:
                 if not self.io.send(uid, number, first, body, edge.token):
                     return False
                 plane.out.sent_again(sequence)
-                self._counters.edge(uid).resends += 1
+                counted.resends += 1
+                counted.framing_bytes_sent += len(first) + (0 if body is None else len(body))
             plane.again.popleft()
         return True
 
@@ -261,7 +275,7 @@ class Links:
             if not new:
                 return
             if body is not None:
-                self._admit_bulk(edge, message, len(header), body)
+                self._admit_bulk(edge, message, body)
                 return
         if kind_of in EDGE_KINDS:
             self._session.admit(message)
@@ -271,22 +285,18 @@ class Links:
                 raise PeerFault("unexpected_message", f"{kind_of.__name__} in a run without generations")
             self._on_word(message)
         else:
-            self._deliver(message, len(header), None)
+            self._deliver(message, None)
             if kind_of is Hello:
                 self._count_hello(message.source)
 
-    def _admit_bulk(self, edge: Edge, message: Message, header_bytes: int, body: memoryview) -> None:
-        counted, size = self._counters.edge(message.source), body.nbytes
-        counted.frames_received += 1
-        counted.metadata_bytes_received += header_bytes
-        counted.data_bytes_received += size
-        cost = size + MESSAGE_COST
+    def _admit_bulk(self, edge: Edge, message: Message, body: memoryview) -> None:
+        cost = body.nbytes + MESSAGE_COST
         edge.came += cost
         try:
             if edge.came - self._used.get(message.source, 0) > self.window:
                 raise PeerFault("window_exceeded", f"from {message.source}")
             self._session.admit(message)
-            self._deliver(message, header_bytes, body)
+            self._deliver(message, body)
         except PeerFault:
             self.consumed(message.source, cost)
             raise
@@ -340,12 +350,12 @@ class Links:
     def _acknowledge(self, uid: int, edge: Edge, number: int, probe: int = 0) -> None:
         first_missing, ahead, gap = edge.planes[number].came.report()
         header = codec.encode(self._message(Ack, number, first_missing, ahead, int(gap), probe))
-        self.control_header(uid, header, numbered=False)
+        self.control_header(uid, header, numbered=False, purpose="protocol")
 
     def _probe(self, uid: int, edge: Edge, number: int, now: float) -> None:
         plane = edge.planes[number]
         if plane.out.probe_due(now) and not edge.gone:
-            plane.urgent.append(codec.encode(self._message(Probe, number, plane.out.probe(now))))
+            plane.urgent.append((codec.encode(self._message(Probe, number, plane.out.probe(now))), "protocol"))
             self._pump(uid, edge, number)
 
     def forget(self, uid: int) -> None:
@@ -413,5 +423,5 @@ class Links:
         for uid, edge in self._edges.items():
             if not edge.left:
                 edge.forget()
-                edge.planes[CONTROL].urgent.append(codec.encode(self._message(Bye)))
+                edge.planes[CONTROL].urgent.append((codec.encode(self._message(Bye)), "protocol"))
                 self._pump(uid, edge, CONTROL)

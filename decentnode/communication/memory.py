@@ -146,17 +146,13 @@ class MemoryPath:
         bell, doorbells = self._bell, self._doorbells
         assert bell is not None and doorbells is not None
         datagram = doorbells.make(round, phase, slot, use, totals, payload.scalars)
-        metadata = sum([t.nbytes for name, t in payload.tensors.items() if name in payload.metadata])
-        data = sum([t.nbytes for t in payload.tensors.values()]) - metadata
-        metadata += len(datagram)
         for uid in uids:
-            edge = self._counters.edge(uid)
-            edge.frames_sent += 1
-            edge.metadata_bytes_sent += metadata
-            edge.data_bytes_sent += data
+            self._counters.edge(uid).frames_sent += 1
         for uid in uids:
             if len(datagram) > MAX_BYTES or not bell.send(uid, datagram):
                 send_control(uid, slot, use, totals)
+            else:
+                self._counters.edge(uid).announced_bytes_sent += len(datagram)
 
     @property
     def mapped(self) -> Collection[int]:
@@ -186,29 +182,28 @@ class MemoryPath:
         assert self._doorbells is not None
         try:
             source, round, phase, slot, use, totals, scalars = self._doorbells.open(datagram)
-            self._take(source, (round, phase), slot, use, totals, scalars, len(datagram))
+            self._take(source, (round, phase), slot, use, totals, scalars)
         except PeerFault as fault:
             self._refuse(fault)
 
-    def take(self, message: Slot, size: int) -> None:
-        """I/O thread: an admitted doorbell of `size` bytes that came over ZeroMQ.
+    def take(self, message: Slot) -> None:
+        """I/O thread: an admitted doorbell that came over ZeroMQ.
 
         Raises PeerFault when there is no such payload.
         """
         key = (message.round, message.phase)
-        self._take(message.source, key, message.slot, message.use, message.totals, message.scalars, size)
+        self._take(message.source, key, message.slot, message.use, message.totals, message.scalars)
 
     def _take(
-        self, source: int, key: tuple[int, int], slot: int, use: int, totals: bytes, scalars: Scalars, size: int
+        self, source: int, key: tuple[int, int], slot: int, use: int, totals: bytes, scalars: Scalars
     ) -> None:
         reader = self._mapped.get(source)
         if reader is None:
             raise PeerFault("no_board", f"of {source}")
-        data = self._inbox.put_slot(source, key, slot, use, totals, scalars, reader)
+        size = self._inbox.put_slot(source, key, slot, use, totals, scalars, reader)
         edge = self._counters.edge(source)
         edge.frames_received += 1
-        edge.metadata_bytes_received += size
-        edge.data_bytes_received += data
+        edge.payload_bytes_received += size
 
     def close(self) -> None:
         """Let go of everything; idempotent."""

@@ -32,7 +32,7 @@ def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
 
 
 class Sending:
-    """One node's. Payloads are sent from the training thread; `header`, `sum_kind` and `count` are any thread's."""
+    """One node's. Payloads are sent from the training thread; `header` and `sum_kind` are any thread's."""
 
     memory: MemoryPath
     homes: Homes
@@ -70,7 +70,7 @@ class Sending:
 
         def send_control(uid: int, slot: int, use: int, totals: bytes) -> None:
             header = self.header(Slot, round, phase, slot, use, totals, dict(payload.scalars))
-            self._links.io.call(lambda: self._links.control_header(uid, header))
+            self._links.io.call(lambda: self._links.control_header(uid, header, purpose="protocol"))
 
         with self._status.waits_for(uids):
             return self.memory.publish(payload, uids, round, phase, self._config.timeout_seconds, send_control)
@@ -108,7 +108,8 @@ class Sending:
                 with links.lock:
                     for uid in uids:
                         links.bulk(uid, message)
-                self.count(uids, body.nbytes, len(header), plan.name in payload.metadata)
+                for uid in uids:
+                    self._counters.edge(uid).frames_sent += 1
 
     def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
         """A tensor on a GPU, on its way to a slot of pinned memory; None on the CPU, or while peers have not said yet
@@ -136,10 +137,3 @@ class Sending:
         if self._config.checksum != "auto":
             return seal.KINDS[self._config.checksum]
         return seal.NONE if self.over_tcp[plane].isdisjoint(uids) else seal.XXH3
-
-    def count(self, uids: list[int], body: int, header: int, metadata: bool) -> None:
-        for uid in uids:
-            edge = self._counters.edge(uid)
-            edge.frames_sent += 1
-            edge.metadata_bytes_sent += header + (body if metadata else 0)
-            edge.data_bytes_sent += 0 if metadata else body

@@ -78,7 +78,7 @@ class TaggedPath(CliquePath):
         for uid in uids:
             waits = [] if header is None else [self._clique.send(uid, header, tag)]
             waits += [self._clique.send(uid, part, tag + 1 + slot) for slot, part in enumerate(parts)]
-            self._count_sent(uid, payload, key[1], totals, len(parts))
+            self._count_sent(uid, key[1], len(parts))
             self._clique.line(uid, out=True).put(_Over(self._sent, uid, waits, buffers, lease))
 
     def _receive(self, uid: int, key: Key) -> None:

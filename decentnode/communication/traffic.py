@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from decentnode.communication.base import EdgeCounters
 from decentnode.communication.plan import MESSAGE_COST
 from decentnode.communication.security import Cipher, Pass
+from decentnode.metrics.figures import Purpose
 from decentnode.wire import seal
 from decentnode.wire.stream import ReceiveStream, SendStream
 
@@ -36,17 +38,35 @@ class Outgoing:
     of_body: int = 0
     lease: object = None
     """Kept alive as long as the body's memory may not change."""
+    purpose: Purpose = "control"
+    """What its first sending counts for: the whole message, or, of one with a body, that."""
 
     @classmethod
-    def bulk(cls, header: bytes, body: memoryview, kind: int, lease: object = None) -> Outgoing:
+    def bulk(
+        cls, header: bytes, body: memoryview, kind: int, lease: object = None, purpose: Purpose = "data"
+    ) -> Outgoing:
         """A message with a copy of `body`, or with `body` itself where it is long and does not change while the lease
         is held."""
         size = body.nbytes
         if size <= ONE_FRAME_BYTES:
             short = bytes(body)
-            return cls(header, short, size + MESSAGE_COST, kind, seal.body_sum(kind, short))
+            return cls(header, short, size + MESSAGE_COST, kind, seal.body_sum(kind, short), purpose=purpose)
         frame = zmq.Frame(body, copy=lease is None)
-        return cls(header, frame, size + MESSAGE_COST, kind, seal.body_sum(kind, frame.buffer), lease)
+        return cls(header, frame, size + MESSAGE_COST, kind, seal.body_sum(kind, frame.buffer), lease, purpose)
+
+    def count(self, edge: EdgeCounters, first: bytes, body: zmq.Frame | bytes | None) -> None:
+        """With `Links.lock` held: this message, as `frames` made it, was sent for the first time."""
+        size = len(first) + (0 if body is None else len(body))
+        if self.body is not None:
+            plain = self.cost - MESSAGE_COST
+            edge.framing_bytes_sent += size - plain
+            size = plain
+        if self.purpose == "evaluation":
+            edge.evaluation_bytes_sent += size
+        elif self.purpose == "control":
+            edge.control_bytes_sent += size
+        elif self.body is None:
+            edge.framing_bytes_sent += size
 
     def frames(self, sequence: int, cipher: Cipher | None) -> tuple[bytes, zmq.Frame | bytes | None]:
         """The message as it travels: its first frame, and its second or None. cipher: encrypts the body."""
@@ -66,8 +86,8 @@ class Plane:
     """One direction of one plane: what leaves here, and what came."""
 
     out: SendStream[Outgoing] = field(default_factory=SendStream)
-    urgent: deque[bytes] = field(default_factory=deque)
-    """Headers of messages that are not numbered."""
+    urgent: deque[tuple[bytes, Purpose]] = field(default_factory=deque)
+    """Headers of messages that are not numbered, and what they are for."""
     again: deque[int] = field(default_factory=deque)
     queue: deque[Outgoing] = field(default_factory=deque)
     came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))

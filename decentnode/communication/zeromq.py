@@ -26,6 +26,7 @@ from decentnode.communication.base import (
     Pending,
     PendingGeneration,
     Schema,
+    purpose_of,
 )
 from decentnode.communication.collectives import Collectives
 from decentnode.communication.connections import listen
@@ -295,6 +296,7 @@ class ZeroMQ(Communication):
         self._inbox.advance(round)
         if outgoing:
             self._sending.send(round, outgoing, phase)
+            self.counters.sent(outgoing)
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
 
     def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
@@ -460,8 +462,8 @@ class ZeroMQ(Communication):
         for piece in pieces:
             raw = to_bytes(piece.tensor)
             header = self._sending.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
-            self._sending.count([piece.to], raw.nbytes, len(header), metadata=True)
-            self._links.bulk(piece.to, Bulk.bulk(header, raw, self._sending.sum_kind(BULK, [piece.to])))
+            sums = self._sending.sum_kind(BULK, [piece.to])
+            self._links.bulk(piece.to, Bulk.bulk(header, raw, sums, purpose=purpose_of(piece.key)))
         for uid, size in self._collectives.means.consumed:
             self._links.consumed(uid, size)
         self._collectives.means.consumed.clear()
@@ -469,9 +471,12 @@ class ZeroMQ(Communication):
             with self._status.changed:
                 self._status.notify()
 
-    def _deliver(self, message: Message, header_bytes: int, body: memoryview | None) -> None:
+    def _deliver(self, message: Message, body: memoryview | None) -> None:
         if isinstance(message, Chunk):
             assert body is not None
+            edge = self.counters.edge(message.source)
+            edge.frames_received += 1
+            edge.payload_bytes_received += body.nbytes
             self._inbox.put(message, body)
         elif isinstance(message, Part):
             assert body is not None
@@ -480,7 +485,7 @@ class ZeroMQ(Communication):
             try:
                 for event in self._session.receive(message):
                     if isinstance(event, Slot):
-                        self._memory.take(event, header_bytes)
+                        self._memory.take(event)
                     else:
                         self._on_event(event)
             finally:

@@ -61,11 +61,11 @@ def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
         "waiting_seconds": round(time.monotonic() - since, 1) if whom else 0.0,
         "edges": {
             str(uid): {
-                "sent": edge.data_bytes_sent + edge.metadata_bytes_sent,
-                "received": edge.data_bytes_received + edge.metadata_bytes_received,
+                "sent": edge.payload_bytes_sent, "received": edge.payload_bytes_received,
                 "chunks": edge.frames_sent, "resends": edge.resends, "wait_seconds": round(edge.wait_seconds, 3),
             }
-            for uid, edge in sorted(dict(communication.counters.edges).items())
+            for uid, edge in sorted(communication.counters.known())
+            if edge.frames_sent or edge.frames_received or edge.wait_seconds
         },
         "faults": dict(communication.counters.faults),
     }  # fmt: skip

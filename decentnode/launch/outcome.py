@@ -9,6 +9,7 @@ from typing import Any
 
 from decentnode.launch.messages import Facts, Failed, Finished
 from decentnode.metrics import summary as summaries
+from decentnode.metrics.figures import PURPOSES
 
 Figures = dict[str, Any]
 
@@ -51,8 +52,7 @@ class Ledger:
         known = self.latest.setdefault(uid, {"uid": uid, "rounds": 0})
         if record.get("kind") == "round":
             known["rounds"] = record.get("round", -1) + 1
-            known["bytes_data"] = record.get("data_bytes_sent", 0)
-            known["bytes_metadata"] = record.get("metadata_bytes_sent", 0)
+            known |= {f"bytes_{purpose}": record.get(f"{purpose}_bytes_sent", 0) for purpose in PURPOSES}
         elif record.get("kind") == "generation":
             self.members = record.get("members", [])
         elif record.get("kind") == "evaluation":

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from decentnode.metrics.figures import PURPOSES
 from decentnode.metrics.writer import finite
 
 Figures = Mapping[str, float | int | str | None]
@@ -31,13 +32,13 @@ def combine(nodes: Mapping[int, Figures]) -> dict[str, Any]:
     """The run's figures from its nodes'; null where no node reported one.
 
     Accuracies are of the local models on the test set, `accuracy_merged` of their mean. Bytes are those that all
-    nodes sent, as on the wire; `bytes_sent_total` is data plus metadata. `consensus_rms` is
+    nodes sent, by purpose; `bytes_sent_total` is data plus metadata, what the rule sent. `consensus_rms` is
     sqrt(mean ||x_i - mean x||^2), `consensus_distance` the same over ||mean x||.
     """
     by_uid = [nodes[uid] for uid in sorted(nodes)]
     accuracies = _numbers(by_uid, "accuracy")
     rounds = _numbers(by_uid, "rounds")
-    data, metadata = (int(sum(_numbers(by_uid, key))) for key in ("bytes_data", "bytes_metadata"))
+    sent = {purpose: int(sum(_numbers(by_uid, f"bytes_{purpose}"))) for purpose in PURPOSES}
     medians = _numbers(by_uid, "round_seconds_median")
     return {
         "accuracy_mean": _mean(accuracies),
@@ -49,9 +50,9 @@ def combine(nodes: Mapping[int, Figures]) -> dict[str, Any]:
         "consensus_rms": _first(by_uid, "consensus_rms"),
         "rounds": int(min(rounds, default=0)),
         "round_seconds_median": statistics.median(medians) if medians else None,
-        "bytes_sent_total": data + metadata,
-        "bytes_data_total": data,
-        "bytes_metadata_total": metadata,
+        "bytes_sent_total": sent["data"] + sent["metadata"],
+        **{f"bytes_{purpose}_total": count for purpose, count in sent.items()},
+        "bytes_saved_total": int(sum(_numbers(by_uid, "bytes_saved"))),
         "waiting": waiting(nodes),
         "nodes": {str(uid): dict(nodes[uid]) for uid in sorted(nodes)},
     }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Circle, Communication, Pending
+from decentnode.communication.base import EVALUATION, Circle, Communication, Pending
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph, RoundView, circle_of, parts, view
 from decentnode.node.config import NodeConfig
@@ -183,7 +183,7 @@ class Node:
         model = self.training.model
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
         fresh = self.uid in generation.fresh
-        pending = self.communication.mean("model", torch.zeros_like(own) if fresh else own, closing=True)
+        pending = self.communication.mean("generation/model", torch.zeros_like(own) if fresh else own, closing=True)
         yield from self._until_ready(pending)
         mean, contributors = pending.wait(self.communication.config.timeout_seconds)
         if fresh:
@@ -256,25 +256,23 @@ class Node:
         self._train_seconds += times.train
         self._wait_seconds += times.wait
         self._overlaps += times.overlap
-        counters = self.communication.counters
         self.record({
             "kind": "round", "round": round, "time": time.time(), "seconds": seconds,
             "train_seconds": times.train, "send_seconds": times.send,
             "wait_seconds": times.wait, "mix_seconds": times.mix, "overlap": times.overlap,
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
-            "data_bytes_sent": counters.data_bytes_sent, "metadata_bytes_sent": counters.metadata_bytes_sent,
+            **{f"{purpose}_bytes_sent": sent for purpose, sent in self.communication.counters.bytes_sent().items()},
             "edges": self._edge_deltas(), **self._slowest(),
             **({"missing": sorted(self._missing)} if self._missing else {}),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
 
     def _edge_deltas(self) -> dict[str, list[float]]:
-        """Peer -> [bytes sent, bytes received, chunks sent, resends, seconds waited] of this round."""
+        """Peer -> [bytes of payloads sent, received, chunks sent, resends, seconds waited] of this round."""
         found = {}
-        for uid, edge in self.communication.counters.edges.items():
-            sent = edge.data_bytes_sent + edge.metadata_bytes_sent
-            received = edge.data_bytes_received + edge.metadata_bytes_received
-            total = (sent, received, edge.frames_sent, edge.resends, edge.wait_seconds)
+        for uid, edge in self.communication.counters.known():
+            total = (edge.payload_bytes_sent, edge.payload_bytes_received, edge.frames_sent, edge.resends,
+                     edge.wait_seconds)  # fmt: skip
             last = self._edges.get(uid, (0, 0, 0, 0, 0.0))
             if total != last:
                 self._edges[uid] = total
@@ -284,7 +282,7 @@ class Node:
     def _slowest(self) -> dict[str, float]:
         """The neighbor that this round waited for longest."""
         longest, whom = 0.0, -1
-        for uid, edge in self.communication.counters.edges.items():
+        for uid, edge in self.communication.counters.known():
             waited = edge.wait_seconds - self._waits.get(uid, 0.0)
             self._waits[uid] = edge.wait_seconds
             if waited > longest:
@@ -346,7 +344,7 @@ class Node:
         The merged model is the mean of all models; every node evaluates it on its own part of the test set.
         """
         self.doing = "evaluation"
-        key = "closing" if closing else f"round-{self.round}"
+        key = EVALUATION + ("closing" if closing else f"round-{self.round}")
         timeout = self.communication.config.timeout_seconds
         local = self.training.evaluate("test")
         model = self.training.model
@@ -399,7 +397,7 @@ class Node:
     def figures(self) -> dict[str, float | int | str]:
         """The node's closing figures, as they go to summary.json."""
         counters = self.communication.counters
-        known = [item for item in counters.edges.items() if item[1].wait_seconds > 0]  # not of sums
+        known = [item for item in counters.known() if item[1].wait_seconds > 0]  # not of sums
         waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
         ordered = sorted(self._round_seconds)
         return {
@@ -407,7 +405,8 @@ class Node:
             "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
             "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
             "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(ordered)),
-            "bytes_data": counters.data_bytes_sent, "bytes_metadata": counters.metadata_bytes_sent,
+            **{f"bytes_{purpose}": sent for purpose, sent in counters.bytes_sent().items()},
+            "bytes_saved": counters.saved_bytes,
             "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
             "faults": sum(counters.faults.values()),
         }

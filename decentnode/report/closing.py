@@ -22,10 +22,12 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     if not count:
         return lines
     total = summary["bytes_sent_total"]
-    traffic = f"traffic  {size(total)} sent by {plural(count, 'node')}, {size(total / count)} each"
+    traffic = f"traffic  {size(total)} of payloads sent by {plural(count, 'node')}, {size(total / count)} each"
     if rounds and summary["round_seconds_median"] is not None:
         traffic += f"; {plural(rounds, 'round')} of {duration(summary['round_seconds_median'])}"
-    return [*lines, traffic, *_waiting(summary["waiting"])]
+    others = ("evaluation", "protocol", "control")
+    beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}" for purpose in others)
+    return [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
 
 
 def _accuracy(summary: Mapping[str, Any]) -> str:

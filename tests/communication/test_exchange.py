@@ -14,7 +14,7 @@ from decentnode.communication.board import FOLDER
 from decentnode.communication.plan import MESSAGE_COST
 from decentnode.communication.zeromq import ZeroMQ
 from decentnode.errors import PeerLost
-from decentnode.payload import Payload, TensorSpec
+from decentnode.payload import SCALAR_BYTES, Payload, TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import (
     BATCHED,
@@ -93,7 +93,7 @@ def test_named_tensors_of_any_size_and_scalars(transport: str, sizes: tuple[int,
         together(made, take)
         edge = made[0].counters.edge(1)
         assert edge.data_bytes_sent == 4 * sizes[0]
-        assert edge.metadata_bytes_sent >= 4 * sizes[1]
+        assert edge.metadata_bytes_sent == 4 * sizes[1] + 2 * SCALAR_BYTES
 
 
 @pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
@@ -215,9 +215,9 @@ def test_bytes_are_counted_exactly() -> None:
         gossip(made, elements, torch.float32, 2)
         for node in made:
             for edge in node.counters.edges.values():
-                assert edge.data_bytes_sent == edge.data_bytes_received == 2 * 4 * elements
+                assert edge.data_bytes_sent == edge.payload_bytes_received == 2 * 4 * elements
                 assert edge.frames_sent == edge.frames_received == 2 * 4
-                assert edge.metadata_bytes_sent == edge.metadata_bytes_received > 0
+                assert edge.metadata_bytes_sent == 0 < edge.protocol_bytes_sent
 
 
 @pytest.mark.parametrize("elementwise", [True, False])
@@ -249,10 +249,10 @@ def test_a_receiver_that_never_reads_holds_one_window() -> None:
         receiver = made[1]
         assert isinstance(receiver, ZeroMQ)
         window = receiver._links.window
-        assert window / 2 < receiver.counters.edge(0).data_bytes_received <= window
+        assert window / 2 < receiver.counters.edge(0).payload_bytes_received <= window
         exchange = receiver.exchange(0, {}, (0,))
         assert sum(a.stop - a.start for a in exchange.arrivals(20)) == elements
-        assert receiver.counters.edge(0).data_bytes_received == 4 * elements
+        assert receiver.counters.edge(0).payload_bytes_received == 4 * elements
         assert window >= 4 * ((1 << 21) + MESSAGE_COST)
 
 

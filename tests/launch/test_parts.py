@@ -65,13 +65,14 @@ def test_the_cause_is_the_first_that_is_no_echo() -> None:
 
 def test_the_summary_of_a_node_that_died_is_what_it_last_told() -> None:
     ledger = Ledger()
-    ledger.progress(1, {"kind": "round", "round": 3, "data_bytes_sent": 7, "metadata_bytes_sent": 2})
+    ledger.progress(1, {"kind": "round", "round": 3, "data_bytes_sent": 7, "metadata_bytes_sent": 2,
+                        "evaluation_bytes_sent": 100})
     ledger.progress(1, {"kind": "evaluation", "round": 4, "accuracy": 0.25})
     ledger.finished[0] = FINISHED
     ledger.failures.append(Failed(1, 8, "boom", "..."))
     found = summary(FACTS, ledger, 8, None, 1.0, 2.0)
     assert (found["status"], found["exit_code"], found["rounds"]) == ("failed", 8, 4)
-    assert (found["accuracy_min"], found["bytes_sent_total"]) == (0.25, 9)
+    assert (found["accuracy_min"], found["bytes_sent_total"], found["bytes_evaluation_total"]) == (0.25, 9, 100)
     assert found["failure"] == {"node": 1, "title": "boom", "exit_code": 8}
 
 

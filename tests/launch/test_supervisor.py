@@ -102,7 +102,8 @@ def test_the_summary_has_what_the_issue_asks(tmp_path: Path) -> None:
     assert found["status"] == "finished" and sorted(found["nodes"]) == ["0", "1", "2", "3"]
     assert found["accuracy_min"] <= found["accuracy_mean"] <= found["accuracy_max"]
     assert found["bytes_sent_total"] == found["bytes_data_total"] + found["bytes_metadata_total"]
-    assert found["bytes_data_total"] == 4 * 8 * 2 * 650 * 4
+    assert found["bytes_data_total"] == 4 * 8 * 2 * 650 * 4 and found["bytes_metadata_total"] == 0
+    assert all(found[f"bytes_{purpose}_total"] > 0 for purpose in ("protocol", "evaluation", "control"))
 
 
 def test_separate_processes_and_one_process_train_the_same_bits(tmp_path: Path) -> None:

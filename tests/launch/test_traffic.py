@@ -31,7 +31,7 @@ def test_what_is_told_is_what_is_sent(sharing: str, exact: bool) -> None:
     nodes = build_in_process(experiment)
     step_all(nodes)
     counters = [node.communication.counters for node in nodes]
-    sent = sum(each.data_bytes_sent + each.metadata_bytes_sent for each in counters) / 4
+    sent = sum(each.bytes_sent()["data"] + each.bytes_sent()["metadata"] for each in counters) / 4
     rounds = 1 if "every" in sharing else 2
     assert found.exact is exact and found.first == (1 if "every" in sharing else 0)
     assert sent == rounds * found.sent if exact else 0 < sent <= rounds * found.sent

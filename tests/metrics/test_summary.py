@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from decentnode.metrics import summary
+from decentnode.metrics.figures import PURPOSES
 
 
 def figures(uid: int, accuracy: float) -> dict[str, float | int | str | None]:
     return {
         "uid": uid, "rounds": 10, "accuracy": accuracy, "loss": 0.1, "accuracy_merged": 0.9,
         "consensus_distance": 0.02, "round_seconds_median": 0.01 * (uid + 1), "round_seconds_total": 1.0,
-        "wait_seconds": 0.25 * uid, "bytes_data": 100, "bytes_metadata": 10, "waited_for": 1 - uid,
+        "wait_seconds": 0.25 * uid, "bytes_data": 100, "bytes_metadata": 10, "bytes_protocol": 5,
+        "bytes_evaluation": 3000, "bytes_control": 7, "bytes_saved": 50, "waited_for": 1 - uid,
         "waited_seconds": 0.1 * uid,
     }  # fmt: skip
 
@@ -21,7 +23,9 @@ def test_combine_takes_means_extremes_and_sums() -> None:
     found = summary.combine({0: figures(0, 0.8), 1: figures(1, 0.6)})
     assert found["accuracy_mean"] == pytest.approx(0.7)
     assert (found["accuracy_min"], found["accuracy_max"], found["accuracy_merged"]) == (0.6, 0.8, 0.9)
-    assert (found["bytes_sent_total"], found["bytes_data_total"], found["bytes_metadata_total"]) == (220, 200, 20)
+    assert found["bytes_sent_total"] == 220, "the rule's alone: data and metadata"
+    assert [found[f"bytes_{purpose}_total"] for purpose in PURPOSES] == [200, 20, 10, 6000, 14]
+    assert found["bytes_saved_total"] == 100
     assert found["round_seconds_median"] == pytest.approx(0.015)
     assert found["rounds"] == 10
     assert found["waiting"] == {"share": 0.125, "seconds_total": 0.25, "node": 1, "for": 0, "seconds": 0.1}

@@ -76,7 +76,7 @@ def test_models_larger_than_the_window_come_whole_while_local_steps_run(transpor
     def until_all_came(communication: Communication, round: int) -> None:
         behind.append(4 * elements > communication.ahead_bytes and pays(communication, torch.empty(elements)))
         deadline = time.monotonic() + 30
-        while communication.counters.edge(1 - communication.uid).data_bytes_received < 4 * elements * (round + 1):
+        while communication.counters.edge(1 - communication.uid).payload_bytes_received < 4 * elements * (round + 1):
             assert time.monotonic() < deadline, "the rest waits for the window"
             time.sleep(0.005)
 

@@ -60,6 +60,7 @@ def summary(**changes: Any) -> dict[str, Any]:
     return {
         "status": "finished", "rounds": 10, "rounds_planned": 10, "wall_seconds": 14.2, "accuracy_mean": 0.75,
         "accuracy_merged": 0.8, "consensus_distance": 0.003, "round_seconds_median": 0.1, "bytes_sent_total": 4000,
+        "bytes_evaluation_total": 3e6, "bytes_protocol_total": 700, "bytes_control_total": 0,
         "nodes": {"0": {"accuracy": 0.7}, "1": {"accuracy": 0.8}},
         "waiting": {"share": 0.31, "seconds_total": 1.0, "node": 1, "for": 0, "seconds": 0.5}, **changes,
     }  # fmt: skip
@@ -68,7 +69,8 @@ def summary(**changes: Any) -> dict[str, Any]:
 def test_the_closing_says_who_waited_for_whom() -> None:
     text = "\n".join(closing(summary()))
     assert text.startswith("done in 14.2 s: mean test accuracy 0.750 (min 0.700 node 0, max 0.800 node 1)")
-    assert "4.0 kB sent by 2 nodes, 2.0 kB each; 10 rounds of 100 ms" in text
+    assert "4.0 kB of payloads sent by 2 nodes, 2.0 kB each; 10 rounds of 100 ms" in text
+    assert "beside   3.0 MB evaluation, 700 B protocol, 0 B control" in text
     assert "31 % of the nodes' time; longest was node 1 for node 0: 500 ms" in text
 
 
