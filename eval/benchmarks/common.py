@@ -57,9 +57,10 @@ def memory_ceilings() -> dict[str, float]:
     return found
 
 
-def floor_seconds(overrides: list[str], nodes: int, rounds: int) -> float:
-    """Seconds per round of the slowest of one process per core, all started together."""
-    shares = [nodes // cores() + (core < nodes % cores()) for core in range(cores())]
+def floor_seconds(overrides: list[str], nodes: int, rounds: int, processes: int | None = None) -> float:
+    """Seconds per round of the slowest of so many processes (one per core), all started together."""
+    count = processes or cores()
+    shares = [nodes // count + (number < nodes % count) for number in range(count)]
     return max(_floors(overrides, [(share, 1) for share in shares if share], rounds))
 
 
