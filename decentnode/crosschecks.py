@@ -24,11 +24,14 @@ from decentnode.data.base import Dataset
 from decentnode.errors import UsageError
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
+from decentnode.graph.families import Ring
 from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
 from decentnode.problems import Problem, raised
 from decentnode.sharing import SHARINGS
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.rounds import exchange_rounds, unheard
 from decentnode.training.supervised import SupervisedConfig
 
 if TYPE_CHECKING:
@@ -208,10 +211,6 @@ def _misses(rule: type, graph: Graph) -> Iterator[str]:
     if graph.num_nodes > MAX_CHECKED_NODES:
         return
     rounds = range(min(graph.period or 4, 16))
-    if getattr(rule, "needs_connected", False) and (alone := _unheard(graph)):
-        yield (f"needs a graph that is connected over its rounds, node {alone[0]} never hears of node {alone[1]}; "
-               "{name: ring} would do")  # fmt: skip
-        return
     if getattr(rule, "needs_doubly_stochastic", False):
         for r in rounds:
             columns = graph.matrix(r).sum(axis=0)
@@ -231,16 +230,42 @@ def _misses(rule: type, graph: Graph) -> Iterator[str]:
             logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the very limit for this rule", lowest)
 
 
-def _unheard(graph: Graph) -> tuple[int, int] | None:
-    """A pair of nodes between which nothing ever gets, over the period or 16 rounds repeated."""
-    links = np.zeros((graph.num_nodes, graph.num_nodes), dtype=bool)
-    for r in range(min(graph.period or 16, 64)):
-        links |= graph.matrix(r) > 0
-    reach = links | np.eye(graph.num_nodes, dtype=bool)
-    for _ in range(graph.num_nodes.bit_length()):
-        reach = (reach.astype(np.float32) @ reach.astype(np.float32)) > 0
-    missing = np.argwhere(~reach)
-    return (int(missing[0][0]), int(missing[0][1])) if len(missing) else None
+def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
+    """Over the rounds in which the rule exchanges, if by others: nodes that never do train models of their own."""
+    graph = _graph(experiment)
+    rule = None if graph is None else _rule(experiment, graph)
+    if graph is None or rule is None or graph.num_nodes > MAX_CHECKED_NODES:
+        return
+    name, rounds = experiment.sharing.name, experiment.node.rounds
+    try:
+        alone = unheard(rule, graph, experiment.seed)
+    except UsageError:  # weights that cannot be made: graph_can_be_made says so
+        return
+    if alone is not None:
+        section = Ring.Config.model_validate({"name": "ring", "nodes": graph.num_nodes})
+        ring = build_graph(section, None, experiment.seed)
+        instead = f"graph: {{name: ring, nodes: {graph.num_nodes}}}"
+        if unheard(rule, ring, experiment.seed) is not None:
+            instead = "sharing: {name: full} on a connected graph"
+        yield Problem(("sharing",), f": {name} needs a graph that joins all nodes over the rounds in which it "
+                      f"exchanges, node {alone[0]} never hears of node {alone[1]}; {instead} would do",
+                      other=("graph",))  # fmt: skip
+    elif graph.num_nodes > 1 and rounds and (first := next(exchange_rounds(rule), rounds)) >= rounds:
+        logger.warning("%s exchanges for the first time in round %d, but the run has only rounds 0 to %d: nodes will "
+                       "never hear of each other", name, first, rounds - 1)  # fmt: skip
+
+
+def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
+    """The rule without its compression, told of the machines; None where another check has its problem."""
+    mapping = _mapping(experiment)
+    if mapping is None or mapping.num_nodes != graph.num_nodes:
+        return None
+    try:
+        rule: Sharing = load_class(experiment.sharing.name, SHARINGS, "sharing")(experiment.sharing)
+        rule.locate([mapping.local(machine) for machine in range(mapping.num_machines)])
+    except (UsageError, ValueError):
+        return None
+    return rule
 
 
 def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
@@ -290,6 +315,7 @@ CHECKS: tuple[Check, ...] = (
     schedule_lasts,
     sharing_suits_the_graph,
     groups_suit_the_graph,
+    everybody_hears_of_everybody,
     inproc_is_one_machine,
     edges_have_their_ways,
     generations_can_be_had,

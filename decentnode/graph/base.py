@@ -86,6 +86,12 @@ class RoundView:
         """A stream of this node, round and purpose."""
         return rng.stream(self.seed, self.uid, purpose, self.round)
 
+    def alone(self) -> RoundView:
+        """The same round without neighbors."""
+        return replace(
+            self, neighbors=(), sources=(), weights={self.uid: 1.0}, out_weights={self.uid: 1.0}, circle=()
+        )
+
     def without(self, missing: Collection[int]) -> RoundView:
         """The same round when the payloads of `missing` never come: their weights go to the node itself."""
         if not missing:
@@ -129,18 +135,32 @@ def parts(graph: Graph, members: Collection[int], rounds: int) -> list[set[int]]
     return found
 
 
-def view(graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None) -> RoundView:
-    """What node `uid` sees of `round`."""
+def view(
+    graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None, at: int | None = None
+) -> RoundView:
+    """What node `uid` sees of `round`, with the edges that the graph has in its round `at` (when not given, `round`).
+
+    Rounds in which nobody exchanges count for a run, but not for its graph (`Sharing.exchange_number`).
+    """
+    at = round if at is None else at
     return RoundView(
         uid,
         round,
-        graph.neighbors(uid, round, members),
-        graph.sources(uid, round, members),
-        graph.weights(uid, round, members),
-        graph.out_weights(uid, round, members),
+        graph.neighbors(uid, at, members),
+        graph.sources(uid, at, members),
+        graph.weights(uid, at, members),
+        graph.out_weights(uid, at, members),
         tuple(sorted(members)) if members is not None else tuple(range(graph.num_nodes)),
         seed,
     )
+
+
+def view_at_rest(
+    graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None
+) -> RoundView:
+    """What node `uid` sees of a round in which nobody exchanges."""
+    everybody = tuple(sorted(members)) if members is not None else tuple(range(graph.num_nodes))
+    return RoundView(uid, round, (), (), {uid: 1.0}, {uid: 1.0}, everybody, seed)
 
 
 def circle_of(graph: Graph, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,11 +10,11 @@ from torch import nn
 
 from decentnode.build import machines_of
 from decentnode.experiment import Experiment
-from decentnode.graph.base import view
 from decentnode.sharing.compressed import make_sharing
+from decentnode.sharing.rounds import exchange_rounds, rule_view
 
-LOOKED_AT = 1024
-"""Rounds that are searched for the first exchange."""
+LOOKED_AT = 64
+"""Exchanges that are searched for the first in which node 0 has neighbors."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ def traffic(experiment: Experiment, module: nn.Module) -> Traffic:
         buffers = sum(b.numel() * b.element_size() for b in module.buffers() if b.is_floating_point())
 
     def messages(uid: int, round: int) -> int:
-        seen = view(graph, uid, round, experiment.seed)
+        seen = rule_view(rule, graph, uid, round, experiment.seed)
         return sum(len(rule.plan(replace(seen, phase=phase)).neighbors) for phase in range(rule.phases))
 
     nodes = range(graph.num_nodes)
-    first = next((r for r in range(LOOKED_AT) if messages(0, r)), 0)
-    edges = sum(len(graph.neighbors(uid, first)) for uid in nodes)
+    first = next((r for r in itertools.islice(exchange_rounds(rule), LOOKED_AT) if messages(0, r)), 0)
+    edges = sum(len(rule_view(rule, graph, uid, first).neighbors) for uid in nodes)
     sent = message * sum(messages(uid, first) for uid in nodes) + buffers * edges
     return Traffic(message, sent / graph.num_nodes, all(spec.exact for spec in specs), first)

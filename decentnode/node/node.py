@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from decentnode.communication.base import EVALUATION, Circle, Communication, Pending
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
-from decentnode.graph.base import Graph, RoundView, circle_of, parts, view
+from decentnode.graph.base import Graph, RoundView, circle_of, parts
 from decentnode.node.config import NodeConfig
 from decentnode.node.schedule import SCHEDULES, Mixed
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.tensors import blocks
 from decentnode.training.base import Evaluation, Training, Update
 from decentnode.wire.membership import Generation
@@ -132,7 +134,7 @@ class Node:
                 except Interrupted:
                     logger.info("evaluation after round %d given up: the run is stopping", self.round)
         if self._stopping():
-            ahead = range(self.round, self.round + min(self.graph.period or 16, 16))
+            ahead = itertools.islice(exchange_rounds(self.sharing, self.round), min(self.graph.period or 16, 16))
             later = {uid for round in ahead for plan in self._planned(round) for uid in plan.neighbors}
             self.communication.depart(self.round, later)
         if self._evaluated != self.round:
@@ -226,22 +228,25 @@ class Node:
 
     def _seen(self, round: int) -> RoundView:
         """What the graph says of a round; of one that never changes, found once for every set of members."""
-        members = self.generation.members
+        members, generation = self.generation.members, self.generation.number
+        alive = members if len(members) < self.graph.num_nodes else None
+        number = self.sharing.exchange_number(round)
         last = self._last_view
-        if last is not None and self.graph.period == 1 and last.generation == self.generation.number:
+        if number is not None and last is not None and self.graph.period == 1 and last.generation == generation:
             return replace(last, round=round, extra={})
-        seen = view(self.graph, self.uid, round, self.seed, members if len(members) < self.graph.num_nodes else None)
-        self._last_view = replace(seen, generation=self.generation.number, circle=self._circle(seen))
-        return self._last_view
+        seen = replace(rule_view(self.sharing, self.graph, self.uid, round, self.seed, alive), generation=generation)
+        if number is not None:
+            seen = self._last_view = replace(seen, circle=self._circle(number, alive))
+        return seen
 
-    def _circle(self, seen: RoundView) -> tuple[int, ...]:
-        """Found once for every round of the graph's period and set of members."""
-        period, alive = self.graph.period, None if len(seen.members) == self.graph.num_nodes else seen.members
-        key = (seen.round if period is None else seen.round % period, seen.members)
+    def _circle(self, number: int, alive: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Found once for every exchange of the graph's period and set of members. number: of the exchange."""
+        period = self.graph.period
+        key = (number if period is None else number % period, self.generation.members)
         if not self.schedule.circles:
             return ()
         if self._last_circle is None or self._last_circle[0] != key:
-            self._last_circle = key, circle_of(self.graph, self.uid, seen.round, alive)
+            self._last_circle = key, circle_of(self.graph, self.uid, number, alive)
         return self._last_circle[1]
 
     def finish_round(self, round: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from decentnode.component import load_class
-from decentnode.graph.base import Graph, RoundView, view
+from decentnode.graph.base import Graph, RoundView
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.rounds import exchange_rounds, rule_view, unheard
 
 SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
 
 CHECKED_ROUNDS = 32
+CHECKED_RANKS = 512
 REMEMBERED = 64
 """Steps whose views are kept."""
 
@@ -81,6 +84,10 @@ class Plan:
         ):
             if needed and not good:
                 raise ValueError(f"topology must be {word} for {type(rule).__name__}")
+        alone = unheard(rule, graph) if graph.num_nodes <= CHECKED_RANKS else None
+        if alone is not None:
+            raise ValueError(f"topology must join all ranks over the steps in which {type(rule).__name__} exchanges, "
+                             f"rank {alone[0]} never hears of rank {alone[1]}; topology='complete' would do")
 
     def describe(self) -> str:
         """The rule and its settings, in one line."""
@@ -99,7 +106,7 @@ class Plan:
                     self._views.clear()
                 self._views[step, factor] = self.view(step, factor, self.rank)
             return self._views[step, factor]
-        found = self.rule.plan(view(self.graph, rank, step))
+        found = self.rule.plan(rule_view(self.rule, self.graph, rank, step))
         if factor == 1.0:
             return found
         weights = {uid: factor * w for uid, w in found.weights.items()}
@@ -108,17 +115,22 @@ class Plan:
 
     def most_sources(self) -> int:
         """The most neighbors that any rank hears at once."""
-        rounds = range(min(max(self.graph.period or 0, 16), 64))
         uids = range(self.graph.num_nodes)
-        return max((len(self.view(r, rank=uid).sources) for r in rounds for uid in uids), default=0)
+        return max((len(self.view(r, rank=uid).sources) for r in self._first_exchanges() for uid in uids), default=0)
+
+    def _first_exchanges(self) -> Iterator[int]:
+        """The steps of so many exchanges that all cliques of a topology that repeats are among them."""
+        return itertools.islice(exchange_rounds(self.rule), min(max(self.graph.period or 0, 16), 64))
 
     def clique(self, step: int) -> Clique | None:
         """The ranks among whom one all_reduce does the step: more than two, who all hear each other with one weight.
 
         None where it is otherwise; every member comes to the same answer.
         """
-        period = self.graph.period
-        key = step % period if period and type(self.rule).plan is Sharing.plan else step
+        period, number = self.graph.period, self.rule.exchange_number(step)
+        if number is None:
+            return None
+        key = number % period if period and type(self.rule).plan is Sharing.plan else step
         if key not in self._cliques:
             if len(self._cliques) >= REMEMBERED:
                 self._cliques.clear()
@@ -142,10 +154,10 @@ class Plan:
 
     def cliques(self) -> list[tuple[int, ...]]:
         """The members of all cliques that come again, of all ranks, in one order."""
-        period, found = self.graph.period, set()
-        if period is None:
+        found: set[tuple[int, ...]] = set()
+        if self.graph.period is None:
             return []
-        for step in range(min(max(period, 16), 64)):
+        for step in self._first_exchanges():
             left = set(range(self.graph.num_nodes))
             while left:
                 clique = self._find_clique(step, min(left))

@@ -41,8 +41,6 @@ class Sharing(Component, abc.ABC):
     needs_static: ClassVar[bool] = False
     smallest_eigenvalue: ClassVar[float | None] = None
     """W may have no eigenvalue below it; one at it is accepted with a warning."""
-    needs_connected: ClassVar[bool] = False
-    """Over the graph's rounds everybody must hear of everybody, if by others."""
     needs_gradient: ClassVar[bool] = False
     """Whether `direction` has a say in every local step."""
     phases: ClassVar[int] = 1
@@ -67,8 +65,17 @@ class Sharing(Component, abc.ABC):
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Once, before the first schema: the shapes of the parameters that stand one after the other in the model."""
 
+    def exchange_number(self, round: int) -> int | None:
+        """The number of the exchange that takes place in `round`, from 0 and one more with every exchange; None in a
+        round of rest.
+
+        The graph is asked for its edges by this number: a rule that meets in every k-th round goes through all edges of
+        a periodic graph, whatever k is. Every node must come to the same answer.
+        """
+        return round
+
     def plan(self, view: RoundView) -> RoundView:
-        """The phase as this rule wants it: its own neighbors, sources and weights, or none in a round of rest.
+        """The phase as this rule wants it: its own neighbors, sources and weights, or none where it rests.
 
         Every node must come to the same answer from the view alone, before anything of the round was sent.
         """

@@ -39,7 +39,6 @@ class Choco(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = ChocoConfig
-    needs_connected: ClassVar[bool] = True
     needs_static: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True

@@ -57,7 +57,6 @@ class Compressed(Sharing):
         self.rule = rule
         self.codec = codec
         for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
-                     "needs_connected",
                      "smallest_eigenvalue", "needs_gradient", "phases", "needs_sequential", "needs_tree",
                      "makes_own_edges", "needs_groups", "sends_scalars"):  # fmt: skip
             setattr(self, name, getattr(rule, name))
@@ -71,6 +70,9 @@ class Compressed(Sharing):
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.rule.bind(shapes)
+
+    def exchange_number(self, round: int) -> int | None:
+        return self.rule.exchange_number(round)
 
     def plan(self, view: RoundView) -> RoundView:
         return self.rule.plan(view)

@@ -24,7 +24,6 @@ class D2(Tensors, Full):
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
-    needs_connected: ClassVar[bool] = True
     needs_sequential: ClassVar[bool] = True
     needs_static: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True

@@ -33,7 +33,6 @@ class DeepSqueeze(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = DeepSqueezeConfig
-    needs_connected: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
 

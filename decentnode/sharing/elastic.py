@@ -52,7 +52,7 @@ class Elastic(Tensors, LocalSGD):
         return dict.fromkeys(view.neighbors, Payload({"x": self.center.lerp(model, self.pull)}))
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        if not self.meets(view):
+        if not self.meets(view.round):
             return
         self.begin(model, view)
         assert self.center is not None

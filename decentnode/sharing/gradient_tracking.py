@@ -23,7 +23,6 @@ class GradientTracking(Tensors, Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
-    needs_connected: ClassVar[bool] = True
     needs_sequential: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True
     TENSORS: ClassVar[tuple[str, ...]] = ("tracked", "old_update", "x", "momentum")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
 
 from decentnode import component
-from decentnode.graph.base import RoundView
 from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full
-
-
-def alone(view: RoundView) -> RoundView:
-    """The same round without neighbors."""
-    return replace(view, neighbors=(), sources=(), weights={view.uid: 1.0}, out_weights={view.uid: 1.0})
 
 
 class LocalSGDConfig(SharingConfig):
@@ -33,8 +26,9 @@ class LocalSGD(Full):
         assert isinstance(config, LocalSGDConfig)
         self.every = config.every
 
-    def meets(self, view: RoundView) -> bool:
-        return (view.round + 1) % self.every == 0
+    def meets(self, round: int) -> bool:
+        """Whether the round has an exchange."""
+        return (round + 1) % self.every == 0
 
-    def plan(self, view: RoundView) -> RoundView:
-        return view if self.meets(view) else alone(view)
+    def exchange_number(self, round: int) -> int | None:
+        return round // self.every if self.meets(round) else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from decentnode import component, rng
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
-from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig, alone
+from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.state import Tensors
 
 
@@ -48,13 +48,13 @@ class NoLoCo(Tensors, LocalSGD):
         self.momentum: Tensor | None = None
 
     def plan(self, view: RoundView) -> RoundView:
-        if not self.meets(view):
-            return alone(view)
+        if not self.meets(view.round):
+            return view
         members = sorted(view.members)
         order = rng.stream(view.seed, rng.GLOBAL, "noloco pairs", view.round).permutation(len(members))
         at = [members[int(i)] for i in order].index(view.uid) ^ 1
         if at >= len(members):
-            return alone(view)
+            return view.alone()
         peer = members[int(order[at])]
         weights = dict(sorted({view.uid: 0.5, peer: 0.5}.items()))
         return replace(view, neighbors=(peer,), sources=(peer,), weights=weights, out_weights=weights)
@@ -68,7 +68,7 @@ class NoLoCo(Tensors, LocalSGD):
         return dict.fromkeys(view.neighbors, Payload({"x": model, "slow": slow}))
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        if not self.meets(view):
+        if not self.meets(view.round):
             return
         self.begin(model, view)
         assert self.slow is not None and self.momentum is not None

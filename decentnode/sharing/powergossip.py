@@ -54,7 +54,6 @@ class PowerGossip(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = PowerGossipConfig
-    needs_connected: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
     sends_scalars: ClassVar[bool] = True

@@ -25,7 +25,6 @@ class PushSum(Sharing):
 
     Config: ClassVar[type[component.Config]] = FullConfig
     needs_column_stochastic: ClassVar[bool] = True
-    needs_connected: ClassVar[bool] = True
     sends_scalars: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:

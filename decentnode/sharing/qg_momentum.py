@@ -28,7 +28,6 @@ class QuasiGlobalMomentum(Tensors, Full):
     """
 
     Config: ClassVar[type[component.Config]] = MomentumConfig
-    needs_connected: ClassVar[bool] = True
     needs_sequential: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True
     TENSORS: ClassVar[tuple[str, ...]] = ("x", "momentum")

@@ -23,7 +23,6 @@ class RelaySGD(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
-    needs_connected: ClassVar[bool] = True
     needs_static: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     needs_tree: ClassVar[bool] = True

@@ -44,7 +44,7 @@ class SlowMo(Tensors, LocalSGD):
             self.start, self.momentum = model.clone(), torch.zeros_like(model)
 
     def finish(self, model: Tensor, view: RoundView) -> None:
-        if not self.meets(view) or self.start is None or self.momentum is None:
+        if not self.meets(view.round) or self.start is None or self.momentum is None:
             return
         change = self.start - model
         self.momentum.mul_(self.beta).add_(change)

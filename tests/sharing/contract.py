@@ -21,6 +21,7 @@ from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import Compressed, make_sharing
+from decentnode.sharing.rounds import rule_view
 from tests.graph.contract import make
 
 Make = Callable[[], Sharing]
@@ -265,7 +266,7 @@ def one_round(
 ) -> None:
     """One round in place, by hand. missing: sent nothing. step: local work; else toward a target of each node."""
     phases = [
-        [each.plan(replace(view(graph, uid, r, 1), phase=phase)) for uid, each in enumerate(rules)]
+        [each.plan(replace(rule_view(each, graph, uid, r, 1), phase=phase)) for uid, each in enumerate(rules)]
         for phase in range(rules[0].phases)
     ]
     for uid, (each, model, seen) in enumerate(zip(rules, models, phases[0], strict=True)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from decentnode.build import build_in_process, step_all
-from decentnode.component import Config, load_class
-from decentnode.crosschecks import _misses
+from decentnode.component import Config
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.graph.topology import Topology
 from decentnode.models.base import Model
-from decentnode.sharing import SHARINGS
 from tests.conftest import scale
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, Make, bound, draw, name_of, one_round, rule, suited
@@ -153,18 +150,6 @@ def test_half_models(name: str, dtype: torch.dtype) -> None:
         one_round(rules, models, graph, r)
     for model in models:
         assert model.dtype == dtype and bool(model.isfinite().all())
-
-
-def test_a_graph_in_two_parts_is_refused_where_that_matters() -> None:
-    pair = np.full((2, 2), 0.5)
-    parts = np.block([[pair, np.zeros((2, 2))], [np.zeros((2, 2)), pair]])
-    whole = np.roll(np.roll(parts, 1, 0), 1, 1)
-    for name, missed in (("gradient_tracking", True), ("choco", True), ("full", False)):
-        graph = SimpleNamespace(num_nodes=4, period=1, directed=False, matrix=lambda _: parts)
-        found = list(_misses(load_class(name, SHARINGS, "sharing"), graph))  # type: ignore[arg-type]
-        assert any("connected over its rounds, node 0 never hears of node 2" in text for text in found) == missed
-    turns = SimpleNamespace(num_nodes=4, period=2, directed=False, matrix=lambda r: whole if r else parts)
-    assert not list(_misses(load_class("gradient_tracking", SHARINGS, "sharing"), turns))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("graph", ["ring", "directed_one_peer_exponential", "star"])
