@@ -1,6 +1,8 @@
 """A private folder for Unix sockets, removed at the end, or by the next run when this one is killed.
 
-With it go boards in shared memory that bear its name (communication/board.py): of nodes that were killed early.
+With it go boards in shared memory that bear its name (communication/board.py): of nodes that were killed early. The
+folders lie where every user of the machine may make files, so that names, links and owners prove nothing: what is
+removed has a name that this file gives, is this user's own, and is reached without following a link.
 """
 
 from __future__ import annotations
@@ -8,15 +10,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
+import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "decentnode-"
-LOCK = "lock"
+LOCK, UNLOCKED = "lock", "lock.new"
 BOARDS = Path("/dev/shm")
 MAX_PATH_BYTES = 80
 """Of the folder; the path of a Unix socket may have 107."""
+UNFINISHED_SECONDS = 3600.0
+"""Age at which a folder without a lock is taken for one whose run was killed while it made it."""
+
+_RANDOM = re.compile(r"[a-z0-9_]{8}")  # what tempfile.mkdtemp puts behind a prefix
+_BOARD = re.compile(r"-\d+-\d+(-lent)?")
 
 
 class SocketDir:
@@ -28,8 +39,12 @@ class SocketDir:
             base = "/tmp"
         remove_stale(Path(base))
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=base)
-        self._lock = os.open(Path(self.path, LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # The file is locked before it bears the name by which remove_stale looks for it: there is no moment at which
+        # another run that starts could take this one for gone.
+        unlocked = Path(self.path, UNLOCKED)
+        self._lock = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(Path(self.path, LOCK))
 
     def remove(self) -> None:
         """Idempotent."""
@@ -40,23 +55,52 @@ class SocketDir:
 
 
 def _remove(folder: Path) -> None:
-    for board in BOARDS.glob(f"{folder.name}-*"):
-        with contextlib.suppress(OSError):
-            board.unlink()
+    with contextlib.suppress(OSError), os.scandir(BOARDS) as boards:
+        for board in boards:
+            if board.name.startswith(folder.name) and _BOARD.fullmatch(board.name[len(folder.name) :]):
+                with contextlib.suppress(OSError):
+                    if board.stat(follow_symlinks=False).st_uid == os.getuid():
+                        os.unlink(board.path)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_stale(base: Path) -> None:
     """Remove this user's folders whose run is gone. Never raises."""
-    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
+    with contextlib.suppress(OSError):
+        for folder in list(_own_folders(base)):
+            with contextlib.suppress(OSError):
+                _remove_if_stale(folder)
+
+
+def _own_folders(base: Path) -> Iterator[Path]:
+    """Folders, no links, that this user made and that have names as `SocketDir` gives them."""
+    with os.scandir(base) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX) and _RANDOM.fullmatch(entry.name[len(PREFIX) :]):
+                found = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                    yield base / entry.name
+
+
+def _remove_if_stale(folder: Path) -> None:
+    """Raises OSError where the run lives, or the folder is not what `SocketDir` makes."""
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(inside).st_uid != os.getuid():
+            return
         try:
-            if lock.stat().st_uid != os.getuid():
-                continue
-            file = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(lock.parent)
-            finally:
-                os.close(file)
-        except OSError:
-            continue
+            lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
+        except FileNotFoundError:
+            if time.time() - os.fstat(inside).st_mtime > UNFINISHED_SECONDS:
+                _remove(folder)
+            return
+        try:
+            found = os.fstat(lock)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_nlink:  # else another run was quicker, and the name may be a third one's by now
+                    _remove(folder)
+        finally:
+            os.close(lock)
+    finally:
+        os.close(inside)
