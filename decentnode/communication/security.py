@@ -1,7 +1,8 @@
 """Who may speak: one CURVE key pair per node, an allow-list of public keys, and the door of a node's sockets.
 
 A folder of keys has `public.keys`, with a line "uid key" per node, and `node-UID.secret` for every node of this
-machine, readable by its owner alone. Keys are 32 bytes in Z85, 40 characters (RFC 32/Z85, CurveCP, ZeroMQ RFC 26).
+machine, readable by its owner alone; nobody else may be able to change either. Keys are 32 bytes in Z85, 40 characters
+(RFC 32/Z85, CurveCP, ZeroMQ RFC 26).
 """
 
 from __future__ import annotations
@@ -63,19 +64,53 @@ def write_keys(folder: Path, uids: Iterable[int]) -> list[Path]:
         known[uid] = public
         made.append(path)
     text = "".join(f"{uid} {known[uid].decode()}\n" for uid in sorted(known))
-    temporary = folder / f".{PUBLIC_FILE}.{os.getpid()}"
-    temporary.write_text(text, encoding="utf-8")
+    temporary = folder / f".{PUBLIC_FILE}.{secrets.token_hex(8)}"
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o644)  # the umask may be wider or narrower
+        file.write(text)
     temporary.replace(folder / PUBLIC_FILE)
     return made
 
 
+def _check_changers(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise EnvironmentFault(
+            f"{path} belongs to another user (uid {status.st_uid}), who could change the keys; run chown "
+            f"{os.geteuid()} on it"
+        )
+
+
+def read_trusted(path: Path, forbidden: int) -> bytes:
+    """The content of a file of keys, which nobody but this user and root may change.
+
+    forbidden: permissions that nobody else may have on it. Raises EnvironmentFault, with a word on what to run.
+    """
+    try:
+        _check_changers(path.parent, folder := os.stat(path.parent))
+        if folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:  # sticky: nobody replaces another one's file
+            raise EnvironmentFault(
+                f"{path.parent} can be changed by others (mode {stat.S_IMODE(folder.st_mode):o}), and the keys in it "
+                f"replaced; run chmod go-w on it"
+            )
+        with open(path, "rb") as file:
+            found, content = os.fstat(file.fileno()), file.read()  # of the file that is read, whatever its name is now
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: {error.strerror}; make keys with keygen") from error
+    _check_changers(path, found)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & forbidden:
+        what, cure = ("read", "600") if forbidden & 0o044 else ("changed", "go-w")
+        raise EnvironmentFault(f"{path} can be {what} by others (mode {mode:o}); run chmod {cure} on it")
+    return content
+
+
 def read_public(folder: Path) -> dict[int, bytes]:
-    """The allow-list of a folder. Raises EnvironmentFault naming file and line."""
+    """The allow-list of a folder. Raises EnvironmentFault naming file and line, or who else could have changed it."""
     path = folder / PUBLIC_FILE
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise EnvironmentFault(f"{path}: {getattr(error, 'strerror', None) or error}; make keys with keygen") from error
+        lines = read_trusted(path, 0o022).decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise EnvironmentFault(f"{path}: {error}; make keys with keygen") from error
     found: dict[int, bytes] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -97,19 +132,15 @@ def _is_key(text: str) -> bool:
 
 
 def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
-    """The keys of node `uid`. Raises EnvironmentFault when one is missing, broken or open to others."""
+    """The keys of node `uid`. Raises EnvironmentFault when one is missing or broken, or when others could read the
+    secret one or change any."""
     public = read_public(folder)
     missing = [other for other in range(num_nodes) if other not in public]
     if missing:
         few = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise EnvironmentFault(f"{folder / PUBLIC_FILE} has no key of node {few}; make keys with keygen")
     path = secret_path(folder, uid)
-    try:
-        mode, secret = path.stat().st_mode, path.read_bytes().strip()
-    except OSError as error:
-        raise EnvironmentFault(f"{path}: {error.strerror}; make keys with keygen") from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise EnvironmentFault(f"{path} can be read by others (mode {stat.S_IMODE(mode):o}); run chmod 600 on it")
+    secret = read_trusted(path, 0o077).strip()
     try:
         derived = zmq.curve_public(secret)
     except (ValueError, zmq.ZMQError):

@@ -70,6 +70,47 @@ def test_broken_keys_are_named(tmp_path: Path) -> None:
             read_public(folder)
 
 
+@pytest.mark.parametrize(("which", "mode", "says"), [
+    *(("secret", mode, rf"can be read by others \(mode {mode:o}\); run chmod 600 on it")
+      for mode in (0o640, 0o604, 0o660, 0o620, 0o601)),
+    ("public", 0o664, r"can be changed by others \(mode 664\); run chmod go-w"),
+    ("public", 0o646, r"can be changed by others \(mode 646\)"),
+    ("folder", 0o770, r"can be changed by others \(mode 770\), and the keys in it replaced"),
+    ("folder", 0o707, r"can be changed by others \(mode 707\)"),
+])  # fmt: skip
+def test_keys_that_others_can_read_or_change_are_refused(which: str, mode: int, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    write_keys(folder, range(2))
+    path = {"secret": secret_path(folder, 0), "public": folder / PUBLIC_FILE, "folder": folder}[which]
+    path.chmod(mode)
+    with pytest.raises(EnvironmentFault, match=f"{path.name} {says}"):
+        load_keyring(folder, 0, 2)
+    path.chmod(mode & (0o700 if which != "public" else 0o644) | (0o1777 if which == "folder" else 0))
+    assert load_keyring(folder, 0, 2).uid == 0, "private, or a folder in which nobody replaces another one's files"
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_what_keygen_makes_is_accepted_whatever_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_keys(tmp_path / "keys", range(2))
+        write_keys(tmp_path / "keys", [2])
+    finally:
+        os.umask(before)
+    assert load_keyring(tmp_path / "keys", 1, 3).uid == 1
+    assert stat.S_IMODE((tmp_path / "keys" / PUBLIC_FILE).stat().st_mode) == 0o644
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("which", ["node-0.secret", PUBLIC_FILE, "."])
+def test_keys_of_another_user_are_refused(which: str, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    write_keys(folder, range(2))
+    os.chown(folder / which, 12345, 12345)
+    with pytest.raises(EnvironmentFault, match=r"belongs to another user \(uid 12345\), who could change the keys"):
+        load_keyring(folder, 0, 2)
+
+
 @pytest.mark.parametrize("config", [
     {"security": True}, {"security": "required"}, {"security": "required", "keys": "k", "bulk_security": "none"},
 ])  # fmt: skip
