@@ -15,13 +15,14 @@ FLOORS: list[list[str]] = [
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "metrics"],
     ["sharing", "training", "communication"],
     ["node", "parallel"],
-    ["crosschecks", "experiment", "build"],
+    ["crosschecks", "experiment", "build", "describe"],
     ["launch", "report"],
     ["cli", "__main__"],
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SIDEWAYS = {  # within one floor, in this direction only
-    ("training", "models"), ("experiment", "crosschecks"), ("build", "experiment"), ("__main__", "cli"),
+    ("training", "models"), ("experiment", "crosschecks"), ("build", "experiment"), ("describe", "experiment"),
+    ("__main__", "cli"),
     ("problems", "component"), ("problems", "yaml_source"), ("yaml_source", "errors"),
 }  # fmt: skip
 KNOTS = {("crosschecks", "experiment")}

@@ -21,6 +21,8 @@ COMMANDS: dict[str, str] = {
     "status": "Show where the nodes of a run stand and who waits for whom.",
     "doctor": "Check this machine and the way to the others before a run.",
     "validate": "Check an experiment and show every problem with its place.",
+    "list": "List the components that a YAML file can name.",
+    "explain": "Say what a component or a key of a YAML file is.",
     "keygen": "Make the keys with which nodes prove who they are.",
     "schema": "Write the JSON Schema of experiments, for editors.",
     "graph": "Make, inspect, draw and convert graphs.",

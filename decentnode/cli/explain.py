@@ -1,0 +1,52 @@
+"""decentnode explain KIND.NAME[.KEY]"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from decentnode.cli.list import command as list_command
+
+if TYPE_CHECKING:
+    from decentnode.describe import Key
+
+
+@click.command()
+@click.argument("what")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def command(what: str, as_json: bool) -> None:
+    """Say what a component or a key of a YAML file is: `sharing.choco`, `sharing.choco.fraction`, `node.rounds`;
+    of a kind such as `sharing` the list.
+
+    The same text, from the same source, is the reference of the documentation.
+    """
+    from decentnode.describe import TABLES, Component, find
+
+    if what in TABLES:
+        click.get_current_context().invoke(list_command, kind=what, as_json=as_json)
+        return
+    found = find(what)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found if isinstance(found, Component) else found[1]), indent=1))
+        return
+    if not isinstance(found, Component):
+        component, key = found
+        click.echo(f"{component.path}.{key.name}\n")
+        _show([key])
+        return
+    click.echo(f"{found.path}\n\n{found.text}\n")
+    if found.keys:
+        click.echo("Keys:")
+        _show(found.keys)
+    else:
+        click.echo("It has no keys of its own.")
+
+
+def _show(keys: tuple[Key, ...] | list[Key]) -> None:
+    formatter = click.HelpFormatter(width=110)
+    with formatter.indentation():
+        formatter.write_dl([(key.name, f"{key.facts}. {key.text}") for key in keys], col_max=28)
+    click.echo(formatter.getvalue(), nl=False)

@@ -1,0 +1,234 @@
+"""What the experiment's components and keys are, read from the code: `decentnode list`, `explain` and the reference.
+
+A component's text is its class's docstring, a key's text the docstring under the field of its Config; nothing here is
+written twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import annotated_types
+import pydantic
+from pydantic.fields import FieldInfo
+
+from decentnode.communication import COMMUNICATIONS
+from decentnode.component import Config, Section, Settings, load_class, nearest
+from decentnode.compression import CODECS
+from decentnode.data import DATASETS
+from decentnode.data.partition import PARTITIONS
+from decentnode.errors import UsageError
+from decentnode.experiment import Experiment, RunConfig
+from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.mapping import MAPPINGS
+from decentnode.models import MODELS
+from decentnode.node.config import NodeConfig
+from decentnode.sharing import SHARINGS
+from decentnode.training import TRAININGS
+
+TABLES: dict[str, Mapping[str, str]] = {
+    "graph": GRAPHS, "weights": WEIGHTS, "mapping": MAPPINGS, "data": DATASETS, "partition": PARTITIONS,
+    "model": MODELS, "training": TRAININGS, "sharing": SHARINGS, "compression": CODECS,
+    "communication": COMMUNICATIONS,
+}  # fmt: skip
+"""Kinds whose components a YAML section names."""
+GROUPS: dict[str, type[Settings]] = {"experiment": Experiment, "node": NodeConfig, "run": RunConfig}
+"""Kinds that are one group of keys."""
+KINDS: dict[str, str] = {
+    "experiment": "The sections of a YAML file.",
+    "graph": "Who talks to whom, in which round.",
+    "weights": "How much a node listens to each neighbor.",
+    "mapping": "Which machine hosts which node.",
+    "data": "Datasets.",
+    "partition": "How training samples are dealt to the nodes: the key `partition` of `data`.",
+    "model": "Models that every node trains.",
+    "training": "The local work between two exchanges.",
+    "sharing": "Sharing rules: what leaves a node and how arrivals are mixed.",
+    "compression": "Codecs: the key `compression` of a sharing rule.",
+    "communication": "How payloads move between nodes.",
+    "node": "The rounds: how many, in which order, what a failure does.",
+    "run": "Where the results go.",
+}
+"""Every kind with one sentence."""
+UNITS = {"seconds": "s", "bytes": "bytes", "mb": "MB", "ms": "ms"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section."""
+
+    name: str
+    """With dots below nested sections."""
+    type: str
+    default: str | None
+    """As in YAML; None for a key that must be given."""
+    range: str
+    """Bounds, empty without any."""
+    unit: str
+    """Empty for numbers without one."""
+    text: str
+
+    @property
+    def facts(self) -> str:
+        """Type, unit, range and default in one line."""
+        default = "must be given" if self.default is None else f"default {self.default}"
+        return ", ".join(filter(None, [self.type + (f" ({self.unit})" if self.unit else ""), self.range, default]))
+
+
+@dataclass(frozen=True)
+class Component:
+    """A kind's component, or a group of keys."""
+
+    kind: str
+    name: str
+    summary: str
+    """The first paragraph of the docstring in one line."""
+    text: str
+    """The whole docstring without its indentation."""
+    keys: tuple[Key, ...]
+
+    @property
+    def path(self) -> str:
+        """What `decentnode explain` takes."""
+        return self.kind if self.kind in GROUPS else f"{self.kind}.{self.name}"
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """Names of a kind's components; of a group of keys its own name. Raises UsageError for an unknown kind."""
+    if kind not in KINDS:
+        hint = nearest(kind, KINDS)
+        also = f"; did you mean {hint!r}?" if hint else ""
+        raise UsageError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{also}")
+    return tuple(TABLES[kind]) if kind in TABLES else (kind,)
+
+
+def describe(kind: str, name: str) -> Component:
+    """One component, also an outsider's "package.module:Class". Raises UsageError for an unknown one."""
+    if kind in GROUPS:
+        found, config = GROUPS[kind], GROUPS[kind]
+        return Component(kind, kind, KINDS[kind], inspect.cleandoc(found.__doc__ or KINDS[kind]), tuple(_keys(config)))
+    names(kind)
+    owner = load_class(name, TABLES[kind], kind)
+    text = inspect.cleandoc(owner.__doc__ or "")
+    module = inspect.cleandoc(inspect.getdoc(inspect.getmodule(owner)) or "")
+    modules = [target.partition(":")[0] for target in dict.fromkeys(TABLES[kind].values())]
+    if module and modules.count(owner.__module__) == 1:  # a file of one component: its first words are the summary
+        text = module if not text else f"{module}\n\n{text}"
+    summary = " ".join(text.split("\n\n")[0].split())
+    return Component(kind, name, summary, text, tuple(_keys(owner.Config)))
+
+
+def find(path: str) -> Component | tuple[Component, Key]:
+    """What "sharing.choco", "node" or, with a key behind, "sharing.choco.fraction" names. Raises UsageError."""
+    kind, _, rest = path.partition(".")
+    if kind in TABLES and not rest:
+        listed = ", ".join(names(kind))
+        raise UsageError(f"{kind} is a kind of component; name one: {listed} (`decentnode list {kind}` describes them)")
+    known = names(kind)
+    if kind in GROUPS:
+        component, key = describe(kind, kind), rest
+    else:
+        name, _, key = rest.partition(".") if ":" not in rest else (rest, "", "")
+        if name not in known and ":" not in name:
+            hint = nearest(name, known)
+            also = f"; did you mean {hint!r}?" if hint else ""
+            raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{also}")
+        component = describe(kind, name)
+    if not key:
+        return component
+    for each in component.keys:
+        if each.name == key:
+            return component, each
+    hint = nearest(key, [each.name for each in component.keys])
+    also = f"; did you mean {hint!r}?" if hint else ""
+    raise UsageError(f"{component.path} has no key {key!r}{also}")
+
+
+def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[Key]:
+    """The keys of a group in the order of its fields; those of nested groups behind their own."""
+    for name, field in config.model_fields.items():
+        if name == "name" and issubclass(config, Config) and not prefix:
+            continue
+        unit = next((unit for ending, unit in UNITS.items() if name == ending or name.endswith(f"_{ending}")), "")
+        text = " ".join((field.description or "").split())
+        yield Key(prefix + name, _type(field.annotation, field.metadata), _default(field), _range(field), unit, text)
+        nested = _group(field.annotation)
+        if nested is not None and nested not in GROUPS.values():
+            yield from _keys(nested, f"{prefix}{name}.")
+
+
+def _group(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """The group of keys that a key holds, by itself or as the entries of a list."""
+    for each in (annotation, *typing.get_args(annotation)):
+        if inspect.isclass(each) and issubclass(each, pydantic.BaseModel) and each is not Config:
+            return each
+    return None
+
+
+def _section(annotation: Any, metadata: list[Any]) -> Section | None:
+    """The table of a key that names a component, in the annotation itself or below `| None`."""
+    found = [each for each in metadata if isinstance(each, Section)]
+    for each in typing.get_args(annotation):
+        found += [part for part in getattr(each, "__metadata__", ()) if isinstance(part, Section)]
+    return found[0] if found else None
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    chosen = _section(annotation, metadata)
+    if chosen is not None:
+        return f"section: {chosen.kind}"
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0], list(arguments[1:]))
+    if origin is typing.Literal:
+        return " | ".join(_value(each) for each in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(dict.fromkeys(_type(each, []) for each in arguments))
+    if origin in (list, tuple, dict):
+        inside = ", ".join(dict.fromkeys(_type(each, []) for each in arguments if each is not Ellipsis))
+        return f"{ {list: 'list', tuple: 'list', dict: 'mapping'}[origin]} of {inside}"
+    if inspect.isclass(annotation) and issubclass(annotation, pydantic.BaseModel):
+        return "section"
+    simple = {int: "integer", float: "number", bool: "true | false", str: "text", type(None): "null", Path: "path"}
+    return simple.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _default(field: FieldInfo) -> str | None:
+    if field.is_required():
+        return None
+    value = field.get_default(call_default_factory=True)
+    return _value(value)
+
+
+def _value(value: Any) -> str:
+    """As YAML writes it."""
+    if isinstance(value, pydantic.BaseModel):
+        value = value.model_dump(mode="json")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def _range(field: FieldInfo) -> str:
+    """Bounds in one line: "> 0, <= 1"."""
+    found = []
+    for each in field.metadata:
+        for kind, sign in ((annotated_types.Gt, ">"), (annotated_types.Ge, ">="), (annotated_types.Lt, "<"),
+                           (annotated_types.Le, "<=")):  # fmt: skip
+            if isinstance(each, kind):
+                bound = getattr(each, kind.__name__.lower())
+                found.append(f"{sign} {'2^63' if bound == 2**63 else _value(bound)}")
+        if isinstance(each, annotated_types.MinLen):
+            found.append(f"at least {each.min_length}")
+    return ", ".join(found)

@@ -1,0 +1,86 @@
+"""What `list` and `explain` say: complete for every component and key, and true of the Configs."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from decentnode.component import load_class
+from decentnode.describe import GROUPS, KINDS, TABLES, Component, describe, find, names
+from decentnode.errors import UsageError
+from decentnode.experiment import Experiment
+
+ALL = [(kind, name) for kind in KINDS for name in names(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_every_component_and_key_is_described(kind: str, name: str) -> None:
+    found = describe(kind, name)
+    assert len(found.summary) > 10 and found.text
+    for key in found.keys:
+        assert len(key.text) > 5, f"{found.path}.{key.name} has no docstring"
+        assert not re.search(r"typing|class|<|Annotated", key.type), key
+        assert find(f"{found.path}.{key.name}") == (found, key)
+
+
+def test_every_section_of_an_experiment_is_a_kind() -> None:
+    below = {"experiment", "partition", "compression"}
+    assert {"name", "seed"} | KINDS.keys() - below == Experiment.model_fields.keys()
+    assert KINDS.keys() == TABLES.keys() | GROUPS.keys()
+
+
+def test_types_bounds_units_and_defaults() -> None:
+    keys = {key.name: key for key in describe("communication", "zeromq").keys}
+    assert keys["timeout_seconds"].facts == "number (s), > 0, default 60"
+    assert keys["chunk_bytes"].facts == "integer (bytes), >= 65536, <= 67108864, default 4194304"
+    assert keys["same_host"].type == "shared_memory | ipc | tcp | null"
+    keys = {key.name: key for key in describe("sharing", "choco").keys}
+    assert keys["fraction"].facts == "number, > 0, <= 1, default 0.1"
+    assert keys["compression"].type == "section: compression"
+    assert {key.name: key for key in describe("graph", "ring").keys}["nodes"].default is None
+    nested = [key.name for key in describe("training", "supervised").keys]
+    assert "optimizer.name" in nested and "validation.fraction" in nested
+    assert "machines.base_port" in [key.name for key in describe("mapping", "table").keys]
+
+
+@pytest.mark.parametrize(("kind", "name"), [each for each in ALL if each[0] in TABLES])
+def test_keys_are_those_of_the_config(kind: str, name: str) -> None:
+    fields = load_class(name, TABLES[kind], kind).Config.model_fields
+    assert [key.name for key in describe(kind, name).keys if "." not in key.name] == [f for f in fields if f != "name"]
+    assert all((key.default is None) == fields[key.name].is_required() for key in describe(kind, name).keys
+               if "." not in key.name)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [("sharing.chcoo", "did you mean 'choco'"), ("sharng.choco", "did you mean 'sharing'"),
+     ("sharing.choco.fractoin", "did you mean 'fraction'"), ("node.round", "did you mean 'rounds'"),
+     ("sharing", "name one: full"), ("sharing.none_such:Class", "no module named")],
+)  # fmt: skip
+def test_unknown_names_are_told_with_the_nearest(path: str, text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        find(path)
+
+
+def test_an_outsiders_class_is_described() -> None:
+    found = find("sharing.decentnode.sharing.full:Full")
+    assert isinstance(found, Component) and "D-PSGD" in found.text
+
+
+def test_commands() -> None:
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(main, arguments, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert all(kind in run("list") for kind in KINDS)
+    assert json.loads(run("list", "sharing", "--json")).keys() == {*names("sharing")}
+    assert "rounds" in run("list", "node") and run("explain", "sharing") == run("list", "sharing")
+    assert "CHOCO-SGD" in run("explain", "sharing.choco") and "step_size" in run("explain", "sharing.choco")
+    assert "default 60" in run("explain", "node.rounds")
+    assert json.loads(run("explain", "node.rounds", "--json"))["type"] == "integer"
+    assert "has no keys" not in run("explain", "mapping.table")
