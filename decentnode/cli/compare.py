@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
-from decentnode.errors import DecentnodeError
-from decentnode.launch import run_dir as run_dirs
-from decentnode.report import compare
+from decentnode.errors import DecentnodeError, UsageError
+from decentnode.launch.run_dir import resolve_all
+from decentnode.metrics.figures import BY_NAME
+from decentnode.report import compare, repeats
 
 
 class RunFailed(DecentnodeError):
@@ -37,21 +37,27 @@ def command(
 ) -> None:
     """Run every CONFIG with several seeds, one run after the other, and print a table of means and deviations.
 
-    A RUN is a run directory, or the folder of an experiment (all finished runs in it): nothing is run for it.
+    A RUN is a run directory, the folder of an experiment or its name (all finished runs in it), or latest: nothing is
+    run for it. Runs whose configs differ in the seed alone share a row; all others have rows of their own.
     """
     if output is not None and output.suffix not in (".txt", ".csv", ".json"):
         raise click.UsageError(f"the table's name must end in .txt, .csv or .json, got {output.name}")
-    rows: list[compare.Row] = []
-    done: list[Path] = []
+    found: list[repeats.Ran] = []
     for each in what:
         path = Path(each)
         if path.is_dir() or path.suffix not in (".yaml", ".yml"):
-            done += _finished(path, run_dir)
+            found += [repeats.read(run) for run in resolve_all(each, run_dir)]
             continue
-        summaries = [_run(each, seed, overrides, run_dir) for seed in range(1, seeds + 1)]
-        rows.append(compare.row(str(summaries[0].get("name") or path.stem), summaries))
-        click.echo(f"{rows[-1].name}: accuracy {rows[-1].shown(compare.COLUMNS[0])}", err=True)
-    rows += compare.read_rows(done) if done else []
+        ran = [_run(each, seed, overrides, run_dir) for seed in range(1, seeds + 1)]
+        found += ran
+        accuracy = compare.row("", [run.summary for run in ran]).shown(BY_NAME["accuracy_mean"])
+        click.echo(f"{ran[0].name}: {BY_NAME['accuracy_mean'].title} {accuracy}", err=True)
+    groups, said = repeats.pooled(found)
+    for line in said:
+        click.echo(line, err=True)
+    if not groups:
+        raise UsageError(f"no finished run in {', '.join(what)}")
+    rows = compare.rows(groups)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         text = {".csv": compare.csv_table, ".json": compare.as_json, ".txt": compare.text_table}[output.suffix](rows)
@@ -59,13 +65,7 @@ def command(
     click.echo(compare.as_json(rows) if as_json else compare.text_table(rows))
 
 
-def _finished(path: Path, runs: Path) -> list[Path]:
-    """The finished runs that a path means."""
-    inside = sorted({each.parent.resolve() for each in path.glob("*/summary.json")}) if path.is_dir() else []
-    return inside or [run_dirs.resolve(path, runs)]
-
-
-def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path) -> dict[str, Any]:
+def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path) -> repeats.Ran:
     """One run in a process of its own, as `decentnode run` does it. Blocking."""
     command = [sys.executable, "-m", "decentnode", "run", config, "--quiet", "--json", "--seed", str(seed),
                "--run-dir", str(runs.absolute())]  # fmt: skip
@@ -79,5 +79,5 @@ def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path) -> dict
             raise
     if process.returncode:
         raise RunFailed(f"{config} with seed {seed} ended with exit code {process.returncode}", process.returncode)
-    summary: dict[str, Any] = json.loads(printed)
-    return summary
+    summary = json.loads(printed)
+    return repeats.read((runs / summary["name"] / summary["run"]).resolve())

@@ -81,3 +81,19 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
         if (candidate / "nodes").is_dir():
             return candidate.resolve()
     raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'")
+
+
+def resolve_all(what: str | Path, runs: Path) -> list[Path]:
+    """The run directories that a user means by several: the directory itself, all runs of an experiment's folder or of
+    its name in `runs`, oldest first, or the "latest" of all.
+
+    Raises UsageError when there are none.
+    """
+    if str(what) != "latest":
+        for folder in (Path(what), runs / what):
+            if (folder / "nodes").is_dir():
+                return [folder.resolve()]
+            inside = {each.parent.resolve() for each in folder.glob("*/nodes")} if folder.is_dir() else set()
+            if inside:
+                return sorted(inside)
+    return [resolve(what, runs)]

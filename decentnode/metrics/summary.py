@@ -4,55 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decentnode.metrics.figures import PURPOSES
+from decentnode.metrics.figures import FIGURES, NodeFigures
 from decentnode.metrics.writer import finite
 
-Figures = Mapping[str, float | int | str | None]
-"""One node's closing figures, as `Node.figures` makes them."""
+Figures = NodeFigures
 
 
 def _numbers(nodes: Iterable[Figures], key: str) -> list[float]:
     return [float(value) for figures in nodes if isinstance(value := figures.get(key), int | float)]
 
 
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None
-
-
-def _first(nodes: Iterable[Figures], key: str) -> float | None:
-    return next(iter(_numbers(nodes, key)), None)
-
-
 def combine(nodes: Mapping[int, Figures]) -> dict[str, Any]:
-    """The run's figures from its nodes'; null where no node reported one.
-
-    Accuracies are of the local models on the test set, `accuracy_merged` of their mean. Bytes are those that all
-    nodes sent, by purpose; `bytes_sent_total` is data plus metadata, what the rule sent. `consensus_rms` is
-    sqrt(mean ||x_i - mean x||^2), `consensus_distance` the same over ||mean x||.
-    """
+    """The run's figures from its nodes', as metrics/figures.py says; null where no node reported one."""
     by_uid = [nodes[uid] for uid in sorted(nodes)]
-    accuracies = _numbers(by_uid, "accuracy")
-    rounds = _numbers(by_uid, "rounds")
-    sent = {purpose: int(sum(_numbers(by_uid, f"bytes_{purpose}"))) for purpose in PURPOSES}
-    medians = _numbers(by_uid, "round_seconds_median")
     return {
-        "accuracy_mean": _mean(accuracies),
-        "accuracy_min": min(accuracies, default=None),
-        "accuracy_max": max(accuracies, default=None),
-        "accuracy_merged": _first(by_uid, "accuracy_merged"),
-        "loss_mean": _mean(_numbers(by_uid, "loss")),
-        "consensus_distance": _first(by_uid, "consensus_distance"),
-        "consensus_rms": _first(by_uid, "consensus_rms"),
-        "rounds": int(min(rounds, default=0)),
-        "round_seconds_median": statistics.median(medians) if medians else None,
-        "bytes_sent_total": sent["data"] + sent["metadata"],
-        **{f"bytes_{purpose}_total": count for purpose, count in sent.items()},
-        "bytes_saved_total": int(sum(_numbers(by_uid, "bytes_saved"))),
+        **{figure.name: figure.combined(by_uid) for figure in FIGURES if figure.of},
         "waiting": waiting(nodes),
         "nodes": {str(uid): dict(nodes[uid]) for uid in sorted(nodes)},
     }

@@ -1,4 +1,4 @@
-"""Runs side by side: one row per experiment, mean and standard deviation over its seeds."""
+"""Experiments side by side: one row per config, mean and standard deviation over its seeds."""
 
 from __future__ import annotations
 
@@ -8,86 +8,70 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from decentnode.errors import UsageError
+from decentnode.metrics.figures import BY_NAME, COMPARED, Figure
+from decentnode.report.repeats import Ran, labels
 
-
-@dataclass(frozen=True)
-class Column:
-    """One figure of a summary. scale: shown value per value; digits: behind the point."""
-
-    key: str
-    title: str
-    scale: float = 1.0
-    digits: int = 2
-    per_node: bool = False
-
-
-COLUMNS = (
-    Column("accuracy_mean", "accuracy %", 100.0),
-    Column("accuracy_min", "worst node %", 100.0),
-    Column("accuracy_merged", "merged %", 100.0),
-    Column("consensus_rms", "distance", digits=3),
-    Column("bytes_sent_total", "MB/node", 1e-6, per_node=True),
-    Column("bytes_metadata_total", "metadata", 1e-6, per_node=True),
-    Column("round_seconds_median", "ms/round", 1e3, digits=1),
-)
+COLUMNS = tuple(BY_NAME[name] for name in COMPARED)
+PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
+MAX_LABEL = 60
+"""Characters of a row's name that the table for people shows."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """An experiment: per column the values of its runs, in the order of the seeds."""
+    """An experiment: per figure the values of its runs in the figure's unit, in the order of the seeds."""
 
     name: str
     runs: int
     values: Mapping[str, Sequence[float]]
 
-    def mean(self, key: str) -> float | None:
-        return statistics.fmean(self.values[key]) if self.values[key] else None
+    def mean(self, name: str) -> float | None:
+        return statistics.fmean(self.values[name]) if self.values[name] else None
 
-    def deviation(self, key: str) -> float | None:
+    def deviation(self, name: str) -> float | None:
         """Standard deviation of the sample; None below two runs."""
-        return statistics.stdev(self.values[key]) if len(self.values[key]) > 1 else None
+        return statistics.stdev(self.values[name]) if len(self.values[name]) > 1 else None
 
-    def shown(self, column: Column) -> str:
-        mean, deviation = self.mean(column.key), self.deviation(column.key)
+    def shown(self, figure: Figure) -> str:
+        mean, deviation = self.mean(figure.name), self.deviation(figure.name)
         if mean is None:
             return "-"
-        text = f"{mean:.{column.digits}f}"
-        return text if deviation is None else f"{text} ±{deviation:.{column.digits}f}"
+        return figure.shown(mean) if deviation is None else f"{figure.shown(mean)} ±{figure.shown(deviation)}"
 
 
 def row(name: str, summaries: Sequence[Mapping[str, Any]]) -> Row:
     """summaries: as in summary.json, one per seed."""
-    values: dict[str, list[float]] = {}
-    for column in COLUMNS:
-        nodes = [max(1, len(summary.get("nodes", {}))) if column.per_node else 1 for summary in summaries]
-        values[column.key] = [
-            column.scale * float(value) / n
-            for summary, n in zip(summaries, nodes, strict=True)
-            if isinstance(value := summary.get(column.key), int | float)
-        ]
-    return Row(name, len(summaries), values)
+    return Row(name, len(summaries), {
+        figure.name: [value for each in summaries if (value := _value(each, figure.name)) is not None]
+        for figure in COLUMNS
+    })  # fmt: skip
 
 
-def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Rows of finished runs, grouped by the experiment's name. Raises UsageError for a folder without a summary."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in paths:
-        try:
-            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} has no readable summary.json: the run is not finished") from error
-        found.setdefault(str(summary.get("name") or path.parent.name), []).append(summary)
-    return [row(name, summaries) for name, summaries in found.items()]
+def _value(summary: Mapping[str, Any], name: str) -> float | None:
+    value = summary.get(PER_NODE.get(name, name))
+    if not isinstance(value, int | float):
+        return None
+    return value / max(1, len(summary.get("nodes", {}))) if name in PER_NODE else float(value)
+
+
+def rows(groups: Sequence[Sequence[Ran]]) -> list[Row]:
+    """A row per group of repeats."""
+    named = zip(labels(groups), groups, strict=True)
+    return [row(label, [each.summary for each in group]) for label, group in named]
 
 
 def text_table(rows: Sequence[Row]) -> str:
     """For a terminal or a page of reStructuredText: a simple table."""
-    cells = [["experiment", "runs", *(column.title for column in COLUMNS)]]
-    cells += [[each.name, str(each.runs), *(each.shown(column) for column in COLUMNS)] for each in rows]
+    cells = [["experiment", "runs", *(figure.title for figure in COLUMNS)]]
+    names = [each.name if len(each.name) <= MAX_LABEL else f"{each.name[: MAX_LABEL - 4]} ..." for each in rows]
+    if len(set(names)) < len(names):
+        names = [each.name for each in rows]
+    cells += [
+        [name, str(each.runs), *(each.shown(figure) for figure in COLUMNS)]
+        for name, each in zip(names, rows, strict=True)
+    ]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     rule = "  ".join("=" * width for width in widths)
 
@@ -100,17 +84,17 @@ def text_table(rows: Sequence[Row]) -> str:
 
 
 def csv_table(rows: Sequence[Row]) -> str:
-    """Means and deviations in columns of their own, for other programs."""
+    """Means and deviations in columns of their own, in the figures' units, for other programs."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    titles = [title for column in COLUMNS for title in (column.key, f"{column.key}_std")]
+    titles = [title for figure in COLUMNS for title in (figure.name, f"{figure.name}_std")]
     writer.writerow(["experiment", "runs", *titles])
     for each in rows:
-        figures = [value for column in COLUMNS for value in (each.mean(column.key), each.deviation(column.key))]
-        writer.writerow([each.name, each.runs, *("" if value is None else f"{value:.6g}" for value in figures)])
+        found = [value for figure in COLUMNS for value in (each.mean(figure.name), each.deviation(figure.name))]
+        writer.writerow([each.name, each.runs, *("" if value is None else f"{value:.9g}" for value in found)])
     return out.getvalue()
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """All values, by experiment and column."""
+    """All values, by experiment and figure, in the figures' units."""
     return json.dumps({each.name: {"runs": each.runs, **{k: list(v) for k, v in each.values.items()}} for each in rows})

@@ -36,11 +36,11 @@ REFERENCE: dict[str, tuple[float | None, float | None, float | None]] = {
     "ring_dadam": (90.61, 94.37, 0.184), "hypercube_dadam": (93.26, 94.22, None),
     "ring_accumadam": (89.95, 94.52, 0.245), "hypercube_accumadam": (92.52, 93.48, None),
 }  # fmt: skip
-"""Arm -> local and merged accuracy in percent and distance of the simulation, where it is known."""
+"""Arm -> local and merged accuracy in percent and consensus rms of the simulation, where it is known."""
 
 
 def run(arm: str, seed: int, rounds: int = ROUNDS) -> Figures:
-    """(local, merged, distance) of one run."""
+    """(local, merged, consensus rms) of one run."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -76,7 +76,7 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"arms must be of {', '.join(REFERENCE)}, got {', '.join(unknown)}")
     print(f"{machine()}; mean of {SEEDS} seeds (simulation's)")
-    print(f"{'arm':28} {'local %':>16} {'merged %':>16} {'distance':>16}   deviation of local")
+    print(f"{'arm':28} {'local %':>16} {'merged %':>16} {'consensus rms':>16}   deviation of local")
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
         jobs = {arm: [pool.submit(run, arm, seed) for seed in range(SEEDS)] for arm in arms}
         for arm, futures in jobs.items():

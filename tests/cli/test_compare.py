@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import statistics
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
+from decentnode.metrics.figures import BY_NAME
 from decentnode.report import compare
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
@@ -25,8 +27,9 @@ def test_configs_are_run_over_seeds_and_runs_are_read_back(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(table.open()))
     assert [row["experiment"] for row in rows] == ["digits_ring_dsgt"]
-    assert rows[0]["runs"] == "2" and float(rows[0]["accuracy_mean"]) > 5
-    assert float(rows[0]["bytes_sent_total"]) == pytest.approx(3 * 2 * 2 * 4 * 2410 / 1e6), "x and y to two neighbors"
+    assert rows[0]["runs"] == "2" and 0.05 < float(rows[0]["accuracy_mean"]) <= 1
+    assert float(rows[0]["bytes_sent_per_node"]) == 3 * 2 * 2 * 4 * 2410, "x and y to two neighbors, in bytes"
+    assert float(rows[0]["round_seconds_median"]) < 5
     again = CliRunner().invoke(main, ["compare", str(tmp_path / "digits_ring_dsgt"), "--json"])
     found = json.loads(again.output)["digits_ring_dsgt"]
     assert found["runs"] == 2
@@ -40,21 +43,104 @@ def test_a_failed_run_is_named_with_its_seed(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "with seed 1 ended with exit code 2" in result.output
 
 
+def finished(
+    folder: Path, seed: int, accuracy: float, status: str = "finished", edges: str = "", **config: object
+) -> Path:
+    """A run directory as far as `compare` reads it."""
+    (folder / "nodes").mkdir(parents=True)
+    resolved = {"name": "exp", "seed": seed, "run": {"dir": str(folder.parent)}, "training": {"lr": 0.05}, **config}
+    (folder / "config.resolved.yaml").write_text(json.dumps(resolved))
+    if edges:
+        (folder / "graph.edges").write_text(edges)
+    if status:
+        summary = {"name": "exp", "status": status, "rounds": 7, "rounds_planned": 9, "accuracy_mean": accuracy,
+                   "nodes": {"0": {}, "1": {}}}  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def compared(*what: object, runs: Path) -> tuple[dict[str, dict[str, list[float]]], str]:
+    """(rows, what was said beside them) of `compare --json`."""
+    result = CliRunner().invoke(main, ["compare", *map(str, what), "--json", "--run-dir", str(runs)])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result.stderr
+
+
+def test_only_repeats_share_a_row(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        finished(tmp_path / "exp" / f"a{seed}", seed, 0.2 * seed)
+        finished(tmp_path / "exp" / f"b{seed}", seed, 0.1, training={"lr": 0.1})
+    rows, said = compared("exp", runs=tmp_path)
+    assert {name: row["accuracy_mean"] for name, row in rows.items()} == {
+        "exp training.lr=0.05": [0.2, 0.4], "exp training.lr=0.1": [0.1, 0.1],
+    }  # fmt: skip
+    assert not said
+    assert compared("exp/../exp", runs=tmp_path)[0] == rows, "a name, and a folder"
+    only, _ = compared(tmp_path / "exp" / "a1", runs=tmp_path)
+    assert list(only) == ["exp"] and only["exp"]["runs"] == 1, "a row alone needs no keys"
+
+
+def test_a_bare_name_means_all_finished_runs_and_the_others_are_named(tmp_path: Path) -> None:
+    for seed, status in ((1, "finished"), (2, "failed"), (3, "finished"), (4, ""), (5, "interrupted")):
+        finished(tmp_path / "exp" / f"run{seed}", seed, 0.1 * seed, status)
+    (tmp_path / "exp" / "latest").symlink_to("run5")
+    rows, said = compared("exp", runs=tmp_path)
+    assert rows["exp"]["accuracy_mean"] == pytest.approx([0.1, 0.3])
+    assert "run2 (failed after round 7 of 9)" in said and "run4 (not finished)" in said
+    assert "run5 (interrupted after round 7 of 9)" in said and said.count("left out") == 3
+    result = CliRunner().invoke(main, ["compare", "latest", "--run-dir", str(tmp_path)])
+    assert result.exit_code == 2 and "no finished run in latest" in result.output
+
+
+def test_one_seed_twice_is_one_sample(tmp_path: Path) -> None:
+    finished(tmp_path / "exp" / "early", 1, 0.3)
+    finished(tmp_path / "exp" / "late", 1, 0.4)
+    rows, said = compared("exp", runs=tmp_path)
+    assert rows["exp"]["accuracy_mean"] == [0.4] and "early (seed 1 again in late)" in said
+    rows, said = compared(tmp_path / "exp" / "late", tmp_path / "exp" / "late", runs=tmp_path)
+    assert rows["exp"]["runs"] == 1 and not said
+
+
+def test_rows_are_labelled_by_what_differs_and_not_by_what_follows_from_it(tmp_path: Path) -> None:
+    rules = ({"name": "full"}, {"name": "topk", "fraction": 0.1, "order": "a"},
+             {"name": "topk", "fraction": 0.3, "order": "a"})  # fmt: skip
+    for number, sharing in enumerate(rules):
+        finished(tmp_path / f"r{number}", 1, 0.5, sharing=sharing)
+    assert list(compared(*sorted(tmp_path.glob("r*")), runs=tmp_path)[0]) == [
+        "exp sharing.name=full", "exp sharing.fraction=0.1 sharing.name=topk",
+        "exp sharing.fraction=0.3 sharing.name=topk",
+    ]  # fmt: skip
+    for number, edges in enumerate(("0 1", "1 0")):
+        finished(tmp_path / f"g{number}", number, 0.5, edges=edges, graph={"file": "g"})
+    assert len(compared(*sorted(tmp_path.glob("g*")), runs=tmp_path)[0]) == 2, "one file name, two graphs"
+
+
 def test_wrong_input(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["compare", str(tmp_path), "-o", "table.doc"])
     assert result.exit_code == 2 and ".csv" in result.output
     assert CliRunner().invoke(main, ["compare", str(tmp_path / "nowhere")]).exit_code == 2
     (tmp_path / "nodes").mkdir()
     result = CliRunner().invoke(main, ["compare", str(tmp_path)])
-    assert result.exit_code == 2 and "not finished" in result.output
+    assert result.exit_code == 2 and "no readable config.resolved.yaml" in result.output
 
 
 def test_rows_show_mean_and_deviation() -> None:
     summaries = [{"accuracy_mean": a, "bytes_sent_total": 3e6, "nodes": {"0": {}, "1": {}}} for a in (0.9, 0.92, 0.94)]
     row = compare.row("x", summaries)
-    accuracy, traffic = compare.COLUMNS[0], compare.COLUMNS[4]
+    accuracy, traffic = BY_NAME["accuracy_mean"], BY_NAME["bytes_sent_per_node"]
     assert row.shown(accuracy) == "92.00 ±2.00" and row.shown(traffic) == "1.50 ±0.00"
     assert compare.row("x", summaries[:1]).shown(accuracy) == "90.00"
     text = compare.text_table([row, compare.row("longer name", [])])
     widths = {len(line) for line in text.splitlines() if line.startswith("=")}
     assert len(widths) == 1 and "longer name" in text
+    assert "accuracy %" in text and "payload MB/node" in text and "consensus rms" in text
+
+
+def test_csv_holds_what_its_headers_say() -> None:
+    summary = {"accuracy_mean": 0.9, "round_seconds_median": 0.05, "bytes_sent_total": 3e6, "consensus_rms": 0.5,
+               "consensus_distance": 0.01, "nodes": {"0": {}, "1": {}}}  # fmt: skip
+    (found,) = csv.DictReader(io.StringIO(compare.csv_table([compare.row("x", [summary])])))
+    read = {name: float(value) for name, value in found.items() if value and name not in ("experiment", "runs")}
+    assert read == {"accuracy_mean": 0.9, "round_seconds_median": 0.05, "bytes_sent_per_node": 1.5e6,
+                    "consensus_rms": 0.5, "consensus_distance": 0.01}  # fmt: skip
+    assert read.keys() <= BY_NAME.keys()

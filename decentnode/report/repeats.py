@@ -1,0 +1,137 @@
+"""Which runs are repeats of one experiment: those whose resolved configs differ in the seed alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from decentnode.errors import UsageError
+from decentnode.metrics import summary as summaries
+
+NO_PART_OF_IT = ("seed", "name", "run")
+"""Keys that make no other experiment: the seed repeats it, the name is the row's, and `run` says where results go."""
+EDGES = "graph.edges"
+"""Stands for what a graph file holds, which may change while its name does not."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run as its directory tells of it."""
+
+    path: Path
+    name: str
+    seed: Any
+    config: Mapping[str, str]
+    """Every resolved value but those of NO_PART_OF_IT, by dotted key."""
+    status: str
+    """finished, interrupted, failed; "not finished" where there is no summary."""
+    summary: Mapping[str, Any]
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def ended(self) -> str:
+        """What became of it, for people."""
+        if "rounds" not in self.summary:
+            return self.status
+        after = f"after round {self.summary['rounds']} of {self.summary.get('rounds_planned', '?')}"
+        return f"{self.status} {after}"
+
+
+def read(path: Path) -> Ran:
+    """Raises UsageError when the directory does not say what was run."""
+    try:
+        resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
+        config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in NO_PART_OF_IT}
+        name, seed = str(resolved.get("name", path.parent.name)), resolved.get("seed")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} has no readable config.resolved.yaml: it is no run directory") from error
+    if "graph.file" in config:
+        edges = path / "graph.edges"
+        config[EDGES] = hashlib.sha256(edges.read_bytes()).hexdigest()[:12] if edges.is_file() else ""
+    try:
+        summary = summaries.read(path / "summary.json")
+    except (OSError, ValueError):
+        return Ran(path, name, seed, config, "not finished", {})
+    return Ran(path, name, seed, config, str(summary.get("status", "not finished")), summary)
+
+
+def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
+    """(dotted key, value as text) of every leaf."""
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            yield from _flat(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
+    """(groups of repeats, what was left out and why).
+
+    Groups stand in the order of their first runs. Runs that did not finish are left out, as are those whose seed a
+    later run of the group has again: the same numbers twice are no two samples.
+    """
+    groups: dict[tuple[str, frozenset[tuple[str, str]]], list[Ran]] = {}
+    said: list[str] = []
+    seen: set[Path] = set()
+    for each in found:
+        if each.path in seen:
+            continue
+        seen.add(each.path)
+        if not each.finished:
+            said.append(f"left out: {each.path} ({each.ended})")
+            continue
+        if lost := each.summary.get("lost"):
+            said.append(f"{each.path} ended without node {', '.join(lost)}")
+        groups.setdefault((each.name, frozenset(each.config.items())), []).append(each)
+    kept = []
+    for group in groups.values():
+        by_seed: dict[str, Ran] = {}
+        for each in sorted(group, key=lambda run: run.path.name):
+            before = by_seed.pop(str(each.seed), None)
+            if before is not None:
+                said.append(f"left out: {before.path} (seed {each.seed} again in {each.path.name})")
+            by_seed[str(each.seed)] = each
+        kept.append(sorted(by_seed.values(), key=lambda run: (str(type(run.seed)), run.seed)))
+    return kept, said
+
+
+def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
+    """The name of every group; where several have one name, with the keys in which these differ."""
+    found = []
+    for group in groups:
+        name, config = group[0].name, group[0].config
+        others = [other[0].config for other in groups if other[0].name == name]
+        told = [f"{key}={config[key]}" for key in _telling(others) if key in config]
+        found.append(" ".join([name, *told]))
+    return found
+
+
+def _telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys in which configs differ, but for those that follow from another component in their section."""
+    keys = sorted({key for config in configs for key in config})
+    differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
+    return [key for key in differing if not _follows(key, configs, differing)]
+
+
+def _follows(key: str, configs: Sequence[Mapping[str, str]], differing: Sequence[str]) -> bool:
+    """Whether configs that name the same component above `key` all have the same value of it."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        name = ".".join([*parts[:depth], "name"])
+        if name == key or name not in differing:
+            continue
+        by_component: dict[str | None, set[str | None]] = {}
+        for config in configs:
+            by_component.setdefault(config.get(name), set()).add(config.get(key))
+        if all(len(values) == 1 for values in by_component.values()):
+            return True
+    return False
