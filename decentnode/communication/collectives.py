@@ -11,7 +11,7 @@ from torch import Tensor
 from decentnode.communication.base import Pending
 from decentnode.communication.means import Means, Outgoing, own_share
 from decentnode.communication.status import STOPPING_TIMEOUT_SECONDS, Status
-from decentnode.errors import Interrupted, PeerLost
+from decentnode.errors import Interrupted, PeerFault, PeerLost
 from decentnode.wire.messages import Arrive, Report, Scalars
 from decentnode.wire.session import Session
 
@@ -42,7 +42,11 @@ class Collectives:
         self.means = Means(session.tree, chunk_bytes)
         self._uid, self._session, self._status, self._describe = session.uid, session, status, describe
         self._call, self._send, self._emit = call, send, emit
-        self._arrived: dict[tuple[str, int], set[int]] = {}
+        self._here: dict[int, str] = {}
+        """The barrier at which this node or a child waits, since it arrived there last."""
+        self._gone_up: str | None = None
+        """The barrier at which this node's whole subtree is, as its parent knows."""
+        self._passed: str | None = None
         self._reports: dict[int, Scalars] = {}
 
     def reported(self, report: Report) -> None:
@@ -87,17 +91,18 @@ class Collectives:
         """What `Communication.barrier` does."""
         self._status.raise_if_over()
         tree = self._session.tree
+        self._passed = None
         self._call(lambda: self.arrive(name, 0, self._uid))
         began = time.monotonic()
         deadline = began + timeout_seconds
         with self._status.changed:
-            while self._uid not in self._arrived.get((name, 1), ()):
+            while self._passed != name:
                 self._status.waiting = None
                 self._status.raise_if_over()
                 remaining = deadline - time.monotonic()
-                here = self._arrived.get((name, 0), set())
-                late = [child for child in tree.children if child not in here]
-                late = late or ([] if tree.parent is None else [tree.parent])
+                late = [child for child in tree.children if self._here.get(child) != name]
+                if self._gone_up == name:
+                    late = [] if tree.parent is None else [tree.parent]
                 if remaining <= 0:
                     names = ", ".join(map(self._describe, late))
                     raise PeerLost(
@@ -108,24 +113,32 @@ class Collectives:
                 self._status.waiting = (tuple(late), began)
                 self._status.changed.wait(min(remaining, 1.0))
             self._status.waiting = None
-            del self._arrived[name, 1]
-            self._arrived.pop((name, 0), None)
 
     def arrive(self, name: str, down: int, who: int) -> None:
-        """I/O thread: `who` arrived at a barrier (down: everybody did)."""
+        """I/O thread: `who`, with its whole subtree, arrived at a barrier; down: everybody did.
+
+        What arrived is used up in the moment in which it completes something here, so that a child that is at the next
+        barrier of the same name before this node's training thread woke up from the first is not forgotten.
+        Raises PeerFault for a word to go on where this node did not arrive.
+        """
         tree = self._session.tree
         with self._status.changed:
-            here = self._arrived.setdefault((name, 0), set())
-            here.add(who)
-            everybody = not down and here >= {self._uid, *tree.children}
-            if down or (everybody and tree.parent is None):
-                self._arrived.setdefault((name, 1), set()).add(self._uid)
+            if down and self._gone_up != name:
+                raise PeerFault("unexpected_message", f"barrier {name!r} passed before node {self._uid} was there")
+            if not down:
+                self._here[who] = name
+                if any(self._here.get(uid) != name for uid in (self._uid, *tree.children)):
+                    return
+                self._here.clear()
+                self._gone_up = name
+            passed = down or tree.parent is None
+            if passed:
+                self._passed, self._gone_up = name, None
                 self._status.notify()
-        if down or (everybody and tree.parent is None):
-            for child in tree.children:
-                self._send(child, Arrive, name, 1)
-        elif everybody and tree.parent is not None:
+        if not passed and tree.parent is not None:
             self._send(tree.parent, Arrive, name, 0)
+        for child in tree.children if passed else ():
+            self._send(child, Arrive, name, 1)
 
     def report(self, figures: Scalars) -> None:
         """What `Communication.report` does."""

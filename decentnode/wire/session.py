@@ -108,7 +108,7 @@ Event = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted
 
 _ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
 IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Ask, Key})
-"""What any member may say to any other, once it knows the run."""
+"""What any member may say to any other, once it knows the run; Arrive along the tree alone."""
 
 TRANSITIONS: dict[str, frozenset[type[Message]]] = {
     "joining": _ALWAYS | IN_A_RUN | {Welcome, Start, Absent},
@@ -237,6 +237,8 @@ class Session:
             raise PeerFault("unexpected_message", f"{kind.__name__} while {self.state}")
         if kind in IN_A_RUN:
             self.belongs(message)
+            if isinstance(message, Arrive):
+                self._check_arrival(message)
             return
         if kind in FROM_PARENT and message.source != self.tree.parent:
             raise PeerFault("wrong_sender", f"{kind.__name__} from {message.source}")
@@ -247,6 +249,11 @@ class Session:
         if kind is Welcome and self.run == NO_RUN:
             return
         self.belongs(message)
+
+    def _check_arrival(self, arrive: Arrive) -> None:
+        """Raises PeerFault unless it is a child that arrived, or the parent that says to go on."""
+        if arrive.source not in ((self.tree.parent,) if arrive.down else self.tree.children):
+            raise PeerFault("wrong_sender", f"barrier {arrive.key!r} from {arrive.source}")
 
     def belongs(self, message: Message) -> None:
         """Raises PeerFault for a message of another run or generation, or from nobody."""

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import msgpack
 import numpy as np
@@ -11,13 +13,16 @@ import torch
 import zmq
 
 from decentnode.communication.base import Communication
+from decentnode.communication.collectives import Collectives
+from decentnode.communication.status import Status
 from decentnode.communication.zeromq import ZeroMQ
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
-from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerLost
+from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerFault, PeerLost
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire import codec, seal
-from decentnode.wire.messages import PROTOCOL_VERSION, Ack, Chunk, Hello, Key, Message, Probe, Stop
+from decentnode.wire.messages import PROTOCOL_VERSION, Ack, Arrive, Chunk, Hello, Key, Message, Probe, Stop
+from decentnode.wire.session import Session
 from tests.communication.contract import NETWORKED, TRANSPORTS, flat_schema, gossip, nodes, together, values
 
 
@@ -47,18 +52,91 @@ def test_means_are_means_and_alike_everywhere(transport: str, n: int) -> None:
 
 @pytest.mark.parametrize("transport", NETWORKED)
 def test_barriers_wait_for_the_last(transport: str) -> None:
-    arrived: list[int] = []
-    with nodes(transport, 10, flat_schema(4)) as made:
+    """Whoever it is: one node comes when all the others have come, at every barrier another one; names come again."""
+    n, names, changed = 10, ("one", "two", "two", "one"), threading.Condition()
+    arrived = [0] * len(names)
+    passed: list[tuple[int, int, int]] = []
+
+    with nodes(transport, n, flat_schema(4)) as made:
 
         def run(node: Communication) -> None:
-            for name in ("one", "two", "one"):
-                time.sleep(0.01 * node.uid)
-                arrived.append(node.uid)
+            for number, name in enumerate(names):
+                with changed:
+                    if node.uid == (0, 9, 4, 1)[number]:
+                        assert changed.wait_for(lambda: arrived[number] == n - 1, 20)  # noqa: B023
+                    arrived[number] += 1
+                    changed.notify_all()
                 node.barrier(name, 20)
-                assert len(arrived) % 10 == 0 or arrived[: len(arrived) // 10 * 10]
+                passed.append((number, node.uid, arrived[number]))
 
         together(made, run)
-    assert all(sorted(arrived[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
+    assert sorted(passed) == [(number, uid, n) for number in range(len(names)) for uid in range(n)]
+
+
+class Parent:
+    """Collectives of node 0, whose only child answers nothing by itself."""
+
+    def __init__(self, uid: int = 0, n: int = 2) -> None:
+        self.sent: list[tuple[int, str, int]] = []
+        self.on_sent: Callable[[], None] = lambda: None
+        session = Session(uid, n, "d", b"12345678")
+        self.collectives = Collectives(session, 1 << 22, Status(), lambda uid: f"node {uid}", lambda work: work(),
+                                       self.send, lambda pieces: None)  # fmt: skip
+
+    def send(self, uid: int, kind: type[Message], name: str, down: int) -> None:
+        assert kind is Arrive
+        self.sent.append((uid, name, down))
+        self.on_sent()
+
+
+def test_arrivals_count_for_one_barrier() -> None:
+    parent = Parent()
+    parent.collectives.arrive("b", 0, 1)
+    parent.collectives.barrier("b", 1)
+    with pytest.raises(PeerLost, match=r"barrier 'b' not passed within 0.01 s, waiting for node 1"):
+        parent.collectives.barrier("b", 0.01)
+    assert parent.sent == [(1, "b", 1)]
+
+
+def test_a_child_that_is_at_the_next_barrier_of_a_name_at_once_is_not_forgotten() -> None:
+    parent = Parent()
+    parent.collectives.arrive("b", 0, 1)
+    parent.on_sent = lambda: parent.collectives.arrive("b", 0, 1)  # it heard that the first is passed, and goes on
+    parent.collectives.barrier("b", 1)
+    parent.on_sent = lambda: None
+    parent.collectives.barrier("b", 1)
+    assert parent.sent == [(1, "b", 1)] * 2
+
+
+def test_nobody_is_let_through_a_barrier_that_it_did_not_reach() -> None:
+    child = Parent(uid=1)
+    with pytest.raises(PeerFault, match="passed before node 1 was there"):
+        child.collectives.arrive("b", 1, 0)
+    with pytest.raises(PeerLost, match="waiting for node 0"):
+        child.collectives.barrier("b", 0.01)
+    for name in ("c", "a"):
+        with pytest.raises(PeerFault, match="unexpected_message"):
+            child.collectives.arrive(name, 1, 0)
+    child.collectives.arrive("b", 1, 0)
+    assert child.sent == [(0, "b", 0)]
+
+
+@pytest.mark.parametrize(("uid", "source", "down"), [(0, 9, 0), (0, 1, 1), (1, 0, 0), (1, 2, 1), (1, 2, 0), (9, 0, 1)])
+def test_barriers_hear_of_the_tree_alone(uid: int, source: int, down: int) -> None:
+    """Of nine children and a grandchild: neither somebody else's child nor a peer may arrive or let through."""
+    session = Session(uid, 10, "d", b"12345678")
+    with pytest.raises(PeerFault, match="wrong_sender"):
+        session.receive(Arrive(b"12345678", 0, source, "b", down))
+
+
+def test_a_member_cannot_let_another_through_a_barrier() -> None:
+    with nodes("tcp", 10, flat_schema(4)) as made:
+        liar, victim = made[2], made[3]
+        assert isinstance(liar, ZeroMQ) and isinstance(victim, ZeroMQ)
+        liar._io.call(lambda: liar._control(victim.uid, Arrive, "b", 1))
+        with pytest.raises(PeerLost, match=r"barrier 'b' not passed within 0.5 s, waiting for node 0"):
+            victim.barrier("b", 0.5)
+        assert victim.counters.faults == {"wrong_sender": 1}
 
 
 @pytest.mark.parametrize("transport", NETWORKED)
