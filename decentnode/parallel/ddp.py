@@ -64,6 +64,11 @@ class DecentralizedDataParallel(Module):
     Parameters may be written between steps (load_state_dict, clamping, swapping in an average): the change is kept
     whole, and the next exchange carries it; see `buckets.Bucket` for what is noticed. When a backward pass raises, the
     step is not taken and the gradients that had come stay, as with any optimizer: zero_grad() before trying again.
+
+    All ranks must take equally many steps. A rank that is waited for and whose process is gone ends the others with a
+    PeerLost that names it within 2 s; between ranks of one host (shared memory) so does one that has ended its training
+    or went into an average over all ranks too early. One that does something else meanwhile, such as a barrier of the
+    script's own, is named after `timeout_seconds`.
     """
 
     def __init__(
@@ -176,10 +181,13 @@ class DecentralizedDataParallel(Module):
         return [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
 
     def close(self) -> None:
-        """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent."""
+        """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent.
+
+        Ranks of the same host that go on training learn that this one does not.
+        """
         for hook in self._hooks:
             hook.remove()
-        if self._hooks:
+        if self._hooks and self._exchange.end():
             keep(self._exchange, self._buckets)
         self._hooks = []
 
@@ -343,11 +351,12 @@ class DecentralizedDataParallel(Module):
         else:
             self._exchange.drain()
         square = 0.0
-        for number, tensor in enumerate(tensors):
-            mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
-            if return_d2c and number < len(self._named):
-                square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
-            tensor.detach().copy_(mean)
+        with self._exchange.average("global_avg"):
+            for number, tensor in enumerate(tensors):
+                mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
+                if return_d2c and number < len(self._named):
+                    square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
+                tensor.detach().copy_(mean)
         if not will_revert:
             self._launch(self.steps)
         return square**0.5 if return_d2c else None
@@ -380,12 +389,13 @@ class DecentralizedDataParallel(Module):
     def consensus_distance(self) -> float:
         """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||; blocking, all ranks have to call it."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._buckets[0].flat.device)
-        for bucket in self._buckets:
-            bucket.gather()
-            mean = mean_over_ranks(bucket.flat.clone())
-            sums[0] += (bucket.flat.double() - mean.double()).square().sum()
-            sums[1] += mean.double().square().sum()
-        mean_over_ranks(sums)
+        with self._exchange.average("consensus_distance"):
+            for bucket in self._buckets:
+                bucket.gather()
+                mean = mean_over_ranks(bucket.flat.clone())
+                sums[0] += (bucket.flat.double() - mean.double()).square().sum()
+                sums[1] += mean.double().square().sum()
+            mean_over_ranks(sums)
         return float((sums[0] / sums[1].clamp_min(1e-300)).sqrt())
 
     @property

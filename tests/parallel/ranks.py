@@ -52,7 +52,10 @@ def run_ranks_raw(n: int, work: Callable[..., Any], *args: Any, timeout_seconds:
             found = []
             for rank, pipe in enumerate(pipes):
                 assert pipe.poll(timeout_seconds), f"rank {rank} hangs"
-                found.append(pipe.recv())
+                try:
+                    found.append(pipe.recv())
+                except EOFError:
+                    found.append((False, f"rank {rank} ended without a word"))
             return found
         finally:
             for process in processes:

@@ -209,3 +209,30 @@ def test_ranks_that_differ_are_named(what: str, says: str) -> None:
 def test_a_rank_that_vanishes_is_named(transport: str) -> None:
     results = run_ranks_raw(2, work.vanish, transport)
     assert not results[0][0] and re.search("PeerLost: rank 0: the exchange of step 2 with rank 1", results[0][1])
+
+
+GONE = "the process of rank 1 is gone, after 5 steps"
+ENDED = "rank 1 has ended its training after 5 steps, this one has taken [678]"
+
+
+@pytest.mark.parametrize(("how", "n", "says"), [
+    ("killed", 3, GONE), ("worker left", 2, GONE), ("done", 4, ENDED),
+    ("average", 3, "rank 1 waits in an average over all ranks after 5 steps, this one has taken [678]"),
+])  # fmt: skip
+def test_a_rank_that_leaves_early_is_named_long_before_the_time_out(how: str, n: int, says: str) -> None:
+    """Also by ranks that wait for another one, which waits for it."""
+    results = run_ranks_raw(n, work.leave, how, "shared_memory", timeout_seconds=30)
+    for rank in set(range(n)) - {1}:
+        ok, text = results[rank]
+        assert not ok and re.search(f"PeerLost: rank {rank}: the exchange of step . with rank . failed: {says}", text)
+
+
+def test_over_gloo_a_rank_that_is_killed_is_named_by_its_neighbors() -> None:
+    results = run_ranks_raw(2, work.leave, "killed", "collective", timeout_seconds=30)
+    ok, text = results[0]
+    assert not ok and re.search("PeerLost: rank 0: the exchange of step [56] with rank 1 failed", text)
+
+
+def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
+    for ok, text in run_ranks_raw(3, work.killed_in_average, timeout_seconds=30)[:2]:
+        assert not ok and re.search("PeerLost: rank .: global_avg failed: the process of rank 2 is gone", text)

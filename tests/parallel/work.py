@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import runpy
+import signal
 import sys
 import time
 import warnings
@@ -527,6 +529,37 @@ def vanish(rank: int, n: int, transport: str) -> None:
             return
         x, y = batch(rank, t)
         (wrapped(x) - y).square().mean().backward()
+
+
+def leave(rank: int, n: int, how: str, transport: str, gone: int = 1) -> None:
+    """Rank `gone` takes four steps fewer than the others, and then does what `how` says."""
+    wrapped = DecentralizedDataParallel(
+        model(), optimizer=SGD, topology="ring", timeout_seconds=50, bucket_size_in_mb=0,
+        transport=transport,  # type: ignore[arg-type]
+    )
+    for t in range(5 if rank == gone else 9):
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+    if rank != gone or how == "done":  # what is dropped here is closed, and a barrier comes next
+        return
+    if how == "average":
+        wrapped.global_avg()
+    if how == "worker left" and os.fork() == 0:  # as a data loader's: it has the rank's shared memory open
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if "decentnode-ddp" not in os.readlink(f"/proc/self/fd/{number}"):
+                    os.close(number)
+        time.sleep(30)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_average(rank: int, n: int) -> float | None:
+    """The last rank is killed where the others average."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", transport="shared_memory")
+    if rank == n - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wrapped.global_avg(return_d2c=True)
 
 
 def script(rank: int, n: int, path: str, arguments: list[str]) -> str:
