@@ -64,6 +64,8 @@ class ConsoleObserver(Observer):
         self._note = ""
         self._single = True
         self._changed = False
+        self._said_round = -1
+        """The last round that a line told of: each is told of once."""
         self._drawn = self._line_at = started
         self._refresh_seconds = REFRESH_SECONDS
 
@@ -77,7 +79,7 @@ class ConsoleObserver(Observer):
     # -- before the run ---------------------------------------------------------------------------------------
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:
-        self._state = RunState.of(facts.rounds, facts.local)
+        self._state = RunState.of(facts.rounds, facts.local, facts.evaluate_every)
         self.say("run", f"{facts.name}: {shown(run_dir) if run_dir else 'dry run, nothing is written'}")
         self._single = len(facts.machines) == 1
         if not self._single:
@@ -111,12 +113,12 @@ class ConsoleObserver(Observer):
         complete = self._state.update(uid, record)
         self._changed = True
         if self._live is None and not self.quiet and complete:
-            self._say_line()
+            round = self._state.latest["round"]
+            self._say_line(self._state.evaluation_line(again=round <= self._said_round), round)
 
-    def _say_line(self) -> None:
-        assert self._state is not None
-        self._line_at = time.monotonic()
-        self._print(escape(self._state.line()))
+    def _say_line(self, line: str, round: int) -> None:
+        self._line_at, self._said_round = time.monotonic(), max(self._said_round, round)
+        self._print(escape(line))
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -124,7 +126,9 @@ class ConsoleObserver(Observer):
             if self._changed and now - self._drawn >= self._refresh_seconds:
                 self._draw(now)
         elif self._changed and not self.quiet and now - self._line_at > LINE_SECONDS:
-            self._say_line()
+            assert self._state is not None
+            if self._state.round > self._said_round and not self._state.due:
+                self._say_line(self._state.line(), self._state.round)
 
     def _draw(self, now: float) -> None:
         assert self._state is not None and self._live is not None

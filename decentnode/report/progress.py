@@ -18,12 +18,23 @@ class NodeState:
     """Rounds finished."""
     loss: float | None = None
     accuracy: float | None = None
+    evaluated: int = -1
+    """After which round that was."""
     sent_bytes: int = 0
     round_seconds: float = 0.0
     wait_seconds: float = 0.0
     """Of the last known round."""
     waited_for: int = -1
     waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a node told of an evaluation, and what was known of it at that moment: all of the same round."""
+
+    record: Mapping[str, Any]
+    loss: float | None
+    sent_bytes: int
 
 
 @dataclass
@@ -37,11 +48,13 @@ class RunState:
     """Of the last generation that was told of; None while all nodes take part."""
     latest: dict[str, Any] = field(default_factory=dict)
     """The last evaluation that every local node has told."""
-    _evaluations: dict[int, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
+    evaluate_every: int = 0
+    """Rounds between evaluations; 0: only after the last."""
+    _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rounds: int, uids: Iterable[int]) -> RunState:
-        return cls(rounds, {uid: NodeState(uid) for uid in uids})
+    def of(cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0) -> RunState:
+        return cls(rounds, {uid: NodeState(uid) for uid in uids}, evaluate_every=evaluate_every)
 
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:
         """Whether this completes an evaluation round."""
@@ -58,13 +71,20 @@ class RunState:
         if record.get("kind") != "evaluation":
             return False
         round = record["round"]
-        node.accuracy, node.rounds = record.get("accuracy"), max(node.rounds, round)
+        if node.rounds < round:  # the round's own record was lost
+            node.rounds, node.loss = round, None
+        node.accuracy, node.evaluated = record.get("accuracy"), round
         known = self._evaluations.setdefault(round, {})
-        known[uid] = record
+        known[uid] = Told(record, node.loss, node.sent_bytes)
         if not known.keys() >= {node.uid for node in self.taking_part()}:
             return False
-        accuracies = [each["accuracy"] for each in known.values() if each.get("accuracy") is not None]
-        self.latest = {**record, "accuracy_min": min(accuracies, default=None), "round": round}
+        accuracies = [each.record["accuracy"] for each in known.values() if each.record.get("accuracy") is not None]
+        losses = [each.loss for each in known.values() if each.loss is not None]
+        self.latest = {
+            **record, "accuracy_min": min(accuracies, default=None), "round": round,
+            "train_loss": sum(losses) / len(losses) if losses else None,
+            "sent_bytes": sum(each.sent_bytes for each in known.values()),
+        }  # fmt: skip
         self._evaluations = {later: told for later, told in self._evaluations.items() if later > round}
         return True
 
@@ -72,6 +92,13 @@ class RunState:
     def round(self) -> int:
         """Rounds that every local node that takes part has finished."""
         return min((node.rounds for node in self.taking_part()), default=0)
+
+    @property
+    def due(self) -> bool:
+        """Whether the evaluation after this round is still to come, and will tell of the round."""
+        every = self.evaluate_every
+        evaluated = self.round == self.rounds or (every > 0 and self.round % every == 0)
+        return evaluated and self.latest.get("round", -1) < self.round
 
     def taking_part(self) -> list[NodeState]:
         """The local nodes of the last generation."""
@@ -86,21 +113,33 @@ class RunState:
         waiting = [node for node in self.taking_part() if node.waited_for >= 0]
         return max(waiting, key=lambda node: node.waited_seconds, default=None)
 
+    def evaluation_line(self, again: bool = False) -> str:
+        """`round=20/60 loss=0.1234 acc_mean=0.930 ...`: the last evaluation, everything in it of its own round.
+
+        again: a line told of the round already, so that this one begins with `evaluated=20/60`.
+        """
+        latest = self.latest
+        parts = [f"{'evaluated' if again else 'round'}={latest['round']}/{self.rounds}"]
+        if latest["train_loss"] is not None:
+            parts.append(f"loss={latest['train_loss']:.4f}")
+        parts += [
+            f"acc_mean={number(latest.get('accuracy_mean'), '.3f')}",
+            f"acc_min={number(latest.get('accuracy_min'), '.3f')}",
+            f"acc_merged={number(latest.get('accuracy_merged'), '.3f')}",
+            f"consensus_distance={number(latest.get('consensus_distance'), '.1e')}",
+        ]
+        return self._with_costs(parts, latest["sent_bytes"])
+
     def line(self) -> str:
-        """`round=20/60 acc_mean=0.930 ...`: one line for logs and pipes."""
+        """`round=24/60 loss=0.1234 ...`: where the run stands between evaluations; no accuracy is of this round."""
         losses = [node.loss for node in self.taking_part() if node.loss is not None]
         parts = [f"round={self.round}/{self.rounds}"]
         if losses:
             parts.append(f"loss={sum(losses) / len(losses):.4f}")
-        if self.latest:
-            latest = self.latest
-            parts += [
-                f"acc_mean={number(latest.get('accuracy_mean'), '.3f')}",
-                f"acc_min={number(latest.get('accuracy_min'), '.3f')}",
-                f"acc_merged={number(latest.get('accuracy_merged'), '.3f')}",
-                f"consensus={number(latest.get('consensus_distance'), '.1e')}",
-            ]
-        parts.append(f"sent={size(self.sent_bytes).replace(' ', '')}")
+        return self._with_costs(parts, self.sent_bytes)
+
+    def _with_costs(self, parts: list[str], sent_bytes: int) -> str:
+        parts.append(f"sent={size(sent_bytes).replace(' ', '')}")
         slowest = self.slowest()
         if slowest is not None:
             waited = duration(slowest.waited_seconds).replace(" ", "")

@@ -10,7 +10,7 @@ from rich.text import Text
 from decentnode.report.progress import RunState
 from decentnode.report.words import duration, number, size
 
-COLUMNS = ("node", "round", "loss", "accuracy", "sent", "round time", "waiting", "longest for")
+COLUMNS = ("node", "round", "loss", "accuracy (after)", "sent", "round time", "waiting", "longest for")
 
 
 def live_table(state: RunState, elapsed: float, note: str, max_rows: int) -> RenderableType:
@@ -33,7 +33,7 @@ def live_table(state: RunState, elapsed: float, note: str, max_rows: int) -> Ren
             str(node.uid),
             Text(str(node.rounds), style="" if behind else "dim"),
             number(node.loss, ".4f"),
-            number(node.accuracy, ".3f"),
+            f"{node.accuracy:.3f} ({node.evaluated})" if node.accuracy is not None else "-",
             size(node.sent_bytes),
             duration(node.round_seconds),
             duration(node.wait_seconds),

@@ -36,10 +36,36 @@ def test_an_evaluation_is_complete_when_all_nodes_told_theirs() -> None:
     assert not state.update(0, evaluation)
     assert state.update(1, {**evaluation, "accuracy": 0.6})
     assert state.latest["accuracy_min"] == 0.6
-    assert state.line() == (
-        "round=5/10 loss=0.5000 acc_mean=0.700 acc_min=0.600 acc_merged=0.900 consensus=1.3e-02 sent=2.0kB "
+    assert state.evaluation_line() == (
+        "round=5/10 loss=0.5000 acc_mean=0.700 acc_min=0.600 acc_merged=0.900 consensus_distance=1.3e-02 sent=2.0kB "
         "wait_max=node1:40ms(for node0)"
-    )
+    ), "the loss of node 0 in round 4 was lost"
+
+
+def told(state: RunState, uid: int, round: int, loss: float, sent: int, accuracy: float | None = None) -> bool:
+    """A node finished `round` rounds, and evaluated after them."""
+    state.update(uid, {"kind": "round", "round": round - 1, "loss": loss, "data_bytes_sent": sent})
+    if accuracy is None:
+        return False
+    return state.update(uid, {"kind": "evaluation", "round": round, "accuracy": accuracy, "accuracy_mean": 0.5})
+
+
+def test_an_accuracy_is_never_shown_as_that_of_another_round() -> None:
+    state = RunState.of(10, [0, 1], evaluate_every=4)
+    told(state, 0, 4, 0.3, 1000, 0.5)
+    told(state, 0, 6, 0.1, 3000)  # it runs ahead
+    assert told(state, 1, 4, 0.5, 1000, 0.5)
+    assert state.evaluation_line().startswith("round=4/10 loss=0.4000 acc_mean=0.500 ")
+    assert " sent=2.0kB" in state.evaluation_line(), "what had been sent after that round"
+    told(state, 1, 5, 0.3, 2000)
+    assert state.line() == "round=5/10 loss=0.2000 sent=5.0kB"
+    assert not state.due
+    told(state, 0, 8, 0.1, 5000)
+    told(state, 1, 8, 0.1, 5000)
+    assert state.due, "the evaluation's line will tell of round 8"
+    console = Console(file=io.StringIO(), width=120)
+    console.print(live_table(state, 4.0, "", 20))
+    assert "0.500 (4)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_line_needs_nothing_to_have_happened() -> None:

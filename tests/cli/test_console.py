@@ -1,0 +1,58 @@
+"""What the plain form of a run says: every round once, every accuracy with its own round."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from decentnode.cli import console as module
+from decentnode.cli.console import ConsoleObserver
+from tests.launch.test_parts import FACTS
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+def test_every_round_is_printed_once_with_its_own_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, out = Clock(monkeypatch), io.StringIO()
+    observer = ConsoleObserver(Console(file=out, width=200), started=100.0, share="", live=False)
+    observer.facts(FACTS, None)  # ten rounds, an evaluation every five
+    observer.joined(1.0)
+    accuracy = {0: 0.1, 5: 0.5, 10: 0.9}
+    for finished in range(11):
+        for uid in FACTS.local:
+            if finished:
+                observer.progress(uid, {"kind": "round", "round": finished - 1, "loss": 1.0})
+            clock.now += module.LINE_SECONDS
+            observer.tick()  # between the end of a round and its evaluation, too
+            if finished in accuracy:
+                observer.progress(uid, {"kind": "evaluation", "round": finished, "accuracy": accuracy[finished],
+                                        "accuracy_mean": accuracy[finished]})  # fmt: skip
+        clock.now += module.LINE_SECONDS + 1
+        observer.tick()
+    told = re.findall(r"^round=(\d+)/10(.*)$", out.getvalue(), re.MULTILINE)
+    assert [int(round) for round, _ in told] == list(range(11)), out.getvalue()
+    for round, rest in told:
+        assert ("acc_mean" in rest) == (int(round) in accuracy)
+        assert int(round) not in accuracy or f"acc_mean={accuracy[int(round)]:.3f}" in rest
+
+
+def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, out = Clock(monkeypatch), io.StringIO()
+    observer = ConsoleObserver(Console(file=out, width=200), started=100.0, share="", live=False)
+    observer.facts(FACTS, None)
+    for uid in FACTS.local:
+        observer.progress(uid, {"kind": "round", "round": 6, "loss": 1.0})
+    clock.now += module.LINE_SECONDS + 1
+    observer.tick()
+    for uid in FACTS.local:
+        observer.progress(uid, {"kind": "evaluation", "round": 7, "accuracy": 0.5, "accuracy_mean": 0.5})
+    assert re.findall(r"^(round|evaluated)=7/10 ", out.getvalue(), re.MULTILINE) == ["round", "evaluated"]
