@@ -1,0 +1,33 @@
+"""Sphinx's settings; pages of the reference are generated from the code before every build."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import generate  # noqa: E402
+
+project = "decentnode"
+copyright = "the decentnode authors"
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinxcontrib.bibtex", "sphinx_copybutton"]
+bibtex_bibfiles = ["references.bib"]
+bibtex_default_style = "unsrt"
+html_theme = "furo"
+html_title = "decentnode"
+exclude_patterns = ["_build"]
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+nitpicky = False
+copybutton_prompt_text = "$ "
+suppress_warnings = ["autodoc.import_cycle"]
+
+
+def _plain(_app: object, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Docstrings are plain text, not reStructuredText."""
+    lines[:] = [generate.escaped(line) for line in lines]
+
+
+def setup(app: object) -> None:
+    app.connect("autodoc-process-docstring", _plain)  # type: ignore[attr-defined]
+    app.connect("builder-inited", lambda _: generate.write_all(HERE / "reference" / "generated"))  # type: ignore[attr-defined]

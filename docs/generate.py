@@ -1,0 +1,127 @@
+"""Writes the reference from the code: every key of every component, the command line, exit codes.
+
+python docs/generate.py FOLDER writes what Sphinx's build writes to docs/reference/generated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from decentnode import errors
+from decentnode.cli import COMMANDS, main
+from decentnode.describe import GROUPS, KINDS, Component, describe, names
+
+
+def escaped(text: str) -> str:
+    """Prose of a docstring as reStructuredText: `code` becomes ``code``, all else is taken literally."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(
+        f"``{part.strip('`')}``" if part.startswith("`") and len(part) > 2 else re.sub(r"([\\*_|`])", r"\\\1", part)
+        for part in parts
+    )
+
+
+def linked(text: str) -> str:
+    """Escaped prose in which papers are links."""
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"`arXiv \1 <https://arxiv.org/abs/\1>`__", escaped(text))
+
+
+def table(heads: list[str], rows: list[list[str]], widths: list[int]) -> Iterator[str]:
+    yield from (".. list-table::", "   :header-rows: 1", f"   :widths: {' '.join(map(str, widths))}", "")
+    for row in [heads, *rows]:
+        for number, cell in enumerate(row):
+            yield f"   {'* -' if number == 0 else '  -'} {cell}"
+    yield ""
+
+
+def component(found: Component, mark: str) -> Iterator[str]:
+    title = found.name
+    yield from (f".. _{found.kind}-{found.name}:", "", title, mark * len(title), "")
+    for paragraph in found.text.split("\n\n"):
+        yield from (linked(" ".join(paragraph.split())), "")
+    if not found.keys:
+        yield from ("It has no keys of its own.", "")
+        return
+    rows = [
+        [f"``{key.name}``", escaped(key.type) + (f" ({key.unit})" if key.unit else ""),
+         "must be given" if key.default is None else f"``{key.default or ' '}``", escaped(key.range), linked(key.text)]
+        for key in found.keys
+    ]  # fmt: skip
+    yield from table(["key", "type", "default", "range", "meaning"], rows, [18, 18, 14, 12, 38])
+
+
+def kind_page(kind: str) -> str:
+    title = f"``{kind}``"
+    lines = [title, "=" * len(title), "", linked(KINDS[kind]), ""]
+    if kind in GROUPS:
+        found = describe(kind, kind)
+        lines += list(component(found, "-"))
+    else:
+        every = [describe(kind, name) for name in names(kind)]
+        rows = [[f":ref:`{each.name} <{kind}-{each.name}>`", linked(each.summary)] for each in every]
+        lines += table(["name", "what it is"], rows, [25, 75])
+        for each in every:
+            lines += component(each, "-")
+    return "\n".join(lines) + "\n"
+
+
+def commands(group: click.Group, path: str, context: click.Context) -> Iterator[str]:
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        if found is None:
+            continue
+        own = click.Context(found, info_name=f"{path} {name}", max_content_width=110)
+        title = f"{path} {name}"
+        yield from (title, "-" * len(title), "", "::", "")
+        yield from (f"    {line}".rstrip() for line in found.get_help(own).splitlines())
+        yield ""
+        if isinstance(found, click.Group):
+            yield from commands(found, title, own)
+
+
+def command_page() -> str:
+    context = click.Context(main, info_name="decentnode")
+    lines = ["Command line", "============", "", "What ``decentnode COMMAND --help`` prints.", ""]
+    assert set(main.list_commands(context)) <= set(COMMANDS)
+    return "\n".join([*lines, *commands(main, "decentnode", context)]) + "\n"
+
+
+def exit_codes() -> str:
+    """The table at the top of errors.py, from the classes themselves."""
+    text = inspect.getdoc(errors) or ""
+    found: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        match = re.match(r"\s*([\w ]+?)\s{2,}(\d+)?\s*(\S.*)$", line)
+        kinds = [getattr(errors, name, None) for name in match[1].split()] if match else []
+        if match and kinds and all(isinstance(kind, type) for kind in kinds):
+            code = getattr(kinds[0], "exit_code", None)
+            if match[2] and code is not None:
+                assert int(match[2]) == code, line
+                found.setdefault(code, []).append(match[3])
+    rows = [["0", "the run finished"], *([str(code), escaped("; ".join(found[code]))] for code in sorted(found)),
+            ["143", "stopped by SIGTERM"]]  # fmt: skip
+    lines = ["Exit codes", "==========", "", *table(["code", "meaning"], rows, [15, 85])]
+    return "\n".join(lines) + "\n"
+
+
+def write_all(folder: Path) -> None:
+    """Blocking. Files whose text has not changed are left alone, so that Sphinx builds only what is new."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = {kind: kind_page(kind) for kind in KINDS} | {"cli": command_page(), "exit_codes": exit_codes()}
+    for path in folder.glob("*.rst"):
+        if path.stem not in pages:
+            path.unlink()
+    for name, text in pages.items():
+        path = folder / f"{name}.rst"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+if __name__ == "__main__":
+    write_all(Path(sys.argv[1]))

@@ -1,0 +1,101 @@
+"""The pages of docs/: what a tutorial shows is run in a folder of its own, and the reference names every key."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decentnode.describe import KINDS, describe, names
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TUTORIAL = sorted((DOCS / "tutorial").glob("*.rst"))
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(language, name, text) of a page's code blocks in their order."""
+    found = []
+    lines = page.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if match := re.match(r"\.\. code-block:: (\w+)", line):
+            rest, name, text = lines[number + 1 :], "", []
+            for each in rest:
+                if each and not each.startswith("   "):
+                    break
+                if option := re.match(r"   :name: (\S+)", each):
+                    name = option[1]
+                elif not each.startswith("   :"):
+                    text.append(each[3:])
+            found.append((match[1], name, "\n".join(text).strip() + "\n"))
+    return found
+
+
+def shortened(words: list[str]) -> list[str]:
+    """A command of a page as the tests run it: this Python's modules, two rounds where it trains."""
+    run = words[0] == ".venv/bin/decentnode" and words[1] == "run"
+    programs = {".venv/bin/decentnode": ["-m", "decentnode"], ".venv/bin/python": [],
+                ".venv/bin/torchrun": ["-m", "torch.distributed.run", "--standalone"]}  # fmt: skip
+    return [sys.executable, *programs[words[0]], *words[1:], *(["--plain", "--set", "node.rounds=2"] if run else [])]
+
+
+@pytest.mark.parametrize("page", TUTORIAL, ids=lambda p: p.stem)
+def test_the_tutorial_runs(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = 0
+    for language, name, text in blocks(page):
+        if name:
+            (tmp_path / name).write_text(text)
+        if language != "console":
+            continue
+        for line in text.splitlines():
+            assert line.startswith("$ "), line
+            words = shlex.split(line[2:])
+            extra = environment
+            if words[0].startswith("PYTHONPATH="):
+                extra = {**environment, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+                words = words[1:]
+            if words[0] == "bash":
+                assert (ROOT / words[1]).is_file()
+                words = [".venv/bin/decentnode", "run", "configs/quickstart.yaml"]  # what eval/run.sh runs
+            command = shortened(words)
+            done = subprocess.run(command, cwd=tmp_path, env=extra, capture_output=True, text=True, timeout=100)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            ran += 1
+    assert ran
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.rst")), ids=lambda p: str(p.relative_to(DOCS)))
+def test_folders_and_files_that_pages_name_exist(page: Path) -> None:
+    if "generated" in page.parts:
+        pytest.skip("written by docs/generate.py")
+    for name in re.findall(r"``((?:decentnode|eval|configs|tests|docs)/[\w./]+)``", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    folder = tmp_path_factory.mktemp("pages")
+    generate.write_all(folder)
+    return {path.stem: path.read_text() for path in folder.glob("*.rst")}
+
+
+def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> None:
+    for kind in KINDS:
+        for name in names(kind):
+            assert f".. _{kind}-{name}:" in pages[kind]
+            assert all(f"``{key.name}``" in pages[kind] for key in describe(kind, name).keys)
+    assert "decentnode graph make" in pages["cli"]
+    codes = [int(code) for code in re.findall(r"\* - (\d+)$", pages["exit_codes"], re.M)]
+    assert codes == [0, 2, 3, 4, 5, 6, 7, 8, 130, 143]
