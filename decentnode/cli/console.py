@@ -8,12 +8,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from decentnode.cli.output import Kind, Output
 from decentnode.launch.messages import Facts, Failed
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome
@@ -26,6 +27,8 @@ from decentnode.report.words import duration, plural
 LINE_SECONDS = 10.0
 """Longest silence of the plain form."""
 REFRESH_SECONDS = 0.5
+SUSPEND_SECONDS = 0.5
+"""Longest wait for a terminal to take the last line before this process is stopped."""
 REFRESH_SHARE = 25
 """A redraw may take one part in so many of the time between two."""
 
@@ -51,30 +54,33 @@ class ConsoleObserver(Observer):
     """Header, then a live table on a terminal or a line per evaluation elsewhere."""
 
     def __init__(
-        self, console: Console, *, started: float, share: str, live: bool | None = None, quiet: bool = False
+        self, output: Output, *, started: float, share: str, live: bool | None = None, quiet: bool = False
     ) -> None:
         """share: how this machine's share was started, up to the machine's number; for the hint to the others."""
-        self.console = console
+        self.output = output
+        self.console = Console(file=cast(IO[str], output))
         self.started = started
         self.share = share
         self.quiet = quiet
-        self.live = (console.is_terminal if live is None else live) and not quiet
+        self.live = (self.console.is_terminal if live is None else live) and not quiet
         self._state: RunState | None = None
         self._live: Live | None = None
         self._note = ""
         self._single = True
+        self._joined = False
         self._changed = False
         self._said_round = -1
         """The last round that a line told of: each is told of once."""
         self._drawn = self._line_at = started
         self._refresh_seconds = REFRESH_SECONDS
 
-    def say(self, label: str, text: str, style: str = "") -> None:
+    def say(self, label: str, text: str, style: str = "", kind: Kind = Kind.LINE) -> None:
         if not self.quiet:
-            self._print(f"[dim]{label:<8}[/] {escape(text)}", style)
+            self._print(f"[dim]{label:<8}[/] {escape(text)}", style, kind)
 
-    def _print(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style or None, soft_wrap=True, highlight=False)
+    def _print(self, text: str, style: str = "", kind: Kind = Kind.LINE) -> None:
+        with self.output.writing(kind):
+            self.console.print(text, style=style or None, soft_wrap=True, highlight=False)
 
     # -- before the run ---------------------------------------------------------------------------------------
 
@@ -96,12 +102,16 @@ class ConsoleObserver(Observer):
     def waiting(self, text: str) -> None:
         if self.console.is_terminal or time.monotonic() - self._line_at > 5:
             self._line_at = time.monotonic()
-            self.say("waiting", f"for {text}")
+            self.say("waiting", f"for {text}", kind=Kind.PROGRESS)
 
     def joined(self, seconds: float) -> None:
         assert self._state is not None
         self.say("nodes", f"all connected, {duration(seconds)} after the command")
         self._line_at = time.monotonic()
+        self._joined = True
+        self._begin_live()
+
+    def _begin_live(self) -> None:
         if self.live:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
@@ -118,11 +128,13 @@ class ConsoleObserver(Observer):
 
     def _say_line(self, line: str, round: int) -> None:
         self._line_at, self._said_round = time.monotonic(), max(self._said_round, round)
-        self._print(escape(line))
+        self._print(escape(line), kind=Kind.PROGRESS)
 
     def tick(self) -> None:
         now = time.monotonic()
         if self._live is not None:
+            if self.output.behind or not self.output.foreground:
+                return  # a frame is drawn over the last one, which must have been taken
             if self._changed and now - self._drawn >= self._refresh_seconds:
                 self._draw(now)
         elif self._changed and not self.quiet and now - self._line_at > LINE_SECONDS:
@@ -146,13 +158,22 @@ class ConsoleObserver(Observer):
         self._changed = True
         self.say("stopping", self._note, "yellow")
 
+    def suspending(self) -> None:
+        self.end()
+        self.say("note", "the nodes go on; fg shows the run again, kill %1 ends it", "yellow")
+        self.output.drain(SUSPEND_SECONDS)
+
+    def resumed(self) -> None:
+        if self._state is not None and self._joined:
+            self._begin_live()
+
     def failed(self, failure: Failed, log: Path | None) -> None:
         self.end()
         where = f"node {failure.uid}" if failure.uid >= 0 else "decentnode"
-        self._print(f"[red]error[/] {where}, exit code {failure.exit_code}")
-        self._print(escape((failure.text or failure.title).rstrip()))
+        self._print(f"[red]error[/] {where}, exit code {failure.exit_code}", kind=Kind.ERROR)
+        self._print(escape((failure.text or failure.title).rstrip()), kind=Kind.ERROR)
         if log is not None:
-            self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt")
+            self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt", kind=Kind.ERROR)
 
     # -- after the run ----------------------------------------------------------------------------------------
 
@@ -164,12 +185,14 @@ class ConsoleObserver(Observer):
 
     def finished(self, outcome: Outcome, config: str) -> None:
         self.end()
+        kind = Kind.RESULT if outcome.failure is None else Kind.ERROR
         for line in closing(outcome.summary):
-            self._print(escape(line), "bold" if line.startswith("done") else "")
+            self._print(escape(line), "bold" if line.startswith("done") else "", kind)
         if outcome.failure is not None and outcome.followers:
-            self._print(f"{plural(len(outcome.followers), 'other node')} stopped because of node {outcome.failure.uid}")
+            others = plural(len(outcome.followers), "other node")
+            self._print(f"{others} stopped because of node {outcome.failure.uid}", kind=kind)
         if outcome.silent:
-            self._print(f"node {names(outcome.silent)} did not answer any more and had to be killed")
+            self._print(f"node {names(outcome.silent)} did not answer any more and had to be killed", kind=kind)
         if outcome.run_dir is not None and outcome.exit_code == 0:
             run, name = shlex.quote(shown(outcome.run_dir)), program()
             more = max(1, 2 * outcome.summary["rounds_planned"])

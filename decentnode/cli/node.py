@@ -16,6 +16,7 @@ from decentnode.cli import start
 from decentnode.errors import EnvironmentFault, UsageError
 
 if TYPE_CHECKING:
+    from decentnode.cli.output import Kind
     from decentnode.launch.messages import Facts, Message
     from decentnode.launch.outcome import Ledger
     from decentnode.node.node import Node
@@ -59,7 +60,9 @@ def command(
 
     code = run_node(task, send, _stop_on_signals, dict)
     if uid == 0:
-        _summarize(facts, ledger, code, directory, told.joined_after(started), time.monotonic() - started, as_json)
+        wall = time.monotonic() - started
+        _summarize(facts, ledger, code, directory, told, told.joined_after(started), wall, as_json)
+    told.drain()
     ctx.exit(code)
 
 
@@ -81,7 +84,9 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
 
 
 def _stop_on_signals(node: Node) -> None:
-    """First signal: finish the round and write; second: end at once."""
+    """First signal: finish the round and write; second: end at once. Ctrl-Z does nothing."""
+    from decentnode.launch.signals import SUSPENDING
+
     seen: list[int] = []
 
     def stop(number: int, _: Any) -> None:
@@ -92,14 +97,18 @@ def _stop_on_signals(node: Node) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    for number in SUSPENDING:  # a terminal's stop would stop the training
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Teller:
-    """Progress of one node as lines."""
+    """Progress of one node as lines; `tell` never blocks, whatever the terminal does."""
 
     def __init__(self, uid: int, facts: Facts, quiet: bool) -> None:
+        from decentnode.cli.output import Output
         from decentnode.report.progress import RunState
 
+        self.lines, self.errors = Output(sys.stdout), Output(sys.stderr)
         self._state = RunState.of(facts.rounds, [uid])
         self._quiet = quiet
         self._joined: float | None = None
@@ -108,20 +117,28 @@ class _Teller:
         return None if self._joined is None else self._joined - started
 
     def tell(self, message: Message) -> None:
+        from decentnode.cli.output import Kind
         from decentnode.launch.messages import Failed, Joined, Progress
 
         if isinstance(message, Joined):
             self._joined = time.monotonic()
-            self._echo("all nodes connected")
+            self._echo("all nodes connected", Kind.LINE)
         elif isinstance(message, Progress):
             if self._state.update(message.uid, message.record):
-                self._echo(self._state.line())
+                self._echo(self._state.line(), Kind.PROGRESS)
         elif isinstance(message, Failed):
-            click.echo(f"error: {message.text}", err=True)
+            self.errors.put(f"error: {message.text}\n", Kind.ERROR)
 
-    def _echo(self, text: str) -> None:
+    def _echo(self, text: str, kind: Kind) -> None:
         if not self._quiet:
-            click.echo(text)
+            self.lines.put(f"{text}\n", kind)
+
+    def drain(self) -> None:
+        """Blocking until everything was taken; Ctrl-C ends the wait. For the time when the node has ended."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):
+            self.lines.drain()
+            self.errors.drain()
 
 
 def _keep(ledger: Ledger, message: Message) -> None:
@@ -136,10 +153,12 @@ def _keep(ledger: Ledger, message: Message) -> None:
 
 
 def _summarize(
-    facts: Facts, ledger: Ledger, code: int, directory: Path, start_seconds: float | None, wall: float, as_json: bool
+    facts: Facts, ledger: Ledger, code: int, directory: Path, told: _Teller, start_seconds: float | None, wall: float,
+    as_json: bool,
 ) -> None:
     import json
 
+    from decentnode.cli.output import Kind
     from decentnode.launch.outcome import summary
     from decentnode.metrics import summary as summaries
     from decentnode.report.closing import closing
@@ -148,6 +167,6 @@ def _summarize(
     with contextlib.suppress(OSError):
         summaries.write(directory / "summary.json", found)
     for line in closing(found):
-        click.echo(line, err=as_json)
+        (told.errors if as_json else told.lines).put(f"{line}\n", Kind.RESULT)
     if as_json:
-        click.echo(json.dumps(found))
+        told.lines.put(json.dumps(found) + "\n", Kind.RESULT)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -67,24 +69,30 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     from decentnode.launch import forkserver
 
     forkserver.start()  # imports torch while this process gets ready
-    from rich.console import Console
-
     from decentnode.cli.console import ConsoleObserver, program
+    from decentnode.cli.output import Kind, Output
     from decentnode.launch.supervisor import supervise
 
-    console = Console(stderr=as_json)
+    result = Output(sys.stdout, sys.stderr)
+    output = Output(sys.stderr) if as_json else result
     launcher = os.environ.get("DECENTNODE_LAUNCHER") or f"{program()} launch"
     sets = "".join(f" --set {shlex.quote(each)}" for each in request.overrides if not each.startswith("run.dir="))
     share = f"{launcher} {shlex.quote(request.config)}{sets} --machine"
     live = False if plain else None
-    observer = ConsoleObserver(console, started=started, share=share, live=live, quiet=quiet)
+    observer = ConsoleObserver(output, started=started, share=share, live=live, quiet=quiet)
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `supervise` listens to it; after it nobody until below
     try:
         outcome = supervise(
             request, observer, command=shlex.join([program(), *sys.argv[1:]]), started=started, dry_run=dry_run
         )
+        observer.finished(outcome, "" if request.config == default_config() else request.config)
+        if as_json:
+            result.put(json.dumps(outcome.summary) + "\n", Kind.RESULT)
     finally:
         observer.end()
-    observer.finished(outcome, "" if request.config == default_config() else request.config)
-    if as_json:
-        click.echo(json.dumps(outcome.summary))
+        # Nothing runs any more: the reader may take its time, and Ctrl-C ends the wait with the run's own exit code.
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.signal(signal.SIGINT, interrupted)
+            output.drain()
+            result.drain()
     return outcome.exit_code

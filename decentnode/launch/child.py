@@ -29,12 +29,12 @@ from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.component import load_class
 from decentnode.errors import DecentnodeError, Diverged, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment, load
+from decentnode.launch.channel import Channel
 from decentnode.launch.entry import node_dir
 from decentnode.launch.live import LiveStatus
 from decentnode.launch.messages import (
     Absent,
     Bound,
-    Channel,
     Failed,
     Finished,
     Joined,
@@ -279,7 +279,6 @@ def _fail(
     failed = describe_failure(uid, error)
     with contextlib.suppress(OSError):
         send(failed)
-    traceback.print_exception(error)
     logger.error("%s", failed.text)
     with contextlib.suppress(Exception):
         if node is not None:
@@ -288,6 +287,7 @@ def _fail(
             node.communication.close()
         if reporter is not None:
             reporter.close()
+    traceback.print_exception(error)  # last: the terminal of a node in the foreground may take none
     return failed.exit_code
 
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from decentnode.launch.messages import Channel, Request, Task
+from decentnode.launch.channel import Channel
+from decentnode.launch.messages import Request, Task
+from decentnode.launch.signals import SUSPENDING
 
 PR_SET_PDEATHSIG = 1
 
@@ -25,11 +27,11 @@ def die_with_parent() -> None:
 
 
 def protect() -> None:
-    """Ctrl-C and a closed terminal are the supervisor's business; no child outlives it."""
+    """What a terminal does is the supervisor's business; no child outlives it."""
     die_with_parent()
     gc.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, *SUSPENDING):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def redirect_output(path: Path) -> None:
@@ -40,11 +42,15 @@ def redirect_output(path: Path) -> None:
     os.close(file)
 
 
-def _leave(work: Callable[[], int]) -> None:
-    """End the process with the exit code of `work`, without waiting for threads that a library left behind."""
-    code = 8
+def _leave(work: Callable[[Channel], int], connection: Connection) -> None:
+    """End the process with the exit code of `work`, without waiting for threads that a library left behind.
+
+    The supervisor hears the last word first, however long a terminal keeps it stopped; when it is gone, so is this.
+    """
+    code, channel = 8, Channel(connection)
     try:
-        code = work()
+        code = work(channel)
+        channel.flush(timeout_seconds=None)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -55,12 +61,12 @@ def prepare(request: Request, connection: Connection) -> None:
     """Target of the child that loads the experiment for the supervisor."""
     protect()
 
-    def work() -> int:
+    def work(channel: Channel) -> int:
         from decentnode.launch.prepare import answer
 
-        return answer(request, Channel(connection))
+        return answer(request, channel)
 
-    _leave(work)
+    _leave(work, connection)
 
 
 def node(task: Task, connection: Connection) -> None:
@@ -69,14 +75,14 @@ def node(task: Task, connection: Connection) -> None:
     if task.run_dir is not None:
         redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")
 
-    def work() -> int:
+    def work(channel: Channel) -> int:
         if task.in_process:
             from decentnode.launch.in_process import run_task
         else:
             from decentnode.launch.child import run_task
-        return run_task(task, Channel(connection))
+        return run_task(task, channel)
 
-    _leave(work)
+    _leave(work, connection)
 
 
 def node_dir(run_dir: str | Path, uid: int) -> Path:

@@ -13,7 +13,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from decentnode.launch import entry
-from decentnode.launch.messages import Channel, Message, Request, Task
+from decentnode.launch.channel import Channel
+from decentnode.launch.messages import Message, Request, Task
 
 REAP_SECONDS = 10.0
 """Longest wait for a killed process; only a broken kernel or disk keeps one longer."""

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 
+from decentnode.launch.signals import SUSPENDING
+
 PRELOAD = ["decentnode.launch.preload"]
 
 MALLOC = {
@@ -44,15 +46,16 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """SIGINT is ignored by what starts in this block, from its first instruction on: Ctrl-C is the supervisor's."""
+    """What starts in this block ignores Ctrl-C and Ctrl-Z from its first instruction on: they are the supervisor's."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *SUSPENDING)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start() -> ForkServerContext:

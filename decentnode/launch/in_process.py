@@ -11,9 +11,10 @@ from typing import Any
 from decentnode.build import build_in_process
 from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment, load
+from decentnode.launch.channel import Channel
 from decentnode.launch.child import describe_failure, set_up
 from decentnode.launch.entry import node_dir
-from decentnode.launch.messages import Channel, Finished, Joined, Stop, Task
+from decentnode.launch.messages import Finished, Joined, Stop, Task
 from decentnode.launch.models import save_node
 from decentnode.launch.reporting import Reporter
 from decentnode.node.node import Node

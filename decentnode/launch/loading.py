@@ -45,6 +45,9 @@ class Loader:
         started = time.monotonic()
         while True:
             ready = wait([self.worker.channel.connection, self.worker.process.sentinel, signals.fileno()], timeout=1.0)
+            signals.clear()
+            if signals.suspend_if_asked(observer.suspending):
+                observer.resumed()
             if signals.received:
                 raise Interrupted("interrupted while the experiment was loaded")
             for message in self.worker.messages():

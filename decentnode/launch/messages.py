@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 
@@ -161,26 +158,3 @@ KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (Facts, Header, Bound, Joined, Absent, Progress, Finished, Failed, Peers, Stop, PeerFailed)
 }
-
-
-class Channel:
-    """One end of the pipe. `send` may be called from any thread, `receive` from one."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: Message) -> None:
-        """Raises OSError when the other end is gone."""
-        data = json.dumps([type(message).__name__, vars(message)], default=vars).encode()
-        with self._lock:
-            self.connection.send_bytes(data)
-
-    def receive(self) -> Message:
-        """Blocking. Raises EOFError or OSError when the other end is gone."""
-        kind, fields = json.loads(self.connection.recv_bytes())
-        message: Message = KINDS[kind](**fields)
-        return message
-
-    def close(self) -> None:
-        self.connection.close()

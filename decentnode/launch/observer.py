@@ -35,5 +35,11 @@ class Observer:
     def stopping(self, signal_name: str) -> None:
         """A first signal came: nodes finish their round and write what they have."""
 
+    def suspending(self) -> None:
+        """The terminal stops this process (Ctrl-Z); the nodes go on."""
+
+    def resumed(self) -> None:
+        """This process goes on after `suspending`."""
+
     def tick(self) -> None:
         """At least four times per second: time to redraw."""

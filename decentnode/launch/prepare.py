@@ -16,8 +16,9 @@ from decentnode.errors import DecentnodeError, EnvironmentFault, MappingError, N
 from decentnode.experiment import Experiment, load
 from decentnode.graph import spectrum
 from decentnode.graph.file import format_edges
+from decentnode.launch.channel import Channel
 from decentnode.launch.environments import detect, machine_of
-from decentnode.launch.messages import Channel, Facts, Failed, Header, Request
+from decentnode.launch.messages import Facts, Failed, Header, Request
 from decentnode.launch.traffic import Traffic, traffic
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping

@@ -6,16 +6,24 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SUSPENDING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+"""What a terminal stops its processes with: Ctrl-Z, and reading or writing in the background."""
 
 
 class StopSignals:
-    """While entered, SIGINT, SIGTERM and SIGHUP only fill `received`. Does nothing outside the main thread."""
+    """While entered, SIGINT, SIGTERM and SIGHUP only fill `received`, and SIGTSTP sets `suspend`.
+
+    Does nothing outside the main thread.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.suspend = False
+        """Whether the terminal asked this process to stop itself (Ctrl-Z), and it has not yet."""
         self._before: dict[int, object] = {}
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -32,7 +40,26 @@ class StopSignals:
             for number in STOPPING:
                 if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT:
                     self._before[number] = signal.signal(number, self._on_signal)
+            if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+                self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_suspend)
         return self
+
+    def _on_suspend(self, _: int, __: FrameType | None) -> None:
+        self.suspend = True
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b".")
+
+    def suspend_if_asked(self, tell: Callable[[], None]) -> bool:
+        """Whether this process was stopped since the last call. Blocking until the shell lets it go on (`fg`, `bg`).
+
+        tell: called before.
+        """
+        if not self.suspend:
+            return False
+        self.suspend = False
+        tell()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)

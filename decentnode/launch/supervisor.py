@@ -149,6 +149,10 @@ class Run:
             if self.signals.fileno() in ready:
                 self.signals.clear()
             self._on_signals()
+            # Nodes that start wait for the addresses of the others from here, so that Ctrl-Z has to wait, too.
+            if self.phase != "starting" and self.signals.suspend_if_asked(self.observer.suspending):
+                self.observer.resumed()
+                continue
             for worker in self.workers:
                 self._listen(worker, ready)
             self._check_time(time.monotonic())
@@ -159,6 +163,7 @@ class Run:
         if not worker.alive:
             return
         gone = worker.process.sentinel in ready
+        worker.channel.flush()
         for message in worker.messages():
             self._on_message(worker, message)
         if gone:

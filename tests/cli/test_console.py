@@ -6,10 +6,10 @@ import io
 import re
 
 import pytest
-from rich.console import Console
 
 from decentnode.cli import console as module
 from decentnode.cli.console import ConsoleObserver
+from decentnode.cli.output import Output
 from tests.launch.test_parts import FACTS
 
 
@@ -21,7 +21,8 @@ class Clock:
 
 def test_every_round_is_printed_once_with_its_own_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, out = Clock(monkeypatch), io.StringIO()
-    observer = ConsoleObserver(Console(file=out, width=200), started=100.0, share="", live=False)
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=False)
     observer.facts(FACTS, None)  # ten rounds, an evaluation every five
     observer.joined(1.0)
     accuracy = {0: 0.1, 5: 0.5, 10: 0.9}
@@ -36,6 +37,7 @@ def test_every_round_is_printed_once_with_its_own_accuracy(monkeypatch: pytest.M
                                         "accuracy_mean": accuracy[finished]})  # fmt: skip
         clock.now += module.LINE_SECONDS + 1
         observer.tick()
+    assert output.drain(30)
     told = re.findall(r"^round=(\d+)/10(.*)$", out.getvalue(), re.MULTILINE)
     assert [int(round) for round, _ in told] == list(range(11)), out.getvalue()
     for round, rest in told:
@@ -47,7 +49,8 @@ def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, out = Clock(monkeypatch), io.StringIO()
-    observer = ConsoleObserver(Console(file=out, width=200), started=100.0, share="", live=False)
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=False)
     observer.facts(FACTS, None)
     for uid in FACTS.local:
         observer.progress(uid, {"kind": "round", "round": 6, "loss": 1.0})
@@ -55,4 +58,5 @@ def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(
     observer.tick()
     for uid in FACTS.local:
         observer.progress(uid, {"kind": "evaluation", "round": 7, "accuracy": 0.5, "accuracy_mean": 0.5})
+    assert output.drain(30)
     assert re.findall(r"^(round|evaluated)=7/10 ", out.getvalue(), re.MULTILINE) == ["round", "evaluated"]

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from decentnode.launch import environment, sockets
+from decentnode.launch.channel import Channel
 from decentnode.launch.messages import (
     Absent,
     Bound,
-    Channel,
     Facts,
     Failed,
     Finished,

@@ -1,0 +1,176 @@
+"""Text on its way to a terminal, pipe or file that may take none: written by a thread of its own.
+
+A terminal held with Ctrl-S, a pager or a full pipe blocks whoever writes to it, a closed one raises. Neither reaches
+the caller here, which watches over a run: progress is dropped, the rest waits, in order, and errors go to a second
+stream where the first is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import io
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import TextIO
+
+PROGRESS_CHARACTERS = 1 << 16
+"""While so much waits, progress is dropped."""
+KEPT_CHARACTERS = 1 << 20
+"""While so much waits, everything but errors and results is dropped."""
+
+
+class Kind(enum.Enum):
+    """What becomes of a text that cannot be written at once."""
+
+    PROGRESS = enum.auto()
+    """Dropped while PROGRESS_CHARACTERS wait."""
+    LINE = enum.auto()
+    """Dropped while KEPT_CHARACTERS wait."""
+    RESULT = enum.auto()
+    """Kept."""
+    ERROR = enum.auto()
+    """Kept, and written to the second stream when the first is closed."""
+
+
+class Output(io.TextIOBase):
+    """A text file whose `write` never blocks and never raises; any thread."""
+
+    def __init__(self, stream: TextIO, instead: TextIO | None = None) -> None:
+        """instead: where errors go when `stream` is closed, unless both are the same."""
+        self._stream, self._instead = stream, instead
+        self._number = _descriptor(stream)
+        self._broken = False
+        self._kind = Kind.LINE
+        self._queue: deque[tuple[str, Kind]] = deque()
+        self._characters = 0
+        """Of the queue and of the text being written."""
+        self._left_out = 0
+        """Lines dropped since the last text was taken."""
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write_all, name="output", daemon=True).start()
+
+    # -- the caller's side ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self, kind: Kind) -> Iterator[None]:
+        """What the calling thread's `write` writes in this block is of this kind. For one thread at a time."""
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    def write(self, text: str) -> int:
+        self.put(text, self._kind)
+        return len(text)
+
+    def put(self, text: str, kind: Kind) -> None:
+        """Any thread; not blocking."""
+        most = {Kind.PROGRESS: PROGRESS_CHARACTERS, Kind.LINE: KEPT_CHARACTERS}.get(kind)
+        with self._changed:
+            if most is not None and self._characters > most:
+                self._left_out += text.count("\n")
+                return
+            if self._left_out:
+                note = f"... {self._left_out} lines were left out while nobody took them\n"
+                self._append(note, Kind.LINE)
+                self._left_out = 0
+            self._append(text, kind)
+            self._changed.notify_all()
+
+    def _append(self, text: str, kind: Kind) -> None:
+        self._queue.append((text, kind))
+        self._characters += len(text)
+
+    @property
+    def behind(self) -> bool:
+        """Whether text waits that has not been taken yet."""
+        return self._characters > 0
+
+    @property
+    def foreground(self) -> bool:
+        """Whether the terminal, if it is one, is this job's and not the shell's or another's."""
+        try:
+            return self._number is None or os.tcgetpgrp(self._number) == os.getpgrp()
+        except OSError:  # no terminal
+            return True
+
+    def drain(self, timeout_seconds: float | None = None) -> bool:
+        """Whether all text was taken, or the stream is closed. Blocking for at most so long, None: until then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._characters, timeout_seconds)
+
+    def flush(self) -> None:
+        """Nothing to do: the thread writes what there is."""
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                text, kind = self._queue.popleft()
+            self._write_one(text, kind)
+            with self._changed:
+                self._characters -= len(text)
+                self._changed.notify_all()
+
+    def _write_one(self, text: str, kind: Kind) -> None:
+        if not self._broken:
+            try:
+                self._into(self._stream, text)
+                return
+            except (OSError, ValueError):  # closed: a pipe's reader ended, or the terminal is gone
+                self._broken = True
+        if kind is Kind.ERROR and self._instead is not None and not _same(self._stream, self._instead):
+            with contextlib.suppress(OSError, ValueError):
+                self._into(self._instead, text)
+
+    def _into(self, stream: TextIO, text: str) -> None:
+        """Blocking. The descriptor is written to, not the stream: a thread stuck in a stream's lock when the
+        interpreter ends is a fatal error."""
+        number = _descriptor(stream)
+        if number is None:
+            stream.write(text)
+            stream.flush()
+            return
+        data = memoryview(text.encode(self.encoding, "replace"))
+        while data:
+            try:
+                data = data[os.write(number, data) :]
+            except BlockingIOError:  # somebody made the terminal non-blocking
+                select.select([], [number], [])
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _same(one: TextIO, other: TextIO) -> bool:
+    numbers = _descriptor(one), _descriptor(other)
+    if numbers[0] is None or numbers[1] is None:
+        return one is other
+    try:
+        return os.path.sameopenfile(numbers[0], numbers[1])
+    except OSError:
+        return False

@@ -1,0 +1,178 @@
+"""Nothing that a person does to a terminal or a pipe touches the training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from decentnode.metrics.reader import read_kind
+from tests.cli.terminal import GO_ON, HOLD, INTERRUPT, SUSPEND, Terminal, in_terminal, wait_until
+from tests.cli.test_run import ROOT, started
+from tests.conftest import free_ports
+from tests.launch.faults import experiment
+
+
+def slow(rounds: int, **sections: Any) -> dict[str, Any]:
+    training = {**experiment()["training"], "name": "tests.launch.faults:Slow"}
+    return experiment(training=training, node={"rounds": rounds, "evaluate_every": 10}, **sections)
+
+
+@contextlib.contextmanager
+def running(folder: Path, sections: dict[str, Any], *arguments: str) -> Iterator[Terminal]:
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(sections))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "LINES": "30", "TERM": "xterm"}
+    command = [sys.executable, "-m", "decentnode", *(arguments or ("run", "tiny.yaml"))]
+    with in_terminal(command, folder, environ) as terminal:
+        yield terminal
+
+
+def latest(folder: Path) -> Path:
+    return folder / "runs" / "tiny" / "latest"
+
+
+def status(folder: Path) -> str:
+    path = latest(folder) / "summary.json"
+    return str(json.loads(path.read_text())["status"]) if path.exists() else ""
+
+
+def test_a_held_terminal_stops_nothing_and_shows_the_end_later(tmp_path: Path) -> None:
+    with running(tmp_path, slow(60)) as terminal:
+        terminal.read_until("all connected")
+        terminal.press(HOLD)
+        wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
+        assert terminal.process.poll() is None  # only the last lines wait
+        terminal.press(GO_ON)
+        assert "done in " in terminal.rest()
+    assert terminal.process.returncode == 0
+
+
+def test_a_terminal_held_from_the_start_does_not_keep_a_run_from_beginning(tmp_path: Path) -> None:
+    with running(tmp_path, slow(20), "run", "tiny.yaml", "--plain") as terminal:
+        terminal.press(HOLD)
+        wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
+        for uid in range(4):
+            assert len(read_kind(latest(tmp_path) / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")) == 20
+        terminal.press(GO_ON)
+        assert "all connected" in terminal.rest()
+
+
+def test_ctrl_c_in_a_held_terminal_stops_the_run_and_writes(tmp_path: Path) -> None:
+    with running(tmp_path, slow(5000)) as terminal:
+        terminal.read_until("all connected")
+        terminal.press(HOLD)
+        terminal.press(INTERRUPT)
+        wait_until(lambda: status(tmp_path) == "interrupted", "the end of the run")
+        assert "stopped after round" in terminal.rest()
+    assert terminal.process.returncode == 130
+    assert (latest(tmp_path) / "models" / "merged.safetensors").exists()
+
+
+def test_ctrl_z_stops_the_display_and_not_the_nodes(tmp_path: Path) -> None:
+    with running(tmp_path, slow(150)) as terminal:
+        terminal.read_until("all connected")
+        terminal.press(SUSPEND)
+        supervisor = psutil.Process(terminal.process.pid)
+        wait_until(lambda: supervisor.status() == psutil.STATUS_STOPPED, "the stop of the supervisor")
+        models = latest(tmp_path) / "models"
+        wait_until(lambda: len(list(models.glob("00?.safetensors"))) == 4, "the end of the training")
+        assert "the nodes go on" in terminal.seen or "the nodes go on" in _more(terminal)
+        supervisor.send_signal(signal.SIGCONT)
+        assert "done in " in terminal.rest()
+    assert terminal.process.returncode == 0
+    assert status(tmp_path) == "finished"
+
+
+def _more(terminal: Terminal) -> str:
+    terminal.read_until("the nodes go on")
+    return terminal.seen
+
+
+def test_a_single_node_in_a_held_terminal_trains_on(tmp_path: Path) -> None:
+    port = free_ports(4)
+    sections = slow(40, graph={"name": "ring", "nodes": 2}, mapping={"nodes_per_machine": 2, "base_port": port})
+    with running(tmp_path, sections, "node", "tiny.yaml", "--uid", "0", "--into", "run") as terminal:
+        with started(tmp_path, "node", "tiny.yaml", "--uid", "1", "--into", "run") as other:
+            terminal.read_until("all nodes connected")
+            terminal.press(HOLD)
+            terminal.press(SUSPEND)
+            _, err = other.communicate(timeout=40)
+            assert other.returncode == 0, err
+        done = tmp_path / "run" / "summary.json"
+        wait_until(done.exists, "the summary")
+        terminal.press(GO_ON)
+        assert "done in " in terminal.rest()
+    assert terminal.process.returncode == 0
+
+
+def test_a_pipe_whose_reader_leaves_ends_nothing(tmp_path: Path) -> None:
+    """`decentnode run tiny.yaml | head -1`"""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(slow(30)))
+    with started(tmp_path, "run", "tiny.yaml") as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("run ")
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+    assert status(tmp_path) == "finished"
+
+
+def test_an_error_goes_where_somebody_may_see_it_when_the_pipe_is_closed(tmp_path: Path) -> None:
+    training = {**experiment()["training"], "name": "tests.launch.faults:Raises"}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(training=training)))
+    with started(tmp_path, "run", "tiny.yaml") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == 8
+        assert "RuntimeError: a bug in my model" in process.stderr.read()
+
+
+def test_a_pipe_that_nobody_reads_holds_up_the_last_lines_alone(tmp_path: Path) -> None:
+    """`decentnode run tiny.yaml 2>&1 | less`: rounds go on while the first page is looked at."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(slow(30)))
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"." * 4096)
+    os.set_blocking(writing, True)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-m", "decentnode", "run", "tiny.yaml"], cwd=tmp_path, env=environ,
+                               stdout=writing, stderr=writing, start_new_session=True)  # fmt: skip
+    os.close(writing)
+    try:
+        wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
+        with os.fdopen(reading, "rb") as pipe:
+            assert b"done in " in pipe.read()
+        assert process.wait(40) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(40)
+
+
+def test_ctrl_c_ends_the_wait_for_a_reader_and_keeps_the_exit_code(tmp_path: Path) -> None:
+    with running(tmp_path, slow(10)) as terminal:
+        terminal.read_until("all connected")
+        terminal.press(HOLD)
+        wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
+        pid = terminal.process.pid
+        wait_until(lambda: _catches(pid, signal.SIGINT) and not _catches(pid, signal.SIGTERM), "the last wait")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(40) == 0
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for a signal; so the supervisor has while a run goes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+    return bool(mask >> (number - 1) & 1)
