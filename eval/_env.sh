@@ -3,6 +3,28 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DECENTNODE_VENV:-$root/.venv}
 want=$(cat "$root/pyproject.toml" "$root/constraints.txt" | sha256sum | cut -c1-16)
+
+# Prints what pip is doing, a line per step, and that it still does when a step takes longer than 10 s.
+show_steps() {
+  local line step="" began=$SECONDS status
+  while true; do
+    if IFS= read -r -t 10 line; then
+      case $line in
+        Collecting*|*Downloading*|*Building*|Installing*|Successfully*|ERROR*|*rror:*) ;;
+        *) continue ;;
+      esac
+      line=${line#"${line%%[![:space:]]*}"}
+      case $line in *.metadata*) continue ;; esac
+      step=${line:0:100}
+      echo "  $((SECONDS - began)) s  $step" >&2
+    else
+      status=$?
+      [ $status -gt 128 ] || break  # the end of the text, not of the 10 s
+      [ -z "$step" ] || echo "  $((SECONDS - began)) s  still: $step" >&2
+    fi
+  done
+}
+
 if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$want" ]; then
   py=${PYTHON:-python3}
   "$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
@@ -15,7 +37,10 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$want" ]; then
   }
   mkdir -p "$(dirname "$venv")"
   exec 9>"$venv.lock"
-  command -v flock >/dev/null && flock 9
+  if command -v flock >/dev/null && ! flock -n 9; then
+    echo "waiting for another set-up of $venv ..." >&2
+    flock 9
+  fi
   if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$want" ]; then
     echo "setting up $venv (once, about a minute) ..." >&2
     if ! command -v nvidia-smi >/dev/null && [ ! -d "$venv" ]; then
@@ -23,7 +48,13 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$want" ]; then
       echo "torch==2.13.0 into $venv first; one that is there is kept" >&2
     fi
     [ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || "$py" -m venv --clear "$venv"
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" -e "$root[dev]" >&2
+    log=$venv/pip.log
+    if ! { "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+      -c "$root/constraints.txt" -e "$root[dev]" 2>&1 9>&- | tee "$log" | show_steps; [ "${PIPESTATUS[0]}" = 0 ]; }; then
+      tail -n 20 "$log" >&2
+      echo "the set-up failed; all that pip said is in $log" >&2
+      exit 3
+    fi
     echo "$want" > "$venv/.stamp"
   fi
   exec 9>&-

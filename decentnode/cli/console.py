@@ -183,7 +183,8 @@ class ConsoleObserver(Observer):
             live, self._live = self._live, None
             live.stop()
 
-    def finished(self, outcome: Outcome, config: str) -> None:
+    def finished(self, outcome: Outcome, again: list[str]) -> None:
+        """again: the words behind the program's name for the next run."""
         self.end()
         kind = Kind.RESULT if outcome.failure is None else Kind.ERROR
         for line in closing(outcome.summary):
@@ -195,8 +196,6 @@ class ConsoleObserver(Observer):
             self._print(f"node {names(outcome.silent)} did not answer any more and had to be killed", kind=kind)
         if outcome.run_dir is not None and outcome.exit_code == 0:
             run, name = shlex.quote(shown(outcome.run_dir)), program()
-            more = max(1, 2 * outcome.summary["rounds_planned"])
-            again = " ".join([name, "run", *([shlex.quote(config)] if config else []), f"--set node.rounds={more}"])
-            self.say("next", f"{name} plot {run}")
+            self.say("next", f"{name} plot {run}", kind=Kind.RESULT)
             if self._single:
-                self.say("", again)
+                self.say("", f"{name} {shlex.join(again)}", kind=Kind.RESULT)

@@ -34,7 +34,7 @@ def command(
     run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,  # noqa: ARG001
 ) -> None:
     """Run node N of CONFIG in this process. Every node needs a port in the mapping (mapping.base_port)."""
-    started = time.monotonic() - start.process_age()
+    started = time.monotonic() - start.since_start()
     from decentnode.experiment import load
     from decentnode.launch.child import run_node
     from decentnode.launch.messages import Request, Task

@@ -11,16 +11,33 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from decentnode.launch.messages import Request
 
+if TYPE_CHECKING:
+    from decentnode.launch.outcome import Outcome
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def process_age() -> float:
+def since_start() -> float:
+    """Seconds since this program was started: by the shell, or by eval/run.sh once it has set up what it needs.
+
+    A script that becomes this program (exec) keeps the age of its process, a minute of pip included; it leaves the
+    time in DECENTNODE_STARTED. One that is older than the process was meant for another.
+    """
+    age = _process_age()
+    with contextlib.suppress(ValueError):
+        said = time.time() - float(os.environ.pop("DECENTNODE_STARTED", "nan").replace(",", "."))
+        if 0 <= said <= age:
+            return said
+    return age
+
+
+def _process_age() -> float:
     """Seconds since this process was started; 0 where the system does not tell."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
@@ -63,9 +80,27 @@ def environ() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith("DECENTNODE__")}
 
 
+def arguments(request: Request, without: str = "") -> list[str]:
+    """What a shell needs behind the config to change the same keys, those that the environment changed included.
+
+    without: a key that is left out.
+    """
+    changes = [
+        (".".join(name.lower().split("__")[1:]), value) for name, value in sorted(request.environ.items())
+    ] + [(key.strip(), value) for key, _, value in (each.partition("=") for each in request.overrides)]
+    return [word for key, value in changes if key != without for word in ("--set", f"{key}={value}")]
+
+
+def again(request: Request, outcome: Outcome) -> list[str]:
+    """Words behind the program's name: the same run with twice the rounds."""
+    config = [] if request.config == default_config() else [request.config]
+    rounds = max(1, 2 * outcome.summary["rounds_planned"])
+    return ["run", *config, *arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
+
+
 def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False) -> int:
     """Run this machine's share to its end and tell about it; the exit code."""
-    started = time.monotonic() - process_age()
+    started = time.monotonic() - since_start()
     from decentnode.launch import forkserver
 
     forkserver.start()  # imports torch while this process gets ready
@@ -76,8 +111,8 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     result = Output(sys.stdout, sys.stderr)
     output = Output(sys.stderr) if as_json else result
     launcher = os.environ.get("DECENTNODE_LAUNCHER") or f"{program()} launch"
-    sets = "".join(f" --set {shlex.quote(each)}" for each in request.overrides if not each.startswith("run.dir="))
-    share = f"{launcher} {shlex.quote(request.config)}{sets} --machine"
+    changes = shlex.join(arguments(request))
+    share = " ".join(filter(None, [launcher, shlex.quote(request.config), changes, "--machine"]))
     live = False if plain else None
     observer = ConsoleObserver(output, started=started, share=share, live=live, quiet=quiet)
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `supervise` listens to it; after it nobody until below
@@ -85,7 +120,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
         outcome = supervise(
             request, observer, command=shlex.join([program(), *sys.argv[1:]]), started=started, dry_run=dry_run
         )
-        observer.finished(outcome, "" if request.config == default_config() else request.config)
+        observer.finished(outcome, again(request, outcome))
         if as_json:
             result.put(json.dumps(outcome.summary) + "\n", Kind.RESULT)
     finally:

@@ -47,7 +47,7 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
         if mapping.num_machines > 1:
             raise UsageError(
                 f"{config} is for {mapping.num_machines} machines; start each one's share: "
-                f"decentnode launch {config} --machine 0 (then 1, ...), or --machine auto"
+                f"decentnode launch {config} --machine 0 (then 1, ...), or --machine auto, with the same --set"
             )
         return 0
     if wanted == "auto":

@@ -1,0 +1,43 @@
+"""What a run says about its own command: when it began, and how it is given again."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from decentnode.cli import start
+from decentnode.launch.messages import Request
+from decentnode.launch.outcome import Outcome
+
+
+def test_time_counts_from_the_programs_start_where_a_script_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_process_age", lambda: 70.0)  # a minute of pip before
+    monkeypatch.setenv("DECENTNODE_STARTED", str(time.time() - 3.0))
+    assert 3.0 <= start.since_start() < 60.0
+    assert start.since_start() == 70.0  # said once: no run that this one starts takes it for its own
+
+
+@pytest.mark.parametrize("said", [str(time.time() - 3600), str(time.time() + 3600), "", "soon", "nan"])
+def test_a_start_that_is_not_this_programs_does_not_count(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setattr(start, "_process_age", lambda: 2.0)
+    monkeypatch.setenv("DECENTNODE_STARTED", said)
+    assert start.since_start() == 2.0
+
+
+def test_the_next_command_repeats_every_change_but_the_rounds() -> None:
+    overrides = start.all_overrides(["node.rounds=20", "sharing={name: topk, fraction: 0.1}"], "my runs", "other", 3)
+    request = Request("a b.yaml", overrides, {"DECENTNODE__TRAINING__BATCH_SIZE": "4"})
+    words = start.again(request, Outcome(0, Path("runs"), {"rounds_planned": 20}))
+    assert shlex.split(shlex.join(words)) == words
+    assert words == [
+        "run", "a b.yaml", "--set", "training.batch_size=4", "--set", 'run.dir="my runs"', "--set", 'name="other"',
+        "--set", "seed=3", "--set", "sharing={name: topk, fraction: 0.1}", "--set", "node.rounds=40",
+    ]  # fmt: skip
+
+
+def test_the_next_command_of_the_quickstart_needs_no_file() -> None:
+    words = start.again(Request(start.default_config()), Outcome(0, None, {"rounds_planned": 60}))
+    assert words == ["run", "--set", "node.rounds=120"]

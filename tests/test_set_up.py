@@ -1,0 +1,64 @@
+"""eval/_env.sh with a Python and a pip that only pretend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PIP = """\
+Obtaining file:///somewhere
+Requirement already satisfied: numpy
+Collecting torch==2.13.0
+  Downloading torch-2.13.0.whl.metadata (30 kB)
+  Downloading torch-2.13.0-cp311.whl (900 MB)
+Installing collected packages: torch
+Successfully installed torch-2.13.0
+"""
+
+
+def set_up(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
+    python = folder / "python3"
+    python.write_text(
+        f"""#!/usr/bin/env bash
+if [ "$2" = venv ]; then
+  mkdir -p "$4/bin"
+  printf '#!/usr/bin/env bash\\n[ "$2" = pip ] || exit 0\\ncat {folder}/said\\nexit {code}\\n' > "$4/bin/python"
+  chmod +x "$4/bin/python"
+fi
+"""
+    )
+    python.chmod(0o755)
+    (folder / "said").write_text(PIP)
+    environ = {**os.environ, "PYTHON": str(python), "DECENTNODE_VENV": str(folder / "venv")}
+    words = ["bash", "-c", f'set -euo pipefail; . "{ROOT}/eval/_env.sh"; echo ready']
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def test_set_up_tells_each_step_and_happens_once(tmp_path: Path) -> None:
+    done = set_up(tmp_path, 0)
+    assert done.returncode == 0 and done.stdout == "ready\n"
+    steps = [line.split("s  ", 1)[1] for line in done.stderr.splitlines() if line.startswith("  ")]
+    assert steps == [
+        "Collecting torch==2.13.0", "Downloading torch-2.13.0-cp311.whl (900 MB)",
+        "Installing collected packages: torch",
+        "Successfully installed torch-2.13.0",
+    ]  # fmt: skip
+    assert (tmp_path / "venv" / "pip.log").read_text() == PIP
+    again = set_up(tmp_path, 0)
+    assert (again.stdout, again.stderr) == ("ready\n", "")
+
+
+def test_a_set_up_that_fails_shows_what_pip_said_and_is_tried_again(tmp_path: Path) -> None:
+    done = set_up(tmp_path, 1)
+    assert done.returncode == 3 and done.stdout == ""
+    assert "Obtaining file:///somewhere" in done.stderr and "venv/pip.log" in done.stderr
+    assert not (tmp_path / "venv" / ".stamp").exists()
+
+
+@pytest.mark.parametrize("name", ["run.sh", "_env.sh"])
+def test_the_scripts_are_valid_bash(name: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "eval" / name)], check=True, timeout=60)
