@@ -77,6 +77,9 @@ class RoundView:
     seed: int = 0
     phase: int = 0
     generation: int = 0
+    lr: float = 1.0
+    """Learning rate of the round's local steps (lr_t), of the first of them where it changes within the round; 1 where
+    nobody told it: what a rule keeps is then in units of updates."""
     extra: dict[str, object] = field(default_factory=dict)
     circle: tuple[int, ...] = ()
     """Nodes, this one among them, that all exchange with all others of them and with nobody else, each with one weight

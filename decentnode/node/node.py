@@ -220,7 +220,7 @@ class Node:
 
         All are known before the first of them sends (H2 in communication/hybrid.py).
         """
-        seen, rule = self._seen(round), self.sharing
+        seen, rule = replace(self._seen(round), lr=self.training.learning_rate), self.sharing
         plans = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.phases)]
         plans.append(plans[0] if len(plans) == 1 else rule.plan_buffers(seen))
         members = self.generation.members

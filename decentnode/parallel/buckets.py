@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,15 +262,15 @@ class Bucket:
                 flat.add_(mean.div_(n), alpha=strength).add_(sent, alpha=-strength)
                 self._count(flat, 5 - cached if self._hashes else 8)
 
-    def next_round(self, plan: Plan, step: int) -> None:
+    def next_round(self, plan: Plan, step: int, lr: float) -> None:
         """Between the mixing of a step and the optimizer's, for rules that look at the whole bucket there.
 
-        step -1: before the first exchange.
+        step -1: before the first exchange. lr: of the optimizer's last step, whose result was mixed.
         """
         if self.rule.needs_sequential:
             if step >= 0:
-                self.rule.finish(self.flat, plan.view(step))
-            self.rule.begin(self.flat, plan.view(step + 1))
+                self.rule.finish(self.flat, replace(plan.view(step), lr=lr))
+            self.rule.begin(self.flat, replace(plan.view(step + 1), lr=lr))
 
     def _mix_linearly(
         self, flat: Tensor, sent: Tensor | None, arrived: Mapping[int, Tensor], weights: Mapping[int, float], uid: int

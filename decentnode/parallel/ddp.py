@@ -143,8 +143,10 @@ class DecentralizedDataParallel(Module):
         """Steps taken: the round of the topology that the next exchange has."""
         self._hooks = self._make_hooks()
         close_at_exit(self)
+        self._learning_rate = self._rate()
+        """Of the optimizer's last step."""
         for bucket in self._buckets:
-            bucket.next_round(self._plan, -1)
+            bucket.next_round(self._plan, -1, self._learning_rate)
         self._launch(0)
         for bucket in self._buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
@@ -253,8 +255,12 @@ class DecentralizedDataParallel(Module):
             self.lr_scheduler.step()
         self.steps += 1
 
+    def _rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 1.0
+
     def _step_at_once(self) -> None:
         self._mix()
+        self._learning_rate = self._rate()
         if self._scaler is not None:
             if self._clip > 0:
                 self._scaler.unscale_(self.optimizer)
@@ -308,7 +314,7 @@ class DecentralizedDataParallel(Module):
         for bucket in self._buckets:
             bucket.gather()
             self._exchange.finish(bucket, self._factor)
-            bucket.next_round(self._plan, self.steps)
+            bucket.next_round(self._plan, self.steps, self._learning_rate)
             bucket.scatter()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
@@ -415,6 +421,7 @@ class DecentralizedDataParallel(Module):
         """What `state_dict` holds beside the model: optimizer, scheduler, scaler, step and phase of the topology."""
         return {
             "optimizer": self.optimizer.state_dict(), "steps": self.steps, "factor": self._factor,
+            "learning_rate": self._learning_rate,
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "sharing": [bucket.rule.state_dict() for bucket in self._buckets],
@@ -427,6 +434,7 @@ class DecentralizedDataParallel(Module):
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self.steps, self._factor = int(state["steps"]), float(state["factor"])
+        self._learning_rate = float(state.get("learning_rate", self._rate()))
         for bucket, kept in zip(self._buckets, state["sharing"], strict=True):
             bucket.rule.load_state_dict(kept)
 

@@ -14,7 +14,10 @@ from decentnode.sharing.qg_momentum import QuasiGlobalMomentum
 
 
 class DecentLaM(QuasiGlobalMomentum):
-    """m <- b m + x - W (x - u),  x <- x - m (arXiv 2104.11981, algorithm 2); for static symmetric W only."""
+    """m <- b m + (x - W (x - u_t)) / lr_t,  x <- x - lr_t m (arXiv 2104.11981, algorithm 2); for static symmetric W.
+
+    As in qg_momentum.py m is in units of gradients. In a round with rate 0 nodes only mix.
+    """
 
     Config: ClassVar[type[component.Config]] = MildMomentumConfig
     needs_static: ClassVar[bool] = True
@@ -23,8 +26,8 @@ class DecentLaM(QuasiGlobalMomentum):
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
         return
 
-    def finish(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        if self.x is not None and self.momentum is not None:
-            self.momentum.mul_(self.beta).add_(self.x).sub_(model)
-            torch.sub(self.x, self.momentum, out=model)
-            self.x = None
+    def finish(self, model: Tensor, view: RoundView) -> None:
+        if self.x is not None and self.momentum is not None and view.lr > 0:
+            self.momentum.mul_(self.beta).add_(self.x - model, alpha=1 / view.lr)
+            torch.sub(self.x, self.momentum, alpha=view.lr, out=model)
+        self.x = None

@@ -20,7 +20,11 @@ class DiLoCoConfig(OuterConfig):
 
 
 class DiLoCo(SlowMo):
-    """SlowMo with an outer Nesterov step (arXiv 2311.08105, algorithm 1); the inner optimizer keeps its state."""
+    """SlowMo with an outer Nesterov step (arXiv 2311.08105, algorithm 1); the inner optimizer keeps its state.
+
+    Its outer gradient is the change of the model itself, whatever the inner learning rate was.
+    """
 
     Config: ClassVar[type[component.Config]] = DiLoCoConfig
     nesterov: ClassVar[bool] = True
+    gradient_units: ClassVar[bool] = False

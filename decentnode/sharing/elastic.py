@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -19,14 +19,22 @@ class ElasticConfig(LocalSGDConfig):
     every: int = Field(1, ge=1)
     """Rounds from one exchange to the next."""
     pull: float = Field(0.5, gt=0, lt=1)
-    """How far a node moves toward its center at an exchange, and the center toward its neighborhood's mean."""
+    """How far a node moves toward its center at an exchange (alpha)."""
+    center_pull: float | None = Field(None, gt=0, le=1)
+    """How far a center moves toward its neighborhood's mean (beta); when not given, as far as `pull`. The paper has n
+    times `pull`, .9 together."""
+    force: Literal["before", "after"] = "before"
+    """Of which model both forces are: before, x(t), from which the round's local steps start, as in the paper; after,
+    what the local steps have made of it."""
 
 
 class Elastic(Tensors, LocalSGD):
     """Elastic averaging without a center node: every node has its own center c_i, and the centers gossip.
 
-    At an exchange x_i <- x_i - a (x_i - c_i), and c_i <- sum_j W_ij (c_j + a (x_j - c_j)): with a complete graph and
-    equal centers this is EASGD (arXiv 1412.6651, equations 5 and 6) with b = a. sum_i (x_i + c_i) is kept.
+    With u_i what the local steps of the round of an exchange did from x_i: x_i <- x_i - u_i - a (x_i - c_i), and
+    c_i <- sum_j W_ij (c_j + b (x_j - c_j)), all of the round's start. With a complete graph and equal centers this is
+    EASGD (arXiv 1412.6651, equations 5 and 6). With b = a and without local steps sum_i (x_i + c_i) is kept. Its mean
+    contracts for a + b < 2.
     """
 
     Config: ClassVar[type[component.Config]] = ElasticConfig
@@ -34,33 +42,41 @@ class Elastic(Tensors, LocalSGD):
     linear: ClassVar[bool] = False
     needs_sequential: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True
-    TENSORS: ClassVar[tuple[str, ...]] = ("center",)
+    TENSORS: ClassVar[tuple[str, ...]] = ("center", "x")
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)
         assert isinstance(config, ElasticConfig)
         self.pull = config.pull
+        self.center_pull = config.pull if config.center_pull is None else config.center_pull
+        self.force = config.force
         self.center: Tensor | None = None
+        self.x: Tensor | None = None
+        """x(t) [P] of the round under way, where the forces are of that."""
 
-    def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+    def begin(self, model: Tensor, view: RoundView) -> None:
         if self.center is None:
             self.center = model.clone()
+        if self.force == "before" and self.meets(view.round):
+            self.x = model.clone()
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
-        self.begin(model, view)
-        assert self.center is not None
-        return dict.fromkeys(view.neighbors, Payload({"x": self.center.lerp(model, self.pull)}))
+        return dict.fromkeys(view.neighbors, Payload({"x": self._pulled_center(model)}))
+
+    def _pulled_center(self, model: Tensor) -> Tensor:
+        """c + b (x - c) [P], a tensor of its own."""
+        self.center = model.clone() if self.center is None else self.center
+        return self.center.lerp(model if self.x is None else self.x, self.center_pull)
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         if not self.meets(view.round):
             return
-        self.begin(model, view)
-        assert self.center is not None
-        center = self.center.lerp(model, self.pull).mul_(view.weights[view.uid])
+        center = self._pulled_center(model).mul_(view.weights[view.uid])
         for uid, payload in received.items():
             center.add_(payload.tensors["x"], alpha=view.weights[uid])
-        model.lerp_(self.center, self.pull)
-        self.center = center
+        assert self.center is not None
+        model.add_(self.center - (model if self.x is None else self.x), alpha=self.pull)
+        self.center, self.x = center, None
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         self.mix(out.copy_(model), received, view)

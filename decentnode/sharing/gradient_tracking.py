@@ -1,9 +1,9 @@
-"""Gradient tracking: every node follows the mean of all updates, u_t as in d2.py."""
+"""Gradient tracking: every node follows the mean of all gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,26 +11,37 @@ from torch import Tensor
 from decentnode import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
-from decentnode.sharing.base import Sharing
-from decentnode.sharing.full import FullConfig
+from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.state import Tensors
 
 
-class GradientTracking(Tensors, Sharing):
-    """x <- W (x - y),  y <- W y + u_t - u_{t-1}, y_0 = u_0 (DSGT, adapt-then-combine; Nedic et al. 2017).
+class TrackingConfig(SharingConfig):
+    form: Literal["semi_atc", "dsgt", "atc"] = "semi_atc"
+    """What is mixed before and what after the step. semi_atc: x <- W (x - lr y), y <- W y + g' - g (Pu and Nedic 2021).
+    dsgt: x <- W x - lr y, y <- W y + g' - g (Nedic et al. 2017), which bears smaller steps only. atc:
+    x <- W (x - lr y), y <- W (y + g' - g) (Xu et al. 2015), in two exchanges per round, for x needs the mixed y."""
 
-    The mean of y is the mean of u in every round. Works on any doubly stochastic sequence; sends x and y.
+
+class GradientTracking(Tensors, Sharing):
+    """y tracks the mean gradient, and x follows y (Pu and Nedic 2021, arXiv 1805.11454; others by `form`).
+
+    g_t = u_t / lr_t, where u_t is what the local steps of round t did and lr_t their learning rate: with plain SGD the
+    gradient, with several steps or another optimizer what it made of them. y_0 = g_0, and the mean of y is the mean of
+    g in every round. Works on any doubly stochastic sequence; sends x and y. In a round with rate 0 nodes only mix.
     """
 
-    Config: ClassVar[type[component.Config]] = FullConfig
+    Config: ClassVar[type[component.Config]] = TrackingConfig
     needs_sequential: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True
-    TENSORS: ClassVar[tuple[str, ...]] = ("tracked", "old_update", "x", "momentum")
+    TENSORS: ClassVar[tuple[str, ...]] = ("tracked", "old_gradient", "x", "momentum")
 
     def __init__(self, config: component.Config) -> None:
+        assert isinstance(config, TrackingConfig)
         self.config = config
+        self.form = config.form
+        self.phases = 2 if config.form == "atc" else 1  # type: ignore[misc]
         self.tracked: Tensor | None = None
-        self.old_update: Tensor | None = None
+        self.old_gradient: Tensor | None = None
         self.x: Tensor | None = None
         self.momentum: Tensor | None = None
 
@@ -39,27 +50,50 @@ class GradientTracking(Tensors, Sharing):
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
         assert self.x is not None
-        update = self.smoothed(self.x - model)
-        if self.tracked is None or self.old_update is None:
-            self.tracked = update.clone()
+        if view.lr > 0:
+            gradient = self.smoothed((self.x - model).div_(view.lr))
+            if self.tracked is None or self.old_gradient is None:
+                self.tracked = gradient.clone()
+            else:
+                self.tracked.add_(gradient).sub_(self.old_gradient)
+            self.old_gradient = gradient
+        if self.form == "semi_atc" and self.tracked is not None:
+            torch.sub(self.x, self.tracked, alpha=view.lr, out=model)
         else:
-            self.tracked.add_(update).sub_(self.old_update)
-        torch.sub(self.x, self.tracked, out=model)
-        self.old_update, self.x = update, None
+            model.copy_(self.x)
+        self.x = None
 
-    def smoothed(self, update: Tensor) -> Tensor:
-        return update
+    def smoothed(self, gradient: Tensor) -> Tensor:
+        """What is tracked; a tensor of its own."""
+        return gradient
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         tracked = torch.zeros_like(model) if self.tracked is None else self.tracked
-        return dict.fromkeys(view.neighbors, Payload({"x": model, "y": tracked}))
+        if self.form == "atc":
+            payload = Payload({"x": model if view.phase else tracked})
+        else:
+            payload = Payload({"x": model, "y": tracked})
+        return dict.fromkeys(view.neighbors, payload)
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         tracked = torch.zeros_like(model) if self.tracked is None else self.tracked
-        for own, name in ((model, "x"), (tracked, "y")):
-            own.mul_(view.weights[view.uid])
-            for uid, payload in received.items():
-                own.add_(payload.tensors[name], alpha=view.weights[uid])
+        if self.form == "atc":
+            mix_named(model if view.phase else tracked, "x", received, view)
+            if not view.phase:
+                model.sub_(tracked, alpha=view.lr)
+            return
+        mix_named(model, "x", received, view)
+        if self.form == "dsgt":  # of y as it was before it is mixed
+            model.sub_(tracked, alpha=view.lr)
+        mix_named(tracked, "y", received, view)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        return {"x": TensorSpec(dtype, elements), "y": TensorSpec(dtype, elements)}
+        names = ("x",) if self.form == "atc" else ("x", "y")
+        return dict.fromkeys(names, TensorSpec(dtype, elements))
+
+
+def mix_named(own: Tensor, name: str, received: Mapping[int, Payload], view: RoundView) -> None:
+    """own <- sum_j W_ij of the tensors `name`, in place."""
+    own.mul_(view.weights[view.uid])
+    for uid, payload in received.items():
+        own.add_(payload.tensors[name], alpha=view.weights[uid])

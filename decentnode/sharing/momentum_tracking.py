@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from decentnode import component
-from decentnode.sharing.gradient_tracking import GradientTracking
+from decentnode.sharing.gradient_tracking import GradientTracking, TrackingConfig
 from decentnode.sharing.qg_momentum import MomentumConfig
 
 
@@ -18,16 +18,20 @@ class MildMomentumConfig(MomentumConfig):
     """Decay of the rule's own momentum. The papers have .9, with a local optimizer that has none."""
 
 
-class MomentumTracking(GradientTracking):
-    """Gradient tracking of the momentum m <- b m + u instead of u (Takezawa et al., TMLR 2023, algorithm 1)."""
+class MomentumTrackingConfig(TrackingConfig, MildMomentumConfig):
+    pass
 
-    Config: ClassVar[type[component.Config]] = MildMomentumConfig
+
+class MomentumTracking(GradientTracking):
+    """Gradient tracking of the momentum m <- b m + g instead of g (Takezawa et al., TMLR 2023, algorithm 1)."""
+
+    Config: ClassVar[type[component.Config]] = MomentumTrackingConfig
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)
         assert isinstance(config, MomentumConfig)
         self.beta = config.momentum
 
-    def smoothed(self, update: Tensor) -> Tensor:
-        self.momentum = torch.zeros_like(update) if self.momentum is None else self.momentum
-        return self.momentum.mul_(self.beta).add_(update).clone()
+    def smoothed(self, gradient: Tensor) -> Tensor:
+        self.momentum = torch.zeros_like(gradient) if self.momentum is None else self.momentum
+        return self.momentum.mul_(self.beta).add_(gradient).clone()

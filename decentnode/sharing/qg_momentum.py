@@ -21,10 +21,11 @@ class MomentumConfig(SharingConfig):
 
 
 class QuasiGlobalMomentum(Tensors, Full):
-    """x' = W (x - u - b m),  m <- b m + (1 - b) (x - x') (QG-DSGDm, arXiv 2102.04761, algorithm 1).
+    """x' = W (x - u_t - lr_t b m),  m <- b m + (1 - b) (x - x') / lr_t (QG-DSGDm, arXiv 2102.04761, algorithm 1).
 
-    m is in units of updates, so that a changing learning rate needs no care. The local optimizer should have no
-    momentum of its own.
+    u_t is what the round's local steps did, lr_t their learning rate: m is in units of gradients, and goes on at the
+    new size when the rate falls. A rate that rises steeply (restarts of a schedule) makes the momentum as much larger.
+    In a round with rate 0 m stays as it is. The local optimizer should have no momentum of its own.
     """
 
     Config: ClassVar[type[component.Config]] = MomentumConfig
@@ -45,9 +46,9 @@ class QuasiGlobalMomentum(Tensors, Full):
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
         assert self.momentum is not None
-        model.sub_(self.momentum, alpha=self.beta)
+        model.sub_(self.momentum, alpha=self.beta * view.lr)
 
-    def finish(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        if self.x is not None and self.momentum is not None:
-            self.momentum.mul_(self.beta).add_(self.x.sub_(model), alpha=1 - self.beta)
-            self.x = None
+    def finish(self, model: Tensor, view: RoundView) -> None:
+        if self.x is not None and self.momentum is not None and view.lr > 0:
+            self.momentum.mul_(self.beta).add_(self.x.sub_(model), alpha=(1 - self.beta) / view.lr)
+        self.x = None

@@ -22,14 +22,18 @@ class OuterConfig(LocalSGDConfig):
 
 
 class SlowMo(Tensors, LocalSGD):
-    """u <- b u + (x0 - x'),  x0 <- x0 - a u at every exchange, x' the mixed model (arXiv 1910.00643, algorithm 1).
+    """u <- b u + (x0 - x') / lr_t,  x0 <- x0 - a lr_t u at every exchange (arXiv 1910.00643, algorithm 1).
 
-    The learning rate is folded into u. With momentum 0 and outer_lr 1 it is local SGD.
+    x' is the mixed model, lr_t the learning rate of the round with the exchange: u is in units of gradients, and goes
+    on at the new size when the rate falls. In a round with rate 0 nodes only mix. With momentum 0 and outer_lr 1 it is
+    local SGD.
     """
 
     Config: ClassVar[type[component.Config]] = OuterConfig
     needs_sequential: ClassVar[bool] = True
     nesterov: ClassVar[bool] = False
+    gradient_units: ClassVar[bool] = True
+    """Whether what happened between two exchanges is divided by the learning rate."""
     TENSORS: ClassVar[tuple[str, ...]] = ("start", "momentum")
 
     def __init__(self, config: component.Config) -> None:
@@ -46,8 +50,12 @@ class SlowMo(Tensors, LocalSGD):
     def finish(self, model: Tensor, view: RoundView) -> None:
         if not self.meets(view.round) or self.start is None or self.momentum is None:
             return
-        change = self.start - model
+        rate = view.lr if self.gradient_units else 1.0
+        if rate == 0:
+            self.start.copy_(model)
+            return
+        change = (self.start - model).div_(rate)
         self.momentum.mul_(self.beta).add_(change)
         step = change.add_(self.momentum, alpha=self.beta) if self.nesterov else self.momentum
-        self.start.sub_(step, alpha=self.lr)
+        self.start.sub_(step, alpha=self.lr * rate)
         model.copy_(self.start)

@@ -54,6 +54,11 @@ class Training(Component, abc.ABC):
         repeated. Raises Diverged when the loss is not finite.
         """
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next local step: what sharing rules learn as `RoundView.lr`. A training without one leaves it at 1."""
+        return 1.0
+
     @abc.abstractmethod
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
         """Loss and accuracy of the model as it is now on "test" or "validation"; the model is unchanged.

@@ -175,6 +175,10 @@ class Supervised(Training):
         """Optimizer steps of one round."""
         return self.config.steps_per_round(self.num_samples)
 
+    @property
+    def learning_rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
     # -- local steps ------------------------------------------------------------------------------------------
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
@@ -186,7 +190,7 @@ class Supervised(Training):
         self.model.module.train()
         steps, config = self.steps_per_round, self.config
         indices, sizes = self._sampler.take(steps)
-        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        learning_rate = self.learning_rate
         loss, norms = torch.zeros(2, device=self.model.device)
         last_gradient = None
         for step, (inputs, targets) in enumerate(self._gathered(indices, sizes), 1):

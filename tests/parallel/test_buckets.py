@@ -11,7 +11,10 @@ from decentnode.graph.base import RoundView
 from decentnode.parallel import buckets
 from decentnode.parallel.advance import GRAIN_BYTES, loops
 from decentnode.parallel.buckets import Bucket, make_buckets
+from decentnode.parallel.plan import Plan
 from decentnode.sharing.full import Full
+from decentnode.sharing.slowmo import SlowMo
+from tests.graph.contract import make
 
 VIEW = RoundView(0, 0, (1, 2), (1, 2), {0: 0.5, 1: 0.2, 2: 0.3}, {}, (0, 1, 2))
 PAIR = RoundView(0, 0, (1,), (1,), {0: 0.75, 1: 0.25}, {}, (0, 1))
@@ -97,3 +100,18 @@ def test_types_sizes_and_order() -> None:
     made = make_buckets(params, 16, False, iter([Full(Config())] * 9))
     assert [[p.numel() for p in b.params] for b in made] == [[8], [4], [6]]
     assert [b.flat.dtype for b in made] == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_rules_of_buckets_learn_the_learning_rate() -> None:
+    """SlowMo with a rate that falls by ten at the second exchange of a lone rank: u <- u / 2 + (x0 - x') / lr."""
+    rule = SlowMo(SlowMo.Config.model_validate({"every": 1}))
+    plan = Plan(make("ring", nodes=1), rule, 0)
+    parameter = Parameter(torch.full((4,), 8.0))
+    made = Bucket(0, [parameter], True, rule)
+    made.next_round(plan, -1, 0.5)
+    made.flat.sub_(1.0)
+    made.next_round(plan, 0, 0.5)
+    assert made.flat.tolist() == [7.0] * 4, "u = 1 / .5"
+    made.flat.sub_(0.1)
+    made.next_round(plan, 1, 0.05)
+    torch.testing.assert_close(made.flat, torch.full((4,), 7.0 - 0.05 * (2 / 2 + 0.1 / 0.05)))

@@ -44,6 +44,9 @@ RULES |= {
                         ("hierarchical", "bfloat16"))
 }  # fmt: skip
 RULES["full+zstd of int4"] = rule("full", compression={"name": "zstd", "of": {"name": "int4", "unbiased": True}})
+RULES |= {f"{name} {form}": rule(name, form=form) for name in ("gradient_tracking", "momentum_tracking")
+          for form in ("dsgt", "atc")}  # fmt: skip
+RULES["elastic after"] = rule("elastic", force="after")
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
 KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
                  "subsample")  # fmt: skip
@@ -262,11 +265,11 @@ def check_state_round_trip(make_rule: Make) -> None:
 
 def one_round(
     rules: list[Sharing], models: list[Tensor], graph: Topology, r: int, pull: float = 0.1,
-    missing: frozenset[int] = frozenset(), step: Callable[[int, Tensor], object] | None = None,
+    missing: frozenset[int] = frozenset(), step: Callable[[int, Tensor], object] | None = None, lr: float = 1.0,
 ) -> None:
     """One round in place, by hand. missing: sent nothing. step: local work; else toward a target of each node."""
     phases = [
-        [each.plan(replace(rule_view(each, graph, uid, r, 1), phase=phase)) for uid, each in enumerate(rules)]
+        [each.plan(replace(rule_view(each, graph, uid, r, 1), phase=phase, lr=lr)) for uid, each in enumerate(rules)]
         for phase in range(rules[0].phases)
     ]
     for uid, (each, model, seen) in enumerate(zip(rules, models, phases[0], strict=True)):
