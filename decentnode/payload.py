@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,3 +49,26 @@ class TensorSpec:
     max_elements: int
     exact: bool = True
     """Whether every payload has exactly `max_elements`; otherwise it may have fewer."""
+
+
+@dataclass(frozen=True)
+class ScalarSpec:
+    """One number beside the tensors of a payload as receivers must expect it."""
+
+    kind: type[int] | type[float]
+    low: float = -math.inf
+    high: float = math.inf
+    optional: bool = False
+    """Whether a payload may be without it."""
+    finite: bool = True
+    """Whether NaN and infinity are refused."""
+
+    def accepts(self, value: int | float | None) -> bool:
+        """value: None where the payload has none."""
+        if value is None:
+            return self.optional
+        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):
+            return False
+        if isinstance(value, float) and not math.isfinite(value):
+            return not self.finite
+        return self.low <= value <= self.high

@@ -24,6 +24,7 @@ from decentnode.graph.base import RoundView
 from decentnode.node.behind import Behind, pays, possible
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.decoding import decode
 from decentnode.tensors import FlatModel, blocks
 from decentnode.training.base import Training, Update
 
@@ -139,7 +140,7 @@ class Schedule(abc.ABC):
         started = time.perf_counter()
         self._outgoing = self.sharing.outgoing(model, view)
         circle = None
-        if self.circles and view.averaging and not self.sharing.sends_scalars:
+        if self.circles and view.averaging and not self.sharing.scalars:
             circle = Circle(view.averaging, self.sharing.own(model, view))
         exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase, circle)
         self.times.send += time.perf_counter() - started
@@ -187,9 +188,10 @@ class Schedule(abc.ABC):
         found = {}
         for uid, payload in received.items():
             try:
-                found[uid] = self.sharing.unpack(payload, uid, view)
+                found[uid] = decode(self.sharing, payload, uid, view)
             except PeerFault as fault:
                 logger.warning("round %d: refused the payload of node %d: %s", view.round, uid, fault)
+                logger.debug("what was raised of it", exc_info=fault)
                 self.communication.counters.fault(fault.reason, uid, str(fault))
                 self._refused |= {uid}
         return found

@@ -13,7 +13,7 @@ from decentnode.component import Component, Config, section
 from decentnode.compression import CODECS
 from decentnode.graph.base import EQUAL, RoundView
 from decentnode.mixing import mix_into
-from decentnode.payload import Payload, TensorSpec
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
 
 
 class SharingConfig(Config):
@@ -54,8 +54,9 @@ class Sharing(Component, abc.ABC):
     needs_groups: ClassVar[bool] = False
     """Whether its Config has `groups` (machine, or lists of uids of one size); the graph must be lumpable between them
     (graph/groups.py)."""
-    sends_scalars: ClassVar[bool] = False
-    """Whether payloads may have scalars: a communicator's calls that serve a whole clique at once carry none."""
+    scalars: ClassVar[Mapping[str, ScalarSpec]] = {}
+    """The numbers beside the tensors of a payload; what does not fit is refused before `unpack`. A communicator's calls
+    that serve a whole clique at once carry none, so that rules with any never go through them."""
     compresses: ClassVar[bool] = False
     """Whether it applies its `compression` itself; otherwise whoever makes the rule wraps it (compressed.py)."""
 
@@ -120,8 +121,12 @@ class Sharing(Component, abc.ABC):
         """
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
-        """What `mix` gets of what came from `uid`. Raises PeerFault for bytes that no such rule made: the source then
-        counts as missing."""
+        """What `mix` gets of what came from `uid`, such that `mix` cannot fail of it: all that a peer may have written
+        is looked at here (and in `scalars`), not in `mix`, which has changed half a model when it raises.
+
+        Raises PeerFault for bytes that no such rule made: the source then counts as missing. Whatever else it raises of
+        them is taken for that, too (decoding.py). Only values may be anything, NaN and infinity included.
+        """
         return payload
 
     @abc.abstractmethod

@@ -14,7 +14,7 @@ from decentnode import component
 from decentnode.compression.base import Codec, make_codec
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
-from decentnode.payload import Payload, TensorSpec
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.operator import Operator, add_at
 from decentnode.tensors import as_bytes
@@ -43,11 +43,15 @@ class Choco(Sharing):
     needs_symmetric: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
-    sends_scalars: ClassVar[bool] = True
+    scalars: ClassVar[Mapping[str, ScalarSpec]] = {
+        "start": ScalarSpec(int, low=0, high=(1 << 32) - 1, optional=True),
+        "ask": ScalarSpec(int, low=0, high=1, optional=True),
+    }
 
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, ChocoConfig)
         codec = make_codec(config.compression) if config.compression else None
+        self.config: component.Config = config
         self.operator = self.make_operator(config, codec)
         self.step_size = config.step_size
         self.public: Tensor | None = None

@@ -14,7 +14,7 @@ from decentnode.component import load_class
 from decentnode.compression.base import Codec, make_codec
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
-from decentnode.payload import Payload, TensorSpec
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing, SharingConfig
 
@@ -58,7 +58,7 @@ class Compressed(Sharing):
         self.codec = codec
         for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
                      "smallest_eigenvalue", "needs_gradient", "phases", "needs_sequential", "needs_tree",
-                     "makes_own_edges", "needs_groups", "sends_scalars"):  # fmt: skip
+                     "makes_own_edges", "needs_groups", "scalars"):  # fmt: skip
             setattr(self, name, getattr(rule, name))
         self.elementwise = rule.elementwise and codec.elementwise  # type: ignore[misc]
         self._specs: dict[str, TensorSpec] = {}
@@ -101,12 +101,16 @@ class Compressed(Sharing):
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         self._specs = self.rule.payload_schema(elements, dtype)
         found: dict[str, TensorSpec] = {}
+        counts: dict[str, ScalarSpec] = {}
         for name, spec in self._specs.items():
             if not self._coded(name):
                 found[name] = spec
                 continue
             for part, coded in self.codec.schema(spec.max_elements, spec.dtype).items():
                 found[self._name(name, part)] = coded if spec.exact else replace(coded, exact=False)
+            if not spec.exact:
+                counts[name + COUNT] = ScalarSpec(int, low=0, high=spec.max_elements)
+        self.scalars = {**self.rule.scalars, **counts}  # type: ignore[misc]
         return found
 
     def _name(self, name: str, part: str) -> str:

@@ -39,6 +39,7 @@ class DeepSqueeze(Sharing):
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, DeepSqueezeConfig)
         codec = make_codec(config.compression) if config.compression else None
+        self.config = config
         self.operator = Operator(config.fraction, config.choose, codec)
         self.step_size = config.step_size
         self.error: Tensor | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentnode import component
 from decentnode.graph.base import RoundView
-from decentnode.payload import Payload, TensorSpec
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 
 
@@ -36,7 +36,7 @@ class Leader(LocalSGD):
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     needs_sequential: ClassVar[bool] = True
-    sends_scalars: ClassVar[bool] = True
+    scalars: ClassVar[Mapping[str, ScalarSpec]] = {"loss": ScalarSpec(float, finite=False)}
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)

@@ -14,7 +14,7 @@ from decentnode import component, rng
 from decentnode.component import Config
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
-from decentnode.payload import Payload, TensorSpec
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
 
 
@@ -56,10 +56,11 @@ class PowerGossip(Sharing):
     Config: ClassVar[type[component.Config]] = PowerGossipConfig
     needs_symmetric: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
-    sends_scalars: ClassVar[bool] = True
+    scalars: ClassVar[Mapping[str, ScalarSpec]] = {"turn": ScalarSpec(int, low=0)}
 
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, PowerGossipConfig)
+        self.config = config
         self.rank = config.rank
         self.matrices: list[Matrix] = []
         self.plain: list[tuple[int, int]] = []
@@ -108,6 +109,9 @@ class PowerGossip(Sharing):
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
         if payload.tensors["plain"].numel() != self._plain.numel():
             raise PeerFault("malformed_payload", f"{payload.tensors['plain'].numel()} plain values from {uid}")
+        turn, size = payload.scalars["turn"], payload.tensors["products"].numel()
+        if size != self.rank * sum(m.columns if turn % 2 else m.rows for m in self.matrices):
+            raise PeerFault("malformed_payload", f"{size} values of products in turn {turn} from {uid}")
         return payload
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
@@ -125,7 +129,7 @@ class PowerGossip(Sharing):
     def _mix_matrices(self, model: Tensor, uid: int, payload: Payload, view: RoundView) -> None:
         edge, own, offset = self.edges[uid], self._sent[uid], 0
         theirs = payload.tensors["products"]
-        if payload.scalars.get("turn") != edge.turn or theirs.numel() != sum(product.numel() for product in own):
+        if payload.scalars["turn"] != edge.turn:  # one end lost what the other got: both begin anew
             del self.edges[uid]
             return
         fresh: list[Tensor] = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decentnode import component
 from decentnode.graph.base import RoundView
-from decentnode.payload import Payload, TensorSpec
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import FullConfig
 
@@ -25,7 +25,7 @@ class PushSum(Sharing):
 
     Config: ClassVar[type[component.Config]] = FullConfig
     needs_column_stochastic: ClassVar[bool] = True
-    sends_scalars: ClassVar[bool] = True
+    scalars: ClassVar[Mapping[str, ScalarSpec]] = {"w": ScalarSpec(float, low=0.0)}
 
     def __init__(self, config: component.Config) -> None:
         self.config = config

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decentnode import component
 from decentnode.graph.base import RoundView
-from decentnode.payload import Payload, TensorSpec
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import FullConfig
 
@@ -26,7 +26,7 @@ class RelaySGD(Sharing):
     needs_static: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     needs_tree: ClassVar[bool] = True
-    sends_scalars: ClassVar[bool] = True
+    scalars: ClassVar[Mapping[str, ScalarSpec]] = {"count": ScalarSpec(int, low=1, high=1 << 31)}
 
     def __init__(self, config: component.Config) -> None:
         self.config = config

@@ -71,6 +71,7 @@ class STC(Choco):
         assert isinstance(config, STCConfig)
         inner = ChocoConfig.model_validate({"fraction": config.fraction, "step_size": config.step_size})
         super().__init__(inner)
+        self.config = config
 
     def make_operator(self, config: ChocoConfig, codec: Codec | None) -> Operator:  # noqa: ARG002
         return Ternary(config.fraction)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from decentnode.errors import EnvironmentFault
+from decentnode import compression
+from decentnode.compression.lossless import Lossless
+from decentnode.errors import EnvironmentFault, PeerFault
 from tests.compression.contract import CHECKS, CODECS, ERRORS, check_error_is_bounded, codec, draws, values
 
 
@@ -69,6 +73,23 @@ def test_a_smooth_signal_is_squeezed_and_noise_is_not_blown_up() -> None:
     assert each.encode(torch.arange(10_000.0))["q"].numel() < 20_000
     noise = torch.randint(0, 256, (4000,), generator=draws(), dtype=torch.uint8).view(torch.float32).nan_to_num()
     assert each.encode(noise)["q"].numel() <= 4001
+
+
+@pytest.mark.parametrize("name", compression.LOSSLESS)
+def test_a_few_bytes_never_become_many(name: str) -> None:
+    """A stream of zeros that would fill 64 MiB is refused with no more than the announced size taken out of it."""
+    each = codec(name)()
+    assert isinstance(each, Lossless)
+    zeros = np.zeros(1 << 26, np.uint8)
+    bomb = torch.from_numpy(np.frombuffer(b"\1" + each.squeeze(zeros.data), np.uint8).copy())
+    assert bomb.numel() < 4 * 100_000, "small enough for the schema"
+    del zeros
+    tracemalloc.start()
+    with pytest.raises(PeerFault):
+        each.decode({"q": bomb}, 100_000, torch.float32)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 22
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -47,6 +48,8 @@ RULES["full+zstd of int4"] = rule("full", compression={"name": "zstd", "of": {"n
 RULES |= {f"{name} {form}": rule(name, form=form) for name in ("gradient_tracking", "momentum_tracking")
           for form in ("dsgt", "atc")}  # fmt: skip
 RULES["elastic after"] = rule("elastic", force="after")
+RULES["powergossip of rank 1"] = rule("powergossip", rank=1)
+RULES["deepsqueeze of all"] = rule("deepsqueeze", choose="all", compression={"name": "int4"}, step_size=0.1)
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
 KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
                  "subsample")  # fmt: skip
@@ -87,9 +90,19 @@ def bound(make_rule: Make, models: list[Tensor]) -> list[Sharing]:
     machines = [range(n // 2), range(n // 2, n)] if n % 2 == 0 else [range(u, u + 1) for u in range(n)]
     for each, model in zip(rules, models, strict=True):
         each.locate(machines)
-        each.bind([(model.numel() - model.numel() // 3,), (model.numel() // 3,)])
+        each.bind(shapes_of(model.numel()))
         each.payload_schema(model.numel(), model.dtype)
     return rules
+
+
+def shapes_of(elements: int) -> list[tuple[int, ...]]:
+    """A vector, a matrix that is wider than high, and a kernel of three dimensions, where there are enough for them."""
+    third = elements // 3
+    rows = max(1, math.isqrt(third // 2))
+    columns, depth = third // rows, third // 6
+    left = elements - rows * columns - 3 * 2 * depth
+    shapes: list[tuple[int, ...]] = [(left,), (rows, columns), (3, 2, depth)]
+    return [shape for shape in shapes if math.prod(shape)]
 
 
 def suited(each: Sharing, nodes: int, otherwise: str = "ring", **options: object) -> Topology:
@@ -100,8 +113,8 @@ def suited(each: Sharing, nodes: int, otherwise: str = "ring", **options: object
 
 
 def _copy(payload: Payload, rule: Sharing) -> Payload:
-    sizes_vary = isinstance(rule, Compressed) and not all(spec.exact for spec in rule._specs.values())
-    assert not payload.scalars or rule.sends_scalars or sizes_vary
+    assert payload.scalars.keys() <= rule.scalars.keys()
+    assert all(spec.accepts(payload.scalars.get(name)) for name, spec in rule.scalars.items())
     return Payload({k: t.clone() for k, t in payload.tensors.items()}, payload.scalars, payload.metadata)
 
 

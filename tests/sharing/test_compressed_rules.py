@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from decentnode.experiment import load
 from decentnode.graph.base import view
 from decentnode.payload import Payload
 from decentnode.sharing import SHARINGS
+from decentnode.sharing.decoding import decode
 from decentnode.sharing.operator import Operator
 from decentnode.sharing.stc import Ternary
 from tests.compression.contract import codec
@@ -101,6 +103,26 @@ def test_deepsqueeze_loses_nothing_and_nears_agreement() -> None:
     gossip(rule("deepsqueeze", fraction=0.5, step_size=0.1), RING, models, 500)
     torch.testing.assert_close(torch.stack(models).mean(0), mean, atol=1e-10, rtol=0)
     assert spread(models) < 0.1 * before
+
+
+@pytest.mark.parametrize("options", [
+    {"choose": "all", "compression": {"name": "int4"}}, {"choose": "all", "compression": {"name": "sign"}},
+    {"fraction": 0.3}, {"fraction": 0.3, "compression": {"name": "int4"}}, {"fraction": 0.3, "choose": "random"},
+])  # fmt: skip
+def test_deepsqueeze_keeps_what_it_does_not_send(options: dict[str, object]) -> None:
+    """sent + error == model + the error before, in every round and for every kind of choice."""
+    each, model = bound(rule("deepsqueeze", **options), draw(1, 300))[0], draw(1, 300)[0]  # type: ignore[arg-type]
+    error = torch.zeros(300)
+    for r in range(4):
+        seen = view(RING, 0, r, 1)
+        payload = each.outgoing(model, seen)[1]
+        arrived = each.unpack(payload, 1, seen).tensors
+        sent = torch.zeros(300).index_add_(0, arrived["at"], arrived["values"])
+        now = each.state_dict()["error"]
+        torch.testing.assert_close(sent + now, model + error, atol=1e-5, rtol=0)
+        assert float(now.abs().max()) > 0.01
+        error = now
+        each.mix(model, {}, seen.without(seen.sources))
 
 
 def test_powergossip_agrees_on_matrices_and_keeps_the_mean() -> None:
@@ -209,29 +231,43 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("make_rule", [rule("topk"), rule("jwins"), rule("choco"), rule("stc"), rule("deepsqueeze"),
-                                       rule("subsample"), rule("fft"), rule("powergossip"), rule("qsgd"),
-                                       rule("full", compression={"name": "int8"})])  # fmt: skip
+                                       rule("subsample"), rule("fft"), rule("qsgd"), rule("powergossip", rank=2),
+                                       rule("full", compression={"name": "int8"}),
+                                       rule("topk", compression={"name": "int8"})])  # fmt: skip
 def test_bytes_that_no_rule_made_are_refused_and_touch_nothing(make_rule: Make) -> None:
-    models = draw(4, 200)
+    """Each tensor cut to its half is refused before it is mixed; the round ends as one in which nothing came."""
+    models = draw(4, 300)
     graph, rules = make("ring", nodes=4), bound(make_rule, models)
     seen = [view(graph, uid, 0, 1) for uid in range(4)]
     for each, model, now in zip(rules, models, seen, strict=True):
         each.begin(model, now)
+    twin, twin_model = copy.deepcopy(rules[0]), models[0].clone()
     sent = [each.outgoing(model, now) for each, model, now in zip(rules, models, seen, strict=True)]
-    payload = sent[1][0]
-    refused = 0
-    for name, tensor in payload.tensors.items():
+    twin.outgoing(twin_model, seen[0])
+    payload, before = sent[1][0], models[0].clone()
+    cuts = [name for name, tensor in payload.tensors.items() if tensor.numel() > 1]
+    assert cuts
+    for name in cuts:
+        tensor = payload.tensors[name]
         cut = Payload({**payload.tensors, name: tensor[: tensor.numel() // 2]}, payload.scalars)
-        if cut.tensors[name].numel() == tensor.numel():
-            continue
-        try:
-            rules[0].unpack(cut, 1, seen[0])
-        except PeerFault as fault:
-            assert fault.reason == "malformed_payload"
-            refused += 1
-    assert refused or not payload.tensors
+        with pytest.raises(PeerFault, match="malformed_payload"):
+            decode(rules[0], cut, 1, seen[0])
+    assert torch.equal(models[0], before)
     rules[0].mix(models[0], {}, seen[0].without((1, 3)))
-    assert bool(models[0].isfinite().all())
+    twin.mix(twin_model, {}, seen[0].without((1, 3)))
+    assert torch.equal(models[0], twin_model)
+    assert _same(rules[0].state_dict(), twin.state_dict())
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two states, of tensors and numbers in dicts and lists, are equal bit for bit."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
 
 
 def test_nan_and_zeros_go_through() -> None:
