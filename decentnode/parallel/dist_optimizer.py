@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decentnode.parallel.ending import close_at_exit
+
 
 @dataclass
 class Numbers:
@@ -61,6 +63,8 @@ class DistOptimizer(abc.ABC):
         self._losses: deque[float] = deque(maxlen=comm_period)
         self.params: list[Tensor] = [p for group in local_optimizer.param_groups for p in group["params"]]
         self.check_stable()
+        if dist.is_initialized():
+            close_at_exit(self)
         self.center = self.flat_params()
         """[P] what workers are pulled to."""
         self.mean(self.center)
@@ -137,6 +141,10 @@ class DistOptimizer(abc.ABC):
         if self.communicates:
             self.comm_train_step()
         self.steps += 1
+
+    def close(self) -> None:
+        """Let go of what is under way and of process groups of its own: no step follows. Idempotent."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         return {"center": self.center.clone(), "steps": self.steps, "losses": list(self._losses)}

@@ -60,6 +60,9 @@ class EASGD(DistOptimizer):
             self.add_flat(pull, -self.dist_pulling_strength)
             self.center.add_(self.total(summed), alpha=self.dist_pulling_strength)
 
+    def close(self) -> None:
+        self._flight = None
+
     def state_dict(self) -> dict[str, Any]:
         """Blocking while an exchange is under way; it is kept as it arrived, and takes effect when it would have."""
         flight = None

@@ -182,6 +182,7 @@ class Exchange:
 
     def end(self) -> bool:
         """This rank takes part no more; whether operations in flight still read and write the buckets. Idempotent."""
+        self._groups.clear()
         return bool(self._flights)
 
     def average(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002

@@ -134,6 +134,9 @@ class LSGD(DistOptimizer):
         if self.leader != self.rank and self._followed:
             super().local_pulling_step()
 
+    def close(self) -> None:
+        self._group = self._meeting = self._scores = None
+
     def state_dict(self) -> dict[str, Any]:
         """Blocking while a meeting is under way; it is kept as it arrived, and takes effect when it would have."""
         meeting = self._meeting

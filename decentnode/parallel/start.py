@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import time
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.errors import AssemblyError
+from decentnode.parallel.ending import leave_at_exit
 
 MAX_TEXT_BYTES = 1 << 24
 
@@ -21,6 +20,7 @@ def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) 
     """Join the default process group as torchrun's environment says; (rank, world size). Blocking.
 
     backend: nccl where CUDA is there and gloo elsewhere, when not given. On GPUs the local rank's device is chosen.
+    The process leaves the group by itself before it ends; dist.destroy_process_group() before that is welcome.
     """
     if not dist.is_initialized():
         cuda = torch.cuda.is_available() and backend in (None, "nccl")
@@ -31,22 +31,8 @@ def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) 
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
         dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=timedelta(seconds=timeout_seconds),
                                 device_id=device)  # fmt: skip
-        atexit.register(leave)
+        leave_at_exit()
     return dist.get_rank(), dist.get_world_size()
-
-
-SETTLE_SECONDS = 0.3
-
-
-def leave() -> None:
-    """Leave the default process group; idempotent.
-
-    gloo aborts the process when it ends with the group still there, and when the group goes while one of its threads
-    has just finished the last operation and still holds it: that thread is given time to let go.
-    """
-    if dist.is_available() and dist.is_initialized():
-        time.sleep(SETTLE_SECONDS)
-        dist.destroy_process_group()
 
 
 def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:

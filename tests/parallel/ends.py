@@ -1,0 +1,86 @@
+"""python -m tests.parallel.ends FOLDER PORT: forks ranks that end as scripts do, prints their exit codes by case.
+
+The last thing that every rank does is an operation whose thread is slow to come back from it: what a busy machine does
+to it once in a while. What a rank writes to stderr goes into FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from decentnode.parallel import DecentralizedDataParallel, initialize_dist
+from decentnode.parallel.leader import LSGD
+
+SLOW_SECONDS = 0.3
+KEPT: list[Any] = []
+"""What scripts hold until their end."""
+
+
+def slow(group: Any = None) -> None:
+    """Over for this rank, but not for the thread that did it."""
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    future = work.get_future()
+    KEPT.append(future.then(lambda _: time.sleep(SLOW_SECONDS)))
+    future.wait()
+
+
+def groups(world: int) -> None:
+    dist.init_process_group("gloo")
+    p = torch.zeros(3, requires_grad=True)
+    method = LSGD(SimpleNamespace(param_groups=[{"params": [p]}]), world, local_world_size=2, comm_period=1)  # type: ignore[arg-type]
+    method.step(1.0)
+    KEPT.append(method)
+    slow(method._group)
+
+
+def destroyed(world: int) -> None:
+    groups(world)
+    dist.destroy_process_group()
+
+
+def wrapped(world: int) -> None:
+    dist.init_process_group("gloo")
+    optimizer = SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=lambda set_to_none: None)
+    KEPT.append(DecentralizedDataParallel(
+        nn.Linear(3, 2), optimizer=lambda _: optimizer, transport="collective",  # type: ignore[arg-type, return-value]
+    ))  # fmt: skip
+    slow()
+
+
+def ours(world: int) -> None:
+    initialize_dist("gloo")
+    slow()
+
+
+def rank(case: str, number: int, world: int, store: str, errors: Path) -> int:
+    """The process of a rank, which ends as an interpreter does."""
+    process = os.fork()
+    if process == 0:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT, 0o600), 2)
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(number), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=store)
+        {"groups": groups, "destroyed": destroyed, "wrapped": wrapped, "ours": ours}[case](world)
+        sys.exit()
+    return process
+
+
+def main(folder: str, port: str) -> None:
+    codes = {}
+    for number, (case, world) in enumerate({"groups": 4, "destroyed": 4, "wrapped": 2, "ours": 2}.items()):
+        ranks = [rank(case, r, world, str(int(port) + number), Path(folder) / f"{case} {r}") for r in range(world)]
+        codes[case] = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
