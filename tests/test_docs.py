@@ -72,10 +72,11 @@ def test_the_tutorial_runs(page: Path, tmp_path: Path) -> None:
     assert ran
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.rst")), ids=lambda p: str(p.relative_to(DOCS)))
+WRITTEN = [page for page in sorted(DOCS.rglob("*.rst")) if "generated" not in page.parts]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda p: str(p.relative_to(DOCS)))
 def test_folders_and_files_that_pages_name_exist(page: Path) -> None:
-    if "generated" in page.parts:
-        pytest.skip("written by docs/generate.py")
     for name in re.findall(r"``((?:decentnode|eval|configs|tests|docs)/[\w./]+)``", page.read_text()):
         assert (ROOT / name).exists(), name
 
@@ -99,3 +100,15 @@ def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> Non
     assert "decentnode graph make" in pages["cli"]
     codes = [int(code) for code in re.findall(r"\* - (\d+)$", pages["exit_codes"], re.M)]
     assert codes == [0, 2, 3, 4, 5, 6, 7, 8, 130, 143]
+
+
+def test_every_rule_has_its_equation() -> None:
+    text = (DOCS / "explanation" / "algorithms.rst").read_text()
+    assert all(re.search(rf"^``.*\b{name}\b", text, re.M) for name in names("sharing"))
+
+
+def test_every_paper_that_pages_cite_is_in_the_bibliography() -> None:
+    known = set(re.findall(r"^@\w+\{(\w+),", (DOCS / "references.bib").read_text(), re.M))
+    cited = {key for page in WRITTEN for group in re.findall(r":cite:p:`([^`]+)`", page.read_text())
+             for key in group.split(",")}  # fmt: skip
+    assert cited == known
