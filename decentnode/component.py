@@ -10,15 +10,21 @@ import difflib
 import functools
 import importlib
 import re
+import stat
+import sys
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from decentnode.errors import UsageError
+
+MODULE = "torch.nn.modules.module.Module"
+"""Known by its name, because looking at a config does not import torch."""
 
 
 class Settings(pydantic.BaseModel):
@@ -113,7 +119,8 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{kind} {name!r}: no module named {error.name!r}") from error
+        where = f"; looked for in {', '.join(_beside)} and where Python looks" if _beside else ""
+        raise UsageError(f"{kind} {name!r}: no module named {error.name!r}{where}") from error
     except Exception as error:  # an outsider's module may raise anything, and odd names raise ValueError, TypeError
         raise UsageError(f"{kind} {name!r}: importing {module_name!r} raised {error!r}") from error
     found = getattr(module, class_name, None)
@@ -126,6 +133,30 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
     if not isinstance(found, type):
         raise UsageError(f"{kind} {name!r} must name a class, got {type(found).__name__}")
     return found
+
+
+_beside: list[str] = []
+"""Folders of experiments that modules of their components were looked for in, too."""
+
+
+def look_beside(folder: Path, first: bool = False) -> None:
+    """From now on this process finds modules in this folder, too: after all other places, or `first`.
+
+    A folder that everybody may write into (/tmp) is left out: others could put a module there that Python only tries.
+    """
+    try:
+        if folder.stat().st_mode & stat.S_IWOTH:
+            return
+    except OSError:
+        return
+    text = str(folder)
+    if text not in _beside:
+        _beside.append(text)
+    if first and text not in sys.path[:1]:
+        sys.path.insert(0, text)
+    elif text not in sys.path:
+        sys.path.append(text)
+    importlib.invalidate_caches()
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +176,10 @@ class Section:
 
     def config_of(self, name: str) -> type[Config]:
         """The Config of a component. Raises UsageError."""
-        found = getattr(load_class(name, self.table, self.kind), "Config", None)
+        chosen = load_class(name, self.table, self.kind)
+        found = getattr(chosen, "Config", None)
         if not (isinstance(found, type) and issubclass(found, Config)):
-            raise UsageError(f"{self.kind} {name!r} must name a class whose Config is a component.Config")
+            raise UsageError(f"{self.kind} {name!r} {_what_to_add(name, chosen, self.kind)}")
         return found
 
     def validate(self, value: Any) -> Config:
@@ -204,6 +236,25 @@ class Section:
         pattern = {"type": "string", "pattern": r"^[\w.]+:\w+$", "description": "package.module:Class"}
         alternatives.append({"type": "object", "properties": {"name": pattern}, "required": ["name"]})
         return {"anyOf": alternatives}
+
+
+def _what_to_add(name: str, chosen: type[Any], kind: str) -> str:
+    """What a class lacks to be a component, with the lines to write where it is a plain torch module."""
+    if kind != "model" or not any(f"{base.__module__}.{base.__name__}" == MODULE for base in chosen.__mro__):
+        return "must name a class whose Config is a component.Config, such as one derived from decentnode's own"
+    module, _, _ = name.partition(":")
+    made = chosen.__name__
+    return (
+        f"must name a class that makes the module, got the module itself; add to {module}.py\n"
+        f"\n"
+        f"        from decentnode.models.base import Model\n"
+        f"\n"
+        f"        class {made}Model(Model):\n"
+        f"            def __init__(self, config): pass\n"
+        f"            def make(self, input_shape, num_classes): return {made}()\n"
+        f"\n"
+        f"    and name it {module}:{made}Model"
+    )
 
 
 def _summary(owner: type[Any]) -> str:

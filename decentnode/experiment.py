@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from decentnode.communication import COMMUNICATIONS
-from decentnode.component import Config, Settings, load_class, section
+from decentnode.component import Config, Settings, load_class, look_beside, section
 from decentnode.crosschecks import CHECKS
 from decentnode.data import DATASETS
 from decentnode.errors import ConfigError, UsageError
@@ -211,6 +211,7 @@ def load(
         tree = replace(tree, keys, item)
     tree = _with_name(tree, source)
     base_dir = Path(source).absolute().parent
+    _make_importable(tree, base_dir)
     experiment = _validated(tree, source)
     rebased = _rebase(tree, experiment, base_dir)
     if rebased is not tree:
@@ -257,6 +258,24 @@ def _with_mapping(experiment: Experiment) -> Experiment:
     default = {"name": DEFAULT_NAMES["mapping"], "machines": 1, "nodes_per_machine": nodes}
     chosen = section(MAPPINGS, "mapping").validate(default)
     return experiment.model_copy(update={"mapping": chosen})
+
+
+def _make_importable(tree: Item, base_dir: Path) -> None:
+    """Modules that the experiment names are found beside the file that names them, and beside the experiment's."""
+    named = list(_outsiders(tree))
+    if named:
+        for folder in dict.fromkeys([base_dir, *(Path(each.place.source).absolute().parent for each in named
+                                                 if each.place.line)]):  # fmt: skip
+            look_beside(folder)
+
+
+def _outsiders(item: Item) -> Iterator[Item]:
+    """Every value "package.module:Class"."""
+    if isinstance(item.value, dict | list):
+        for below in item.value.values() if isinstance(item.value, dict) else item.value:
+            yield from _outsiders(below)
+    elif isinstance(item.value, str) and re.fullmatch(r"[\w.]+:\w+", item.value):
+        yield item
 
 
 def _with_name(tree: Item, source: str) -> Item:

@@ -174,7 +174,8 @@ def _explain_one(
     got = "" if ", got " in joined or kind == "component" else f", got {_shown(written, first)}"
     separator = " " if joined.startswith(("must ", "needs ")) else ": "
     place = written.place if written else None
-    return problem(place or source, f"{dotted(path)}{separator}{joined}{got}", _value_hint(written, group)), place
+    hint = _value_hint(written, group, path, tree)
+    return problem(place or source, f"{dotted(path)}{separator}{joined}{got}", hint), place
 
 
 def _rule(details: ErrorDetails) -> str:
@@ -222,9 +223,15 @@ def _flow(value: Any, budget: int = 8) -> str:
     return str(value)[:60]
 
 
-def _value_hint(item: Item | None, group: Sequence[ErrorDetails]) -> str:
+def _value_hint(
+    item: Item | None, group: Sequence[ErrorDetails], path: Sequence[str | int], tree: Item
+) -> str:
     details = group[0]
     value = details["input"]
+    replacing = _replacing(path, tree)
+    ours = item is not None and item.place.origin in ("--set", "env")
+    if replacing and not ours and "must be an argument of" in details["msg"]:
+        return replacing[1]
     wants_text = any(d["type"] in ("literal_error", "string_type", "component_name", "path_type") for d in group)
     if item is not None and item.raw and wants_text and not isinstance(value, str) and value is not None:
         shown = str(value).lower() if isinstance(value, bool) else str(value)
@@ -249,18 +256,48 @@ def _key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.Base
     owner = _model_at(path[:-1], tree, model)
     if owner is None:
         return ""
-    known = list(owner.model_fields)
+    known, places = list(owner.model_fields), dict(_places(tree, model))
+    elsewhere = [place for place, key in places.items() if key == path[-1] and place != dotted(path)]
+    if elsewhere:
+        return "did you mean " + " or ".join(f"'{place}'" for place in elsewhere[:3]) + "?"
     found = nearest(str(path[-1]), known)
     if found:
         return f"did you mean '{found}'?"
-    key, name = tree, None
-    for part in path[:-1]:
-        key = key.get(part) or key
-        name = key.get("name") or name
-    if name is not None and name.place.origin in ("--set", "env"):
-        section = dotted(path[:-1])
-        return f"not a key of {name.value!r}: to replace the section, --set {section}='{{name: {name.value}, ...}}'"
+    replacing = _replacing(path, tree)
+    if replacing:
+        return f"not a key of {replacing[0]!r}: {replacing[1]}"
+    near = nearest(str(path[-1]), places.values())
+    if near:
+        return "did you mean '" + next(place for place, key in places.items() if key == near) + "'?"
     return "known keys: " + ", ".join(known)
+
+
+def _replacing(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
+    """(name, advice) where --set or the environment gave the section around `path` another name, and the file has
+    written keys for the old one."""
+    item: Item | None = tree
+    found: tuple[str, str] | None = None
+    for depth, part in enumerate(path[:-1], 1):
+        item = item.get(part) if item is not None else None
+        name = item.get("name") if item is not None else None
+        if name is not None and name.place.origin in ("--set", "env"):
+            section = dotted(path[:depth])
+            found = str(name.value), f"to replace the section, --set {section}='{{name: {name.value}, ...}}'"
+    return found
+
+
+def _places(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """("a.b.c", "c") of every key that the chosen components know, and of every argument that is written."""
+    owner = _model_at(above, tree, model)
+    section, depth = _descend(tree, above)
+    free = owner is not None and owner.model_config.get("extra") == "allow" and depth == len(above)
+    taken = list(section.value) if free and isinstance(section.value, dict) else []
+    for key in dict.fromkeys([*(owner.model_fields if owner is not None else ()), *taken]):
+        if key != "name":
+            yield dotted((*above, key)), key
+            found = owner.model_fields.get(key) if owner is not None else None
+            if len(above) < 2 and (found is None or typing.get_origin(found.annotation) not in (list, tuple)):
+                yield from _places(tree, model, (*above, key))
 
 
 def _description(model: type[pydantic.BaseModel], tree: Item, path: tuple[str | int, ...]) -> str:

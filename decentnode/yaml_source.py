@@ -7,6 +7,7 @@ contain themselves or grow without bound.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -213,7 +214,9 @@ def read(path: Path, shown: str) -> str:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError([f"{shown}: cannot be read: {reason}"], shown) from error
+        near = _near(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError([f"{shown}: cannot be read: {reason}" + (f"; did you mean {near}?" if near else "")],
+                          shown) from error  # fmt: skip
     if len(data) > MAX_BYTES:
         raise ConfigError([f"{shown}: must be at most {MAX_BYTES} bytes, got more: is it an experiment?"], shown)
     try:
@@ -222,6 +225,16 @@ def read(path: Path, shown: str) -> str:
         line = data[: error.start].count(b"\n") + 1
         message = f"{shown}:{line}: must be UTF-8 text, got byte 0x{data[error.start]:02x}: is it a binary file?"
         raise ConfigError([message], shown) from error
+
+
+def _near(path: Path) -> str:
+    """The experiment in the same folder whose name is nearest, as a path; "" where none is near."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml")]
+    except OSError:
+        return ""
+    found = [each for each in names if Path(each).stem == path.stem] or difflib.get_close_matches(path.name, names, 1)
+    return str(path.with_name(found[0])) if found else ""
 
 
 def merge(parent: Item, child: Item, defaults: Mapping[str, str], path: tuple[str, ...] = ()) -> Item:

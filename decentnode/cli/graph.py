@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ALIASES = {"fullyconnected": "complete", "smallworld": "small_world", "erdosrenyi": "erdos_renyi"}
 """decentralizepy's names in lower case."""
+FLAGS = {"nodes": "-n N (the number of nodes)", "degree": "-d N (the degree)", "k_over_2": "-k N (half the degree)",
+         "beta": "-b B (the probability of rewiring)", "probability": "-p P (the probability of an edge)"}  # fmt: skip
 
 
 def family(name: str, options: dict[str, Any], seed: int, weights: str | None = None) -> Topology:
@@ -35,6 +37,10 @@ def family(name: str, options: dict[str, Any], seed: int, weights: str | None = 
     try:
         config = found.Config.model_validate({"name": plain, **given})
     except pydantic.ValidationError as error:
+        needed = [str(each["loc"][0]) for each in error.errors() if each["type"] == "missing"]
+        if needed and len(needed) == len(error.errors()):
+            flags = " and ".join(FLAGS.get(key, f"--{key.replace('_', '-')}") for key in needed)
+            raise GraphError(f"graph {plain} needs {flags}") from error
         takes = ", ".join(sorted(set(found.Config.model_fields) - {"name", "nodes", "seed"})) or "no options"
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise GraphError(f"graph {plain} (takes {takes}): {problems}") from error

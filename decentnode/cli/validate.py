@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
 from decentnode.errors import ConfigError
 
+if TYPE_CHECKING:
+    from decentnode.experiment import Experiment
+
+
+def check_machine(experiment: Experiment, machine: str, config: str) -> None:
+    """Raises what the nodes of this machine would raise at their start: MappingError, EnvironmentFault, UsageError."""
+    from decentnode.build import device_of
+    from decentnode.communication.security import load_keyring
+    from decentnode.communication.zeromq_config import ZeroMQConfig
+    from decentnode.launch.prepare import choose_machine
+
+    mapping, chosen = experiment.make_mapping(), experiment.communication
+    for uid in mapping.local(choose_machine(mapping, machine, config)):
+        place = mapping.place(uid)
+        device_of(place.device, place.rank)
+        if isinstance(chosen, ZeroMQConfig) and chosen.secure and chosen.keys is not None:
+            load_keyring(experiment.base_dir / chosen.keys, uid, mapping.num_nodes)
+
 
 @click.command()
 @click.argument("config", type=click.Path())
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+@click.option("--machine", "-m", metavar="ID|auto", help="Check, too, that this machine has what its nodes need.")
 @click.option("--resolved", is_flag=True, help="Print every value of the run and where it comes from.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the exit code stays the same.")
 @click.pass_context
-def command(ctx: click.Context, config: str, overrides: tuple[str, ...], resolved: bool, as_json: bool) -> None:
-    """Check CONFIG: keys, values, graph, mapping and data. Exit code 2 when something is wrong."""
+def command(
+    ctx: click.Context, config: str, overrides: tuple[str, ...], machine: str | None, resolved: bool, as_json: bool
+) -> None:
+    """Check CONFIG: keys, values, graph, mapping and data. Exit code 2 when something is wrong.
+
+    With --machine also devices and keys of that machine's nodes; exit code 3 when something is not there.
+    """
     from decentnode.experiment import load
 
     try:
         experiment = load(config, overrides)
+        if machine is not None:
+            check_machine(experiment, machine, config)
     except ConfigError as error:
         if not as_json:
             raise

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from decentnode.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
@@ -18,6 +19,8 @@ class Cifar10Config(DatasetConfig):
     name: str = "cifar10"
     folder: Path
     """Folder that holds data_batch_1.bin ... data_batch_5.bin and test_batch.bin (cifar-10-batches-bin)."""
+    batches: int = Field(5, ge=1, le=1000)
+    """How many of the training files are used, from data_batch_1.bin on; all of them must be there."""
 
 
 class Cifar10(Dataset):
@@ -33,10 +36,16 @@ class Cifar10(Dataset):
         folder = base_dir / config.folder
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder; expected the CIFAR-10 binary files (data.folder)")
-        self._train_files = sorted(folder.glob("data_batch_*.bin"), key=lambda path: (len(path.name), path.name))
+        self._train_files = [folder / f"data_batch_{number}.bin" for number in range(1, config.batches + 1)]
         self._test_file = folder / "test_batch.bin"
-        if not self._train_files:
+        missing = [path.name for path in self._train_files if not path.is_file()]
+        if len(missing) == config.batches:
             raise DataError(f"{folder}: no data_batch_*.bin in it; expected the CIFAR-10 binary files (data.folder)")
+        if missing:
+            raise DataError(
+                f"{folder}: must hold data_batch_1.bin to data_batch_{config.batches}.bin, got no "
+                f"{', '.join(missing[:8])}; the folder is not whole, or data.batches is to be less"
+            )
         if not self._test_file.is_file():
             raise DataError(f"{self._test_file}: no such file; expected the CIFAR-10 test images")
         self._counts = [_count(path) for path in self._train_files]

@@ -18,6 +18,8 @@ from decentnode.errors import GraphError
 from decentnode.graph.topology import Lists, Topology, components
 
 MAX_FILE_NODES = 1 << 20
+TOLD_LINES = 20
+"""Most bad lines of a file that one error names."""
 
 
 class FileConfig(Config):
@@ -40,7 +42,7 @@ class FileGraph(Topology):
 
 
 def read(path: Path, connected: bool = True) -> Lists:
-    """Neighbor lists. Raises GraphError with the line of what is wrong."""
+    """Neighbor lists. Raises GraphError with every line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -52,7 +54,11 @@ def read(path: Path, connected: bool = True) -> Lists:
     if not lines:
         raise GraphError(f"{path}: is empty; line 1 must be the number of nodes")
     n = _count(path, lines[0])
-    lists = _read_adjacency(path, lines, n) if path.suffix == ".adj" else _read_edges(path, lines, n)
+    problems: list[str] = []
+    lists = (_read_adjacency if path.suffix == ".adj" else _read_edges)(lines, n, problems)
+    if problems:
+        more = [f"... and {len(problems) - TOLD_LINES} more"] if len(problems) > TOLD_LINES else []
+        raise GraphError("\n".join([*(f"{path}:{each}" for each in problems[:TOLD_LINES]), *more]))
     parts = components(lists)
     if connected and len(parts) > 1:
         raise GraphError(
@@ -69,46 +75,55 @@ def _count(path: Path, line: str) -> int:
     return int(words[0])
 
 
-def _uid(path: Path, number: int, word: str, n: int) -> int:
-    if not word.isdecimal() or not word.isascii():
-        raise GraphError(f"{path}:{number}: must be node numbers, got {word!r:.60}")
-    if int(word) >= n:
-        raise GraphError(f"{path}:{number}: node {word} is out of range, nodes are 0 to {n - 1}")
-    return int(word)
+def _uids(words: Sequence[str], n: int, number: int, problems: list[str]) -> list[int]:
+    """The nodes that a line names; a word that is none becomes a problem of the line."""
+    found = []
+    for word in words:
+        if not word.isdecimal() or not word.isascii():
+            problems.append(f"{number}: must be node numbers, got {word!r:.60}")
+        elif int(word) >= n:
+            problems.append(f"{number}: node {word} is out of range, nodes are 0 to {n - 1}")
+        else:
+            found.append(int(word))
+    return found
 
 
-def _read_edges(path: Path, lines: Sequence[str], n: int) -> Lists:
+def _read_edges(lines: Sequence[str], n: int, problems: list[str]) -> Lists:
+    """problems: filled with "line: what is wrong", as in `_read_adjacency`; the lists hold what is right."""
     sets: list[set[int]] = [set() for _ in range(n)]
     for number, line in enumerate(lines[1:], 2):
         words = line.split()
         if len(words) != 2:
-            raise GraphError(f"{path}:{number}: must be two node numbers, got {line.strip()!r:.60}")
-        i, j = (_uid(path, number, word, n) for word in words)
-        if i == j:
-            raise GraphError(f"{path}:{number}: node {i} is joined to itself")
-        sets[i].add(j)
-        sets[j].add(i)
+            problems.append(f"{number}: must be two node numbers, got {line.strip()!r:.60}")
+            continue
+        pair = _uids(words, n, number, problems)
+        if len(pair) == 2 and pair[0] == pair[1]:
+            problems.append(f"{number}: node {pair[0]} is joined to itself")
+        elif len(pair) == 2:
+            sets[pair[0]].add(pair[1])
+            sets[pair[1]].add(pair[0])
     return [tuple(sorted(each)) for each in sets]
 
 
-def _read_adjacency(path: Path, lines: Sequence[str], n: int) -> Lists:
+def _read_adjacency(lines: Sequence[str], n: int, problems: list[str]) -> Lists:
     rows = list(lines[1:]) + [""] * (n + 1 - len(lines))
     if len(rows) > n:
-        raise GraphError(f"{path}:{n + 2}: a graph of {n} nodes must have {n} lines after the first, got {len(rows)}")
+        problems.append(f"{n + 2}: a graph of {n} nodes must have {n} lines after the first, got {len(rows)}")
     lists = []
-    for uid, line in enumerate(rows):
-        neighbors = [_uid(path, uid + 2, word, n) for word in line.split()]
+    for uid, line in enumerate(rows[:n]):
+        neighbors = _uids(line.split(), n, uid + 2, problems)
         if uid in neighbors:
-            raise GraphError(f"{path}:{uid + 2}: node {uid} is joined to itself")
+            problems.append(f"{uid + 2}: node {uid} is joined to itself")
         if len(set(neighbors)) != len(neighbors):
-            raise GraphError(f"{path}:{uid + 2}: node {uid} names a neighbor twice")
+            problems.append(f"{uid + 2}: node {uid} names a neighbor twice")
         lists.append(tuple(sorted(neighbors)))
+    if problems:  # one-sided edges may be the other side of a line that is wrong already
+        return lists
     for uid, neighbors_ in enumerate(lists):
-        for j in neighbors_:
-            if uid not in lists[j]:
-                raise GraphError(
-                    f"{path}:{uid + 2}: node {uid} has node {j} as neighbor, but line {j + 2} does not have node {uid}"
-                )
+        problems += [
+            f"{uid + 2}: node {uid} has node {j} as neighbor, but line {j + 2} does not have node {uid}"
+            for j in neighbors_ if uid not in lists[j]
+        ]  # fmt: skip
     return lists
 
 

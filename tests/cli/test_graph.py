@@ -55,7 +55,7 @@ def test_draw(tmp_path: Path, suffix: str) -> None:
     ("arguments", "says"),
     [
         (("make", "rnig", "-n", 4), "did you mean 'ring'"),
-        (("make", "ring"), "nodes: Field required"),
+        (("make", "ring"), "graph ring needs -n N (the number of nodes)"),
         (("make", "ring", "-n", 4, "-d", 2), "degree: Extra inputs"),
         (("make", "one_peer_exponential", "-n", 4), "name it in the experiment"),
         (("info", "none.edges"), "No such file"),

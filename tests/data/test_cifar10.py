@@ -9,12 +9,12 @@ from decentnode.errors import DataError
 
 from .files import open_dataset, write_cifar10
 
-SECTION = {"name": "cifar10", "folder": "cifar"}
+SECTION = {"name": "cifar10", "folder": "cifar", "batches": 2}
 
 
 def test_records_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
     train, test = write_cifar10(tmp_path / "cifar", per_file=3, files=11)
-    data = open_dataset(SECTION, tmp_path)
+    data = open_dataset({**SECTION, "batches": 11}, tmp_path)
     indices = np.array([29, 4, 32, 0])  # batch 10 comes after batch 2, and order is the caller's
     some = data.train(indices)
     assert np.array_equal(data.train_targets(), train[:, 0])

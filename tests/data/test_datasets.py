@@ -18,10 +18,10 @@ from .contract import check_dataset
 @pytest.mark.parametrize("name", DATASETS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
-    section = {"name": name}
+    section: dict[str, object] = {"name": name}
     if name == "cifar10":
         files.write_cifar10(tmp_path / "d")
-        section["folder"] = "d"
+        section |= {"folder": "d", "batches": 2}
     elif name in ("mnist", "idx"):
         files.write_idx(tmp_path / "d", *files.samples(), packed=packed)
         section["folder"] = "d"

@@ -1,0 +1,158 @@
+"""What a mistake is answered with: the place, the rule, and what was probably meant."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import decentnode
+from decentnode.cli import main
+from decentnode.data.cifar10 import Cifar10
+from decentnode.errors import DataError, GraphError
+from decentnode.graph.file import TOLD_LINES, read
+from tests.data.files import write_cifar10
+
+ROOT = Path(decentnode.__file__).parent.parent
+QUICKSTART = (ROOT / "configs" / "quickstart.yaml").read_text()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "quickstart.yaml").write_text(QUICKSTART)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def validate(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["validate", "quickstart.yaml", *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ("rounds=20", "did you mean 'node.rounds'?"),
+        ("lr=0.1", "did you mean 'training.optimizer.lr'?"),
+        ("batchsize=4", "did you mean 'training.batch_size'?"),
+        ("training.batchsize=4", "did you mean 'batch_size'?"),
+        ("node.nodes=4", "did you mean 'graph.nodes'?"),
+        ("trainig.lr=4", "did you mean 'training'?"),
+        ("training.optimizer.name=adam", "to replace the section, --set training.optimizer='{name: adam, ...}'"),
+    ],
+)
+def test_a_changed_key_that_is_not_known(folder: Path, change: str, hint: str) -> None:
+    done = validate("--set", change)
+    assert done.exit_code == 2 and hint in done.stderr
+
+
+def test_an_argument_that_is_itself_changed_gets_no_advice_to_replace(folder: Path) -> None:
+    done = validate("--set", "training.optimizer={name: adam, momentum: 0.9}")
+    assert done.exit_code == 2 and "must be an argument of adam" in done.stderr and "replace" not in done.stderr
+
+
+@pytest.mark.parametrize("given", ["quickstart.yml", "quickstrat.yaml"])
+def test_a_file_that_is_nearly_there(folder: Path, given: str) -> None:
+    done = CliRunner().invoke(main, ["validate", given])
+    assert done.exit_code == 2 and "did you mean quickstart.yaml?" in done.stderr
+
+
+def test_a_graph_family_says_which_option_it_needs() -> None:
+    for words, says in ((["ring"], "needs -n N"), (["regular", "-d", "3"], "needs -n N")):
+        done = CliRunner().invoke(main, ["graph", "info", *words])
+        assert done.exit_code == 2 and says in done.stderr
+
+
+def test_a_bad_graph_file_reports_all_its_bad_lines(tmp_path: Path) -> None:
+    path = tmp_path / "g.edges"
+    path.write_text("4\n0 1\n0 9\nfoo\n1 1\n2 3\n0 x\n")
+    with pytest.raises(GraphError) as caught:
+        read(path)
+    assert [line.split(":")[1] for line in str(caught.value).splitlines()] == ["3", "4", "5", "7"]
+    path.write_text("4\n" + "x\n" * 100)
+    with pytest.raises(GraphError) as caught:
+        read(path)
+    assert len(str(caught.value).splitlines()) == TOLD_LINES + 1 and str(caught.value).endswith("and 80 more")
+    path = tmp_path / "g.adj"
+    path.write_text("3\n9\n1\n1 1\n")
+    with pytest.raises(GraphError) as caught:
+        read(path)
+    assert [line.split(":")[1] for line in str(caught.value).splitlines()] == ["2", "3", "4"]
+
+
+NET = """\
+from torch import nn
+from helper import WIDTH
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), nn.Linear(WIDTH, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, from another folder, so that nothing but the file's place finds the module."""
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    away = folder / "away"
+    away.mkdir(exist_ok=True)
+    words = (sys.executable, "-P", "-m", "decentnode", *words)
+    return subprocess.run(words, cwd=away, env=environ, capture_output=True, text=True, timeout=100)
+
+
+def test_a_plain_module_is_told_what_to_add_and_that_runs_without_pythonpath(folder: Path) -> None:
+    (folder / "helper.py").write_text("WIDTH = 7\n")
+    (folder / "net.py").write_text(NET)
+    config = str(folder / "quickstart.yaml")
+    done = command(folder, "validate", config, "--set", "model={name: net:Net}")
+    assert done.returncode == 2 and "name it net:NetModel" in done.stderr
+    lines = done.stderr.partition("\n\n        from ")[2].partition("    and name it")[0]
+    added = "".join(f"{line[8:]}\n" for line in f"        from {lines}".splitlines())
+    (folder / "net.py").write_text(NET + "\n\n" + added)
+    done = command(folder, "run", config, "--set", "model={name: net:NetModel}", "--set",
+                   "graph={name: ring, nodes: 2}", "--set", "mapping.nodes_per_machine=2", "--set",
+                   "node.rounds=2")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "model    net:NetModel, 535 parameters" in done.stdout
+
+
+def test_a_module_that_is_nowhere_says_where_it_was_looked_for(folder: Path) -> None:
+    done = command(folder, "validate", str(folder / "quickstart.yaml"), "--set", "model={name: nett:Net}")
+    assert done.returncode == 2 and f"no module named 'nett'; looked for in {folder} and where Python" in done.stderr
+
+
+def test_a_folder_that_everybody_may_write_to_gives_no_modules(folder: Path) -> None:
+    (folder / "net.py").write_text("raise RuntimeError('planted')")
+    folder.chmod(0o777)
+    done = command(folder, "validate", str(folder / "quickstart.yaml"), "--set", "model={name: net:Net}")
+    assert done.returncode == 2 and "no module named 'net'" in done.stderr
+
+
+def test_a_device_that_is_not_there_fails_for_its_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert validate("--set", "mapping.device=cuda").exit_code == 0
+    done = validate("--set", "mapping.device=cuda", "--machine", "0")
+    assert done.exit_code == 3 and "mapping.device is cuda, but no GPU is usable here" in done.stderr
+    assert validate("--machine", "auto").exit_code == 0
+    assert validate("--machine", "7").exit_code == 2
+
+
+def test_missing_keys_fail_for_their_machine(folder: Path) -> None:
+    change = "communication={name: zeromq, security: required, keys: nowhere}"
+    assert validate("--set", change, "--machine", "0").exit_code in (2, 3)
+
+
+def test_a_cifar_folder_that_misses_batches_is_an_error(tmp_path: Path) -> None:
+    write_cifar10(tmp_path, files=5)
+    assert len(Cifar10(Cifar10.Config(folder=tmp_path), tmp_path).train_targets()) == 35  # type: ignore[call-arg,arg-type]
+    (tmp_path / "data_batch_2.bin").unlink()
+    with pytest.raises(DataError, match=r"got no data_batch_2\.bin"):
+        Cifar10(Cifar10.Config(folder=tmp_path), tmp_path)  # type: ignore[call-arg,arg-type]
+    assert len(Cifar10(Cifar10.Config(folder=tmp_path, batches=1), tmp_path).train_targets()) == 7  # type: ignore[call-arg,arg-type]
