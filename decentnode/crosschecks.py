@@ -255,6 +255,20 @@ def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
                        "never hear of each other", name, first, rounds - 1)  # fmt: skip
 
 
+def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
+    """Some recursions never recover from one payload that does not come; then no run may go on without one."""
+    rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
+    if getattr(rule, "forgets_losses", True):
+        return
+    never = f"{experiment.sharing.name} never recovers from one payload that does not come"
+    if experiment.node.missing == "return_weight":
+        yield Problem(("node", "missing"), f": {never}, got return_weight; missing: regroup, in whose generations "
+                      "rules begin anew, or fail would do", other=("sharing",))  # fmt: skip
+    if getattr(experiment.communication, "non_finite", "pass") == "reject":
+        yield Problem(("communication", "non_finite"), f": {never}, and reject goes on without some; non_finite: pass "
+                      "would do, with node.check_finite: true", other=("sharing",))  # fmt: skip
+
+
 def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
     """The rule without its compression, told of the machines; None where another check has its problem."""
     mapping = _mapping(experiment)
@@ -316,6 +330,7 @@ CHECKS: tuple[Check, ...] = (
     sharing_suits_the_graph,
     groups_suit_the_graph,
     everybody_hears_of_everybody,
+    losses_can_be_borne,
     inproc_is_one_machine,
     edges_have_their_ways,
     generations_can_be_had,

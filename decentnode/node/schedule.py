@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Circle, Communication, Exchange
-from decentnode.errors import PeerFault
+from decentnode.errors import PeerFault, PeerLost
 from decentnode.graph.base import RoundView
 from decentnode.node.behind import Behind, pays, possible
 from decentnode.payload import Payload
@@ -184,7 +184,10 @@ class Schedule(abc.ABC):
         times.wait += wait + time.perf_counter() - waiting
 
     def _unpacked(self, received: Mapping[int, Payload], view: RoundView) -> dict[int, Payload]:
-        """What the rule made of the payloads; sources whose bytes it could not read go to `_refused`."""
+        """What the rule made of the payloads; sources whose bytes it could not read go to `_refused`.
+
+        Raises PeerLost for such a source where the rule cannot go on without a payload.
+        """
         found = {}
         for uid, payload in received.items():
             try:
@@ -194,6 +197,9 @@ class Schedule(abc.ABC):
                 logger.debug("what was raised of it", exc_info=fault)
                 self.communication.counters.fault(fault.reason, uid, str(fault))
                 self._refused |= {uid}
+                if not self.sharing.forgets_losses:
+                    raise PeerLost(f"node {view.uid}: node {uid} sent in round {view.round} what cannot be read, and "
+                                   f"the sharing rule cannot go on without it: {fault}", [uid]) from fault
         return found
 
     def _place(self, model: Tensor) -> Tensor | None:

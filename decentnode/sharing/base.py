@@ -41,6 +41,9 @@ class Sharing(Component, abc.ABC):
     needs_static: ClassVar[bool] = False
     smallest_eigenvalue: ClassVar[float | None] = None
     """W may have no eigenvalue below it; one at it is accepted with a warning."""
+    forgets_losses: ClassVar[bool] = True
+    """Whether one payload that never comes, its weight returned to the receiver alone, does no harm that stays. Where
+    it does, runs that would go on without a payload are refused; a generation begins with a rule anew."""
     needs_gradient: ClassVar[bool] = False
     """Whether `direction` has a say in every local step."""
     phases: ClassVar[int] = 1

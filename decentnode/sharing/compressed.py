@@ -57,8 +57,8 @@ class Compressed(Sharing):
         self.rule = rule
         self.codec = codec
         for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
-                     "smallest_eigenvalue", "needs_gradient", "phases", "needs_sequential", "needs_tree",
-                     "makes_own_edges", "needs_groups", "scalars"):  # fmt: skip
+                     "smallest_eigenvalue", "forgets_losses", "needs_gradient", "phases", "needs_sequential",
+                     "needs_tree", "makes_own_edges", "needs_groups", "scalars"):  # fmt: skip
             setattr(self, name, getattr(rule, name))
         self.elementwise = rule.elementwise and codec.elementwise  # type: ignore[misc]
         self._specs: dict[str, TensorSpec] = {}

@@ -20,11 +20,13 @@ class D2(Tensors, Full):
     """x_{t+1} = W (2 x_t - x_{t-1} - (u_t - u_{t-1})): D2 (arXiv 1803.07068, algorithm 1), exact diffusion.
 
     With momentum in the local optimizer it is EDM. Exact on unequal data; needs a static symmetric W without
-    eigenvalues at or below -1/3.
+    eigenvalues at or below -1/3. One payload that only its receiver does without moves the mean, and as the recursion
+    repeats the last move, it would do so in every round from there: runs that go on without a payload are refused.
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
     needs_sequential: ClassVar[bool] = True
+    forgets_losses: ClassVar[bool] = False
     needs_static: ClassVar[bool] = True
     needs_symmetric: ClassVar[bool] = True
     needs_doubly_stochastic: ClassVar[bool] = True

@@ -27,11 +27,13 @@ class GradientTracking(Tensors, Sharing):
 
     g_t = u_t / lr_t, where u_t is what the local steps of round t did and lr_t their learning rate: with plain SGD the
     gradient, with several steps or another optimizer what it made of them. y_0 = g_0, and the mean of y is the mean of
-    g in every round. Works on any doubly stochastic sequence; sends x and y. In a round with rate 0 nodes only mix.
+    g in every round; what one lost payload took from that would be missing for ever, so that runs which go on without
+    one are refused. Works on any doubly stochastic sequence; sends x and y. In a round with rate 0 nodes only mix.
     """
 
     Config: ClassVar[type[component.Config]] = TrackingConfig
     needs_sequential: ClassVar[bool] = True
+    forgets_losses: ClassVar[bool] = False
     needs_doubly_stochastic: ClassVar[bool] = True
     TENSORS: ClassVar[tuple[str, ...]] = ("tracked", "old_gradient", "x", "momentum")
 

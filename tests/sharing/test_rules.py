@@ -194,6 +194,15 @@ def test_the_leader_of_a_neighborhood_stays() -> None:
         torch.testing.assert_close(models[uid], (before[uid] + before[0]) / 2)
 
 
+@pytest.mark.parametrize(("every", "mean"), [(1, 2.0), (2, 1.5), (3, 4.0)])
+def test_a_leader_is_chosen_by_the_losses_since_the_last_exchange(every: int, mean: float) -> None:
+    each, seen = rule("leader", every=every)(), view(make("ring", nodes=4), 0, 0, 1)
+    for loss in (50.0, 9.0, 1.0, 2.0):
+        each.adjust(torch.zeros(1), seen, loss)
+    (payload,) = {id(p): p for p in each.outgoing(torch.zeros(1), seen).values()}.values()
+    assert payload.scalars["loss"] == mean
+
+
 @pytest.mark.parametrize(("sharing", "graph", "says"), [
     ("d2", "{name: one_peer_exponential, nodes: 8}", "static graph.*name: ring"),
     ("relaysgd", "{name: ring, nodes: 8}", "needs a tree, got 8 edges for 8 nodes"),
