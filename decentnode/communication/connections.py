@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 
 import zmq
 
 from decentnode.communication.security import Keyring
 from decentnode.mapping.hosts import address, endpoint, resolved
+
+CRYPTOGRAPHIC, MECHANISM_MISMATCH, REFUSED = 0x11000001, 0x11000002, 400
+"""Why a handshake broke, as libzmq tells (zmq.h; ZAP's status where it was refused)."""
+WHY_BROKEN = {CRYPTOGRAPHIC: "wrong keys", MECHANISM_MISMATCH: "other security", REFUSED: "refused"}
 
 MAX_CONTROL_BYTES = 1 << 20
 
@@ -89,6 +94,27 @@ def log_in_by_key(sender_: zmq.Socket[bytes], keyring: Keyring, uid: int) -> Non
     sender_.curve_secretkey = keyring.secret
     sender_.curve_publickey = keyring.public[keyring.uid]
     sender_.curve_serverkey = keyring.public[uid]
+
+
+def log_in_once(sender_: zmq.Socket[bytes], keyring: Keyring, credential: bytes) -> None:
+    """Log in with a credential that is good for one connection. libzmq does not make it again when it broke: it would
+    come with the same credential."""
+    sender_.plain_username = b"%d" % keyring.uid
+    sender_.plain_password = credential
+    sender_.setsockopt(zmq.RECONNECT_IVL, -1)
+    sender_.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
+
+
+def end_monitor(socket_: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Hear no more of a socket. libzmq's own thread waits for room when it tells, and whoever turns the telling off
+    waits for that thread, with Python's lock: first there has to be room, and somebody at the other end."""
+    if monitor.closed:
+        return
+    with contextlib.suppress(zmq.Again):
+        while True:
+            monitor.recv_multipart(zmq.NOBLOCK)
+    socket_.disable_monitor()
+    monitor.close(linger=0)
 
 
 def _watch_for_silence(socket_: zmq.Socket[bytes]) -> None:

@@ -77,8 +77,14 @@ class Handler(Protocol):
     def tick(self, now: float) -> None:
         """A few times per second."""
 
-    def connection_event(self, kind: str, address: str) -> None:
-        """A stranger was refused, or a connection broke."""
+    def connection_event(self, kind: str, address: str, detail: str) -> None:
+        """A stranger was refused, or a connection to this node broke."""
+
+    def handshake_refused(self, uid: int, code: int) -> None:
+        """With `lock` held: a peer to which this node connects broke the handshake off. code: ZeroMQ's, or 0."""
+
+    def disconnected(self, uid: int, plane: int) -> None:
+        """With `lock` held: a connection to a peer broke that only `renew` can make again."""
 
     def finished(self) -> bool:
         """Asked while closing: whether nothing is left to send or acknowledge."""
@@ -105,8 +111,11 @@ class IoThread(threading.Thread):
         self.endpoints: dict[int, Endpoints] = {}
         """Where every peer listens; `connect_to` sets it."""
         self._by_ipv6: dict[str, bool] = {}
+        self.joining = True
+        """Whether it is told of handshakes that peers break off; from the start until the node has joined."""
         self._handler, self._security = handler, security
         self._senders: dict[tuple[int, int], zmq.Socket[bytes]] = {}
+        self._sender_monitors: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._blocked: set[tuple[int, int]] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -307,17 +316,38 @@ class IoThread(threading.Thread):
         with contextlib.suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(monitor, zmq.NOBLOCK)
-                kind = "connection_lost" if event["event"] == zmq.EVENT_DISCONNECTED else "handshake_failed"
-                self._handler.connection_event(kind, bytes(event["endpoint"]).decode(errors="replace"))
+                at, kind, detail = bytes(event["endpoint"]).decode(errors="replace"), "connection_lost", ""
+                if event["event"] != zmq.EVENT_DISCONNECTED:
+                    kind, detail = "handshake_failed", connections.WHY_BROKEN.get(int(event["value"]), "")
+                self._handler.connection_event(kind, at, detail)
 
-    def send(self, uid: int, plane: int, first: bytes, body: zmq.Frame | bytes | None, token: bytes = b"") -> bool:
+    def _watch_sender(self, uid: int, plane: int, monitor: zmq.Socket[bytes]) -> None:
+        """Hear how connections to a peer fare."""
+        with self.lock:  # under which alone a monitor is closed
+            broken = False
+            with contextlib.suppress(zmq.Again):
+                while self._sender_monitors.get((uid, plane)) is monitor:
+                    event = recv_monitor_message(monitor, zmq.NOBLOCK)
+                    broken |= bool(event["event"] & (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED))
+                    if event["event"] & BROKEN_HANDSHAKES:
+                        coded = event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                        self._handler.handshake_refused(uid, int(event["value"]) if coded else 0)
+            if broken and self._by_pass(plane):
+                self._handler.disconnected(uid, plane)
+
+    def _by_pass(self, plane: int) -> bool:
+        return plane == BULK and self._security is not None and self._security.bulk_needs_pass
+
+    def send(
+        self, uid: int, plane: int, first: bytes, body: zmq.Frame | bytes | None, log_in: Callable[[], bytes] = bytes
+    ) -> bool:
         """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later.
 
-        token: logs in to a bulk socket that needs a pass; used when the connection is made.
+        log_in: called where a connection is made to a bulk socket that needs a pass; its credential.
         """
         if (uid, plane) in self._blocked:
             return False
-        sender = self._senders.get((uid, plane)) or self._connect(uid, plane, token)
+        sender = self._senders.get((uid, plane)) or self._connect(uid, plane, log_in)
         try:
             if body is None:
                 sender.send(first, _NOW)
@@ -341,30 +371,40 @@ class IoThread(threading.Thread):
             return
         if (uid, plane) in self._blocked:
             self._release_blocked(uid, plane, sender)
+        monitor = self._sender_monitors.pop((uid, plane), None)
+        if monitor is not None:
+            descriptor = int(monitor.getsockopt(zmq.FD))
+            del self._watched[descriptor]
+            self._poll.unregister(descriptor)
+            connections.end_monitor(sender, monitor)
         sender.close(linger=0)
 
-    def _connect(self, uid: int, plane: int, token: bytes) -> zmq.Socket[bytes]:
+    def _connect(self, uid: int, plane: int, log_in: Callable[[], bytes]) -> zmq.Socket[bytes]:
         at, security = self.endpoints[uid][plane], self._security
         sender = connections.sender(self.context, SEND_MESSAGES, self._by_ipv6.get(host_of(at), False))
-        if security is not None and plane == BULK and security.bulk_needs_pass:
-            sender.plain_username = b"%d" % security.keyring.uid
-            sender.plain_password = token.hex().encode()
+        events = BROKEN_HANDSHAKES if self.joining and plane == CONTROL else 0
+        if security is not None and self._by_pass(plane):
+            connections.log_in_once(sender, security.keyring, log_in())
+            events = BROKEN_HANDSHAKES | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         elif security is not None:
             connections.log_in_by_key(sender, security.keyring, uid)
+        if events:
+            monitor = self._sender_monitors[uid, plane] = sender.get_monitor_socket(events)
+            monitor.linger = 0
+            self._look_after(monitor, lambda: self._watch_sender(uid, plane, monitor))
         sender.connect(at)
         self._senders[uid, plane] = sender
         return sender
 
     def _release(self) -> None:
         left = 0.0 if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        for which, monitor in self._sender_monitors.items():
+            connections.end_monitor(self._senders[which], monitor)
         for each in self._senders.values():
             each.close(linger=int(1000 * min(left, 1.0)))
-        for listener in self.listeners:
-            if not listener.closed:
-                listener.disable_monitor()
-                listener.close(linger=0)
-        for monitor in self._monitors:
-            monitor.close(linger=0)
+        for listener, monitor in zip(self.listeners, self._monitors, strict=True):
+            connections.end_monitor(listener, monitor)
+            listener.close(linger=0)
         if self._door is not None:
             self._door.socket.close(linger=0)
         self._wake_in.close()

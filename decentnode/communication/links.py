@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 import zmq
 
 from decentnode.communication.base import Counters
+from decentnode.communication.handshakes import Handshakes
 from decentnode.communication.io_thread import BULK, CONTROL, IoThread, Security
 from decentnode.communication.plan import MESSAGE_COST
 from decentnode.communication.security import Cipher, Pass
@@ -75,6 +76,9 @@ class Links:
         self._used: dict[int, int] = {}
         self._granted: dict[int, int] = {}
         self._closing = False
+        self._broken: set[tuple[int, int]] = set()
+        """(uid, plane) of connections to make again at the next tick."""
+        self._handshakes = Handshakes(session, self.io.endpoints)
 
     # -- sending ----------------------------------------------------------------------------------------------
 
@@ -177,7 +181,7 @@ class Links:
             if number == BULK and edge.sent + message.cost > edge.allowed:
                 return
             first, body = message.frames(out.following, edge.outwards)
-            if not self.io.send(uid, number, first, body, edge.token):
+            if not self.io.send(uid, number, first, body, edge.log_in):
                 return
             out.keep(message, time.monotonic())
             queue.popleft()
@@ -190,7 +194,7 @@ class Links:
         while plane.urgent:
             header, purpose = plane.urgent[0]
             first = seal.sealed(0, header, self.control_kind, seal.body_sum(self.control_kind, b""))
-            if not self.io.send(uid, number, first, None, edge.token):
+            if not self.io.send(uid, number, first, None, edge.log_in):
                 return False
             plane.urgent.popleft()
             if purpose == "control":
@@ -201,7 +205,7 @@ class Links:
             sequence = plane.again[0]
             if sequence in plane.out.kept:
                 first, body = plane.out.kept[sequence][0].frames(sequence, edge.outwards)
-                if not self.io.send(uid, number, first, body, edge.token):
+                if not self.io.send(uid, number, first, body, edge.log_in):
                     return False
                 plane.out.sent_again(sequence)
                 counted.resends += 1
@@ -383,15 +387,33 @@ class Links:
 
     # -- time -------------------------------------------------------------------------------------------------
 
-    def connection_event(self, kind: str, address: str) -> None:
-        """A stranger was refused (counted), or a connection broke."""
+    def connection_event(self, kind: str, address: str, detail: str = "") -> None:
+        """Somebody was refused (counted), or a connection broke."""
         if kind != "connection_lost":
-            self.refuse(PeerFault(kind, address))
+            self.refuse(PeerFault(kind, f"{address} {detail}".strip()))
+            with self.lock:
+                self._handshakes.refused_here(kind, address, detail)
         elif not self._closing and not any(edge.gone for edge in self._edges.values()):
             self._counters.on_event(kind, None, address)
 
+    def handshake_refused(self, uid: int, code: int) -> None:
+        """With `lock` held: `uid` did not take this node's hand."""
+        self._handshakes.refused_there(uid, code)
+
+    def disconnected(self, uid: int, plane: int) -> None:
+        """With `lock` held: a connection broke that is made again by a login of its own. The next tick does, and asks
+        what was lost."""
+        self.io.renew(uid, plane)
+        edge = self._edges.get(uid)
+        if edge is not None and not edge.gone:
+            edge.planes[plane].out.ask()
+            self._broken.add((uid, plane))
+
     def tick(self, now: float) -> None:
         self._on_tick(now)
+        for uid, number in self._broken:
+            self._pump(uid, self._edge(uid), number)
+        self._broken.clear()
         for uid, edge in self._edges.items():
             for number, plane in enumerate(edge.planes):
                 if plane.came.unreported:

@@ -8,6 +8,7 @@ machine, readable by its owner alone; nobody else may be able to change either. 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
 import secrets
@@ -25,6 +26,8 @@ from decentnode.wire.seal import Bytes
 
 PUBLIC_FILE = "public.keys"
 TOKEN_BYTES, SESSION_KEY_BYTES, TAG_BYTES = 16, 32, 16
+LOGIN_DIGITS = 16
+"""Of the number of a login, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,38 @@ def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
 
 @dataclass
 class Pass:
-    """What lets one peer send bulk to this node."""
+    """What lets one peer send bulk to this node; given over CURVE, it is never sent in the clear.
+
+    A bulk socket without CURVE takes a credential that every eavesdropper reads. So that it lets nobody in a second
+    time, each is good for one login: a number that grows, and a proof that whoever sends it has the token.
+    """
 
     token: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
     key: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(SESSION_KEY_BYTES))
+    logins: int = 0
+    """Number of the last login: the last one that was made, or that was accepted."""
+
+    def log_in(self) -> bytes:
+        """A credential for one connection."""
+        self.logins += 1
+        return self._credential(self.logins)
+
+    def refusal(self, credential: bytes) -> str | None:
+        """Why nobody gets in with a credential, or None where somebody does: once, and no more with those made before
+        it, which belong to connections that were given up."""
+        number = credential[:LOGIN_DIGITS]
+        if len(number) < LOGIN_DIGITS or number.strip(b"0123456789abcdef"):
+            return "stranger"
+        if not hmac.compare_digest(self._credential(int(number, 16)), credential):
+            return "stranger"
+        if int(number, 16) <= self.logins:
+            return "replayed_login"
+        self.logins = int(number, 16)
+        return None
+
+    def _credential(self, number: int) -> bytes:
+        digits = b"%0*x" % (LOGIN_DIGITS, number)
+        return digits + hmac.new(self.token, b"decentnode bulk login " + digits, hashlib.sha256).hexdigest().encode()
 
 
 class Cipher:
@@ -189,9 +220,9 @@ class Door:
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring, passes: Mapping[int, Pass],
-        refused: Callable[[str, str], None],
+        refused: Callable[[str, str, str], None],
     ) -> None:
-        """refused(reason, address): called for every stranger."""
+        """refused(reason, address, detail): called for everybody who is not let in."""
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
@@ -205,18 +236,21 @@ class Door:
             except zmq.Again:
                 return
             version, request, _, address, _, mechanism, *credentials = frames
-            uid = self._admitted(mechanism, credentials)
-            if uid is None:
-                self._refused("stranger", address.decode(errors="replace"))
-            status, text = (b"400", b"unknown") if uid is None else (b"200", b"")
-            self.socket.send_multipart([version, request, status, text, b"" if uid is None else b"%d" % uid, b""])
+            uid, reason, detail = self._admitted(mechanism, credentials)
+            if reason:
+                self._refused(reason, address.decode(errors="replace"), detail)
+            status, text, who = (b"400", b"unknown", b"") if reason else (b"200", b"", b"%d" % uid)
+            self.socket.send_multipart([version, request, status, text, who, b""])
 
-    def _admitted(self, mechanism: bytes, credentials: list[bytes]) -> int | None:
+    def _admitted(self, mechanism: bytes, credentials: list[bytes]) -> tuple[int, str, str]:
+        """(uid, why not or "", with what)."""
         if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
-            return self._uid_of.get(z85.encode(credentials[0]))
+            key = z85.encode(credentials[0])
+            uid = self._uid_of.get(key)
+            return (-1, "stranger", f"key {key.decode()}") if uid is None else (uid, "", "")
         if mechanism == b"PLAIN" and len(credentials) == 2 and credentials[0].isdigit() and len(credentials[0]) < 8:
             uid = int(credentials[0])
             known = self._passes.get(uid)
-            if known is not None and hmac.compare_digest(known.token.hex().encode(), credentials[1]):
-                return uid
-        return None
+            reason = "stranger" if known is None else known.refusal(credentials[1])
+            return uid, reason or "", f"bulk login as node {uid}"
+        return -1, "stranger", mechanism.decode(errors="replace")

@@ -118,10 +118,9 @@ class Edge:
         self.left = False
         """It said goodbye."""
 
-    @property
-    def token(self) -> bytes:
-        """Logs in to the peer's bulk socket; empty where that needs none."""
-        return b"" if self.passes is None else self.passes.token
+    def log_in(self) -> bytes:
+        """A credential for one connection to the peer's bulk socket; empty where that needs none."""
+        return b"" if self.passes is None else self.passes.log_in()
 
     def forget(self) -> None:
         """Nothing is owed to this peer any more."""

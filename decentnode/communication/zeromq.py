@@ -518,8 +518,10 @@ class ZeroMQ(Communication):
         elif isinstance(event, Rejected):
             self._fail_with(AssemblyError(f"node {self.uid} was refused: {event.reason}", [self.uid]))
         else:
-            if isinstance(event, Joined) and self._regroup is not None:
-                self._regroup.begin(self.run_id)
+            if isinstance(event, Joined):
+                self._io.joining = False
+                if self._regroup is not None:
+                    self._regroup.begin(self.run_id)
             with self._status.changed:
                 if isinstance(event, Joined):
                     self._joined = True

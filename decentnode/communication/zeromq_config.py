@@ -28,7 +28,7 @@ class ZeroMQConfig(CommunicationConfig):
     """Folder of keys made by `decentnode keygen`, relative to the file."""
     bulk_security: Literal["curve", "aes-gcm", "none"] = "curve"
     """How models are protected when security is on: curve; aes-gcm, several times faster (extra `security`); none:
-    readable on the wire, but let in only from known nodes."""
+    readable on the wire and not protected against whoever sits on the way, but let in only from known nodes."""
     non_finite: Literal["pass", "reject"] = "pass"
     """What becomes of a neighbor's payload with NaN or infinity: reject treats it as missing from there on."""
 

@@ -23,6 +23,7 @@ EVENTS: dict[str, str] = {
     "connection_renewed": "nothing came through to the peer, and a new connection was made",
     "handshake_failed": "somebody connected who does not speak the protocol, or not with the right keys",
     "stranger": "somebody connected whose key is on no list",
+    "replayed_login": "somebody logged in to the bulk socket as another connection had before",
     "wrong_identity": "a node spoke in another node's name",
     "not_encrypted": "a payload was not encrypted where it has to be",
     "checksum_mismatch": "bytes were not what was sent; they are sent again",

@@ -236,7 +236,8 @@ class Ask(Message):
 
 @dataclass(frozen=True)
 class Key(Message):
-    """Answer to Ask, over CURVE: log in to my bulk socket with `token`, encrypt what you send there with `key`."""
+    """Answer to Ask, over CURVE: prove with `token` at every login to my bulk socket that it is you, encrypt what you
+    send there with `key`."""
 
     TYPE: ClassVar[int] = 20
     token: bytes = blob(16, exact=True)

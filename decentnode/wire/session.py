@@ -153,7 +153,7 @@ class Session:
         self.refusals: dict[int, str] = {}
         self.stop_asked = False
         self._software = software[:128]
-        self._describe = describe
+        self.describe = describe
         self._welcomed = uid == 0
         self._next_hello = 0.0
         self._hellos: dict[int, int] = {}
@@ -200,9 +200,9 @@ class Session:
             for child in self.tree.children:
                 self.send(child, Absent, bitmap(missing, self.num_nodes), refused[:8192])
             return NotAssembled(missing, refused)
-        above = f"the start did not come from {self._describe(self._parent())}"
+        above = f"the start did not come from {self.describe(self._parent())}"
         if not self._welcomed:
-            above = f"no answer from {self._describe(self._parent())}"
+            above = f"no answer from {self.describe(self._parent())}"
         return NotAssembled(missing, "; ".join(filter(None, [above, refused])))
 
     def ask_stop(self) -> None:
@@ -272,7 +272,7 @@ class Session:
         reason = self._refusal(hello)
         if reason is not None:
             self.send(hello.source, Reject, hello.digest, reason[:512])
-            self._note_refusal(hello.source, reason)
+            self.note_refusal(hello.source, reason)
         elif self._welcomed:
             self.send(hello.source, Welcome)
         else:
@@ -280,7 +280,7 @@ class Session:
         return []
 
     def _refusal(self, hello: Hello) -> str | None:
-        who = self._describe(hello.source)
+        who = self.describe(hello.source)
         if hello.version != PROTOCOL_VERSION:
             return f"{who} speaks protocol {hello.version}, the run speaks {PROTOCOL_VERSION}"
         if hello.num_nodes != self.num_nodes:
@@ -291,12 +291,14 @@ class Session:
             return f"{who} belongs to run {hello.run.hex()}, this is run {self.run.hex()}"
         return None
 
-    def _note_refusal(self, uid: int, reason: str) -> None:
+    def note_refusal(self, uid: int, reason: str) -> bool:
+        """Keep why `uid` cannot take part, and tell the root; False where that is known, or too much is."""
         if self.refusals.get(uid) == reason or len(self.refusals) >= MAX_REFUSALS:
-            return
+            return False
         self.refusals[uid] = reason
         if self.tree.parent is not None and self._welcomed:
             self.send(self._parent(), Refused, uid, reason[:512])
+        return True
 
     def _on_welcome(self, welcome: Welcome) -> list[Event]:
         if self._welcomed:
@@ -346,7 +348,7 @@ class Session:
     def _on_refused(self, refused: Refused) -> list[Event]:
         if refused.uid >= self.num_nodes:
             raise PeerFault("unknown_uid", str(refused.uid))
-        self._note_refusal(refused.uid, refused.reason)
+        self.note_refusal(refused.uid, refused.reason)
         return []
 
     def _on_absent(self, absent: Absent) -> list[Event]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import stat
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,9 +16,12 @@ import pytest
 import torch
 import zmq
 
+from decentnode.communication.base import Communication
 from decentnode.communication.security import (
+    LOGIN_DIGITS,
     PUBLIC_FILE,
     Keyring,
+    Pass,
     load_keyring,
     read_public,
     secret_path,
@@ -26,6 +33,7 @@ from decentnode.errors import AssemblyError, EnvironmentFault, UsageError
 from decentnode.wire import codec, seal
 from decentnode.wire.messages import Chunk, Stop
 from tests.communication.contract import flat_schema, gossip, make, nodes, together
+from tests.communication.test_faults import one_round
 
 
 def test_keys_are_private_and_complete(tmp_path: Path) -> None:
@@ -177,9 +185,10 @@ def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
         victim = made[0]
         assert isinstance(victim, ZeroMQ)
         given = victim._links.passes[1]
+        insider = Pass(given.token, given.key, given.logins)
         with context.socket(zmq.DEALER) as plain:
             plain.linger = 0
-            plain.plain_username, plain.plain_password = b"1", given.token.hex().encode()
+            plain.plain_username, plain.plain_password = b"1", insider.log_in()
             plain.connect(victim._local[1])
             header = codec.encode(Chunk(victim.run_id, 0, 1, 5, 0, 0, 0, 8, {}))
             plain.send_multipart([seal.sealed(50, header, seal.NONE, 0), bytes(32)])
@@ -194,29 +203,175 @@ def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
         assert victim.counters.faults == {"not_encrypted": 3, "checksum_mismatch": 3}
 
 
-def test_a_node_with_a_key_of_its_own_making_does_not_get_in(tmp_path: Path) -> None:
-    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
-    public, secret = zmq.curve_keypair()
-    known = made[1]._security.keyring.public  # type: ignore[union-attr]
-    config = made[1].config
-    made[1].close()
-    false = ZeroMQ(config, uid=1, machine_of={0: 0, 1: 0}, schemas=flat_schema(8), digest="d",
-                   keyring=Keyring(1, secret, {0: known[0], 1: public}))  # fmt: skip
-    pair = [made[0], false]
+def with_keyring(node: ZeroMQ, public: dict[int, bytes], pair: tuple[bytes, bytes] | None = None) -> ZeroMQ:
+    """The same node, closed and made anew, with what others' keys are to it, and its own key pair."""
+    assert node._security is not None
+    ring = node._security.keyring
+    node.close()
+    own, secret = pair or (ring.public[node.uid], ring.secret)
+    return ZeroMQ(node.config, uid=node.uid, machine_of=node._machine_of, schemas=flat_schema(8), digest="d",
+                  keyring=Keyring(node.uid, secret, {**ring.public, node.uid: own, **public}))  # fmt: skip
+
+
+def failures(made: list[ZeroMQ], seconds: float = 1.5) -> list[str]:
+    """What the start of each ends with."""
+    told: dict[int, str] = {}
     try:
-        addresses = {node.uid: node.bind() for node in pair}
-        for node in pair:
+        addresses = {node.uid: node.bind() for node in made}
+        for node in made:
             node.set_peers(addresses)
 
-        def run(node: ZeroMQ) -> None:
-            with pytest.raises(AssemblyError, match="node"):
-                node.start(1.0)
+        def run(node: Communication) -> None:
+            with pytest.raises(AssemblyError) as caught:
+                node.start(seconds)
+            told[node.uid] = str(caught.value)
 
-        together(pair, run)
-        assert made[0].counters.faults["stranger"] >= 1
+        together(made, run)
+        return [told[node.uid] for node in made]
     finally:
-        for node in pair:
+        for node in made:
             node.close()
+
+
+def test_a_node_with_a_key_of_its_own_making_does_not_get_in(tmp_path: Path) -> None:
+    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
+    pair = zmq.curve_keypair()
+    made[1] = with_keyring(made[1], {}, pair)
+    here, there = failures(made)
+    assert made[0].counters.faults["stranger"] >= 1
+    assert "1 of 2 nodes did not join in time: node 1" in here
+    key = re.escape(pair[0].decode())
+    assert re.search(rf"node 1 \(127.0.0.1:\d+\) came from 127.0.0.1 with key {key}, which node 0 has in no line", here)
+    assert re.search(r"node 0 \(127.0.0.1:\d+\) has no line with the key of node 1 in its public.keys", there)
+
+
+def test_another_key_for_the_parent_is_told_on_both_sides(tmp_path: Path) -> None:
+    """The list of node 1 is older than the key of node 0."""
+    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
+    made[1] = with_keyring(made[1], {0: zmq.curve_keypair()[0]})
+    here, there = failures(made)
+    assert re.search(r"node 1 \(.*\) takes another key for that of node 0: public.keys differ", here)
+    assert re.search(r"node 0 \(.*\) breaks the handshake off: has it another key than in this", there)
+
+
+@pytest.mark.parametrize("open_one", [0, 1])
+def test_one_side_without_keys_is_told_on_both(open_one: int, tmp_path: Path) -> None:
+    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
+    made[open_one].close()
+    made[open_one] = ZeroMQ(ZeroMQConfig(name="zeromq"), uid=open_one, machine_of={0: 0, 1: 0}, digest="d",
+                            schemas=flat_schema(8))  # fmt: skip
+    here, there = failures(made)
+    assert re.search(r"node 1 \(.*(communication.security differ)", here)
+    assert re.search(r"node 0 \(.*(communication.security differs|other security)", there)
+    assert "communication.security differs" in here + there, "at one end, the reason is known"
+
+
+def test_the_root_hears_of_handshakes_that_break_off_elsewhere(tmp_path: Path) -> None:
+    """Node 9 connects to node 1 alone, whose word goes up the tree; and down again to those who wait."""
+    made = make("tcp+curve", 10, flat_schema(8), tmp_path)
+    made[9] = with_keyring(made[9], {}, zmq.curve_keypair())
+    told = failures(made, 3.0)
+    assert all("node 9" in each and "which node 1 has in no line of public.keys" in each for each in told[:9]), told
+    assert re.search(r"node 1 \(.*\) has no line with the key of node 9", told[9])
+
+
+def test_a_credential_is_good_for_one_login() -> None:
+    giver = Pass()
+    taker = Pass(giver.token, giver.key)
+    first, second, third = (taker.log_in() for _ in range(3))
+    assert len({first, second, third}) == 3 and all(giver.token.hex().encode() not in each for each in (first, second))
+    assert giver.refusal(second) is None
+    assert [giver.refusal(each) for each in (second, first)] == ["replayed_login"] * 2
+    assert giver.refusal(third) is None and giver.refusal(third) == "replayed_login"
+    fourth = taker.log_in()
+    renumbered = b"%0*x" % (LOGIN_DIGITS, 9) + fourth[LOGIN_DIGITS:]
+    for false in (b"", fourth[:-1], fourth + b"0", renumbered, fourth.upper(), b"-" + fourth[1:], b"\xff" * 80,
+                  Pass().log_in(), fourth[:LOGIN_DIGITS] + bytes(64)):  # fmt: skip
+        assert giver.refusal(false) == "stranger"
+    assert giver.refusal(fourth) is None, "what strangers sent does not use it up"
+
+
+class Eavesdropper:
+    """Passes connections on to a port, and keeps what came in the clear from whoever connected."""
+
+    def __init__(self, port: int) -> None:
+        self.heard: list[bytearray] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port, self._to = self._server.getsockname()[1], port
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ours, _ = self._server.accept()
+                theirs = socket.create_connection(("127.0.0.1", self._to))
+                self.heard.append(bytearray())
+                threading.Thread(target=self._pass_on, args=(ours, theirs, self.heard[-1]), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(theirs, ours, None), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket, heard: bytearray | None) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if heard is not None:
+                    heard += data
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+    def logins(self) -> list[tuple[bytes, bytes]]:
+        """User names and passwords of all connections, as PLAIN sends them (RFC 24)."""
+        found = []
+        for heard in map(bytes, self.heard):
+            _, command, rest = heard.partition(b"\x05HELLO")
+            if command:
+                name, rest = rest[1 : 1 + rest[0]], rest[1 + rest[0] :]
+                found.append((name, rest[1 : 1 + rest[0]]))
+        return found
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.mark.parametrize("bulk", ["none", "aes-gcm"])
+def test_who_overhears_a_login_does_not_get_in(bulk: str, tmp_path: Path) -> None:
+    made = make(f"tcp+{bulk}", 2, flat_schema(8), tmp_path)
+    addresses = {node.uid: node.bind() for node in made}
+    victim = made[0]
+    ear = Eavesdropper(int(victim._local[1].rpartition(":")[2]))
+    addresses[0] = (addresses[0][0], f"tcp://127.0.0.1:{ear.port}")
+    with zmq.Context() as context:
+        try:
+            for node in made:
+                node.set_peers(addresses)
+            together(made, lambda node: node.start(20))
+            gossip(made, 8, torch.float32, 2)
+            ((name, password),) = ear.logins()
+            assert name == b"1" and len(password) == LOGIN_DIGITS + 64
+            token, key = victim._links.passes[1].token, victim._links.passes[1].key
+            said = b"".join(map(bytes, ear.heard))
+            assert not any(secret in said or secret.hex().encode() in said for secret in (token, key))
+            with context.socket(zmq.DEALER) as thief:
+                thief.linger = 0
+                thief.plain_username, thief.plain_password = name, password
+                thief.connect(victim._local[1])
+                with suppress(zmq.Again):
+                    thief.send(b"let me in", zmq.NOBLOCK)
+                wait_for(lambda: victim.counters.faults, lambda: victim.counters.faults.get("replayed_login"))
+            one_round(made, 8, 2)
+            assert victim.counters.faults["replayed_login"] == 1
+            assert victim.counters.faults.keys() <= {"replayed_login", "handshake_failed"}
+        finally:
+            for node in made:
+                node.close()
+            ear.close()
+
+
+def wait_for(shown: Callable[[], object], condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, shown()
+        time.sleep(0.01)
 
 
 def test_secrets_never_reach_logs_or_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
