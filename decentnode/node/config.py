@@ -20,7 +20,7 @@ class NodeConfig(Settings):
     for one more model. When not given: where a node has more than one thread, or models are larger than
     `communication.window_bytes` and come over the network. Results have the same bits."""
     evaluate_every: int = Field(10, ge=0)
-    """Evaluate after every so many rounds (0: only after the last)."""
+    """Evaluate before the first round and after every so many (0: only after the last)."""
     missing: Literal["fail", "return_weight", "regroup"] = "fail"
     """When a neighbor's payload does not come in time: stop the run; give its weight back to the node itself, for that
     round; or regroup: the others agree on a generation of members without it and go on from the models they have, also

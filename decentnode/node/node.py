@@ -118,6 +118,8 @@ class Node:
         generation = self.communication.generation
         if generation is not None and generation.number != self.generation.number:
             yield from self._take_part(generation)
+        if self.round == 0 and self.config.evaluate_every and not self._stopping():
+            yield from self._evaluate_between()
         while self.round < self.config.rounds and not self._stopping():
             self.communication.enter(self.round)
             self.begin_round(self.round)
@@ -129,10 +131,7 @@ class Node:
             self.round += 1
             every = self.config.evaluate_every
             if every and self.round % every == 0 and not self._stopping():
-                try:
-                    yield from self.evaluate()
-                except Interrupted:
-                    logger.info("evaluation after round %d given up: the run is stopping", self.round)
+                yield from self._evaluate_between()
         if self._stopping():
             ahead = itertools.islice(exchange_rounds(self.sharing, self.round), min(self.graph.period or 16, 16))
             later = {uid for round in ahead for plan in self._planned(round) for uid in plan.neighbors}
@@ -343,6 +342,13 @@ class Node:
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
+    def _evaluate_between(self) -> Iterator[None]:
+        """An evaluation before the run's end, which a stop cuts short. That before round 0 shows where curves begin."""
+        try:
+            yield from self.evaluate()
+        except Interrupted:
+            logger.info("evaluation after round %d given up: the run is stopping", self.round)
+
     def evaluate(self, closing: bool = False) -> Iterator[None]:
         """Local model, merged model and consensus distance, as steps; the result goes to `record`.
 
@@ -351,10 +357,10 @@ class Node:
         self.doing = "evaluation"
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
         timeout = self.communication.config.timeout_seconds
-        local = self.training.evaluate("test")
         model = self.training.model
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
         pending = self.communication.mean(f"{key}/model", own, closing)
+        local = self.training.evaluate("test")  # while the mean is on its way
         yield from self._until_ready(pending)
         self.merged, contributors = pending.wait(timeout)
         merged = self._evaluate_merged(self.merged)

@@ -73,8 +73,8 @@ def test_evaluations_and_headers_are_none_of_the_rule(transport: str) -> None:
     assert [each["data"] for each in found] == [ROUNDS * 2 * 4 * (ELEMENTS + BUFFERS)] * N
     assert [each["metadata"] for each in found] == [0] * N
     per_mean = 4 * (ELEMENTS + BUFFERS) + 8 * 6  # the models, and six figures in double precision
-    tree = 2 * (N - 1)  # edges, each in both directions
-    assert sum(each["evaluation"] for each in found) == tree * per_mean * ROUNDS // EVERY
+    tree, evaluations = 2 * (N - 1), 1 + ROUNDS // EVERY  # edges in both directions; one before the first round
+    assert sum(each["evaluation"] for each in found) == tree * per_mean * evaluations
 
 
 def test_payloads_are_split_by_name_and_scalars_are_metadata() -> None:

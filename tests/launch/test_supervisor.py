@@ -80,7 +80,7 @@ def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
     for uid in range(4):
         node = directory / "nodes" / f"{uid:03d}"
         assert [r["round"] for r in read_kind(node / "metrics.jsonl", "round")] == list(range(8))
-        assert [r["round"] for r in read_kind(node / "metrics.jsonl", "evaluation")] == [4, 8]
+        assert [r["round"] for r in read_kind(node / "metrics.jsonl", "evaluation")] == [0, 4, 8]
         assert f"node {uid:03d}" in (node / "log.txt").read_text()
         assert (node / "stderr.txt").read_text() == ""
     models = [load_file(directory / "models" / f"{uid:03d}.safetensors") for uid in range(4)]

@@ -124,7 +124,7 @@ def test_records_and_figures() -> None:
     assert [r["round"] for r in rounds] == list(range(7))
     assert {"seconds", "train_seconds", "wait_seconds", "mix_seconds", "loss", "data_bytes_sent"} <= rounds[0].keys()
     evaluated = [r["round"] for r in records if r["kind"] == "evaluation" and r["uid"] == 2]
-    assert evaluated == [3, 6, 7]
+    assert evaluated == [0, 3, 6, 7]
     x = models(built)
     distance = math.sqrt(((x - x.mean(0)) ** 2).sum(1).mean()) / np.linalg.norm(x.mean(0))
     figures = built[0].figures()
