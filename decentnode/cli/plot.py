@@ -6,33 +6,45 @@ from pathlib import Path
 
 import click
 
-from decentnode.report.runs import AXES, METRICS
+from decentnode.metrics.figures import AXES, CURVES
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--x", "axes", type=click.Choice([*AXES, "all"]), default="all", show_default=True,
               help="What to draw against.")  # fmt: skip
-@click.option("--metric", type=click.Choice([*METRICS, "all"]), default="all", show_default=True)
-@click.option("--label", "labels", multiple=True, help="Name of a run in the legend, in the order of the runs.")
+@click.option("--metric", type=click.Choice([*CURVES, "all"]), default="all", show_default=True)
+@click.option("--all-runs", is_flag=True, help="Of the folder or the name of an experiment take all runs in it.")
+@click.option("--label", "labels", multiple=True, help="Name of a line in the legend, in the order of the runs.")
+@click.option("--paper", is_flag=True,
+              help="One panel of column width (3.3 in) as PDF: accuracy by rounds, unless told other.")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write; .png, .pdf or .svg.")
-def command(runs: tuple[str, ...], axes: str, metric: str, labels: tuple[str, ...], output: Path | None) -> None:
+def command(
+    runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], paper: bool,
+    output: Path | None,
+) -> None:
     """Draw runs into one figure: the mean over nodes, and a band from the lowest to the highest node.
 
-    RUN is a run directory, the folder of an experiment (its latest run) or latest. The figure goes to RUN/plots/ of
-    the first run unless -o says otherwise.
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Runs whose configs
+    differ in the seed alone make one line, with a band of one standard deviation to either side. A run that failed is
+    drawn as far as it came, and its name says so. The figure goes to RUN/plots/ of the first run unless -o says
+    otherwise.
     """
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.run_dir import resolve, resolve_all
     from decentnode.report.plots import plot
-    from decentnode.report.runs import load
+    from decentnode.report.runs import lines
 
-    paths = [resolve(run) for run in runs]
-    loaded = [load(path, label) for path, label in zip(paths, [*labels, *[""] * len(paths)], strict=False)]
-    chosen_axes = list(AXES) if axes == "all" else [axes]
-    metrics = list(METRICS) if metric == "all" else [metric]
+    paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
+    drawn, said = lines(paths, labels, seeds_once=all_runs)
+    if paper:
+        metric, axes = "accuracy" if metric == "all" else metric, "rounds" if axes == "all" else axes
+    metrics = ["accuracy", "loss", "consensus_distance"] if metric == "all" else [metric]
     name = "_".join(["overview" if metric == "all" else metric, *([] if axes == "all" else ["by", axes])])
     if len(paths) > 1:
         name += f"_{len(paths)}_runs"
-    target = output or paths[0] / "plots" / f"{name}.png"
-    plot(loaded, metrics, chosen_axes, target)
+    target = output or paths[0] / "plots" / (f"{name}_paper.pdf" if paper else f"{name}.png")
+    said += [f"nothing to draw of {label}" for label in
+             plot(drawn, metrics, list(AXES) if axes == "all" else [axes], target, paper)]  # fmt: skip
+    for line in said:
+        click.echo(line, err=True)
     click.echo(str(target))

@@ -60,13 +60,18 @@ class Torus(StaticTopology):
 
     Config: ClassVar[type[component.Config]] = TorusConfig
 
-    def _edges(self) -> Edges:
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns); node r * columns + c stands in row r and column c. Raises GraphError."""
         n = self.num_nodes
         assert isinstance(self.config, TorusConfig)
         rows = self.config.rows or max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
         if n % rows:
             raise GraphError(f"torus: rows must divide {n} nodes, got {rows}")
-        columns = n // rows
+        return rows, n // rows
+
+    def _edges(self) -> Edges:
+        n, (rows, columns) = self.num_nodes, self.grid
         edges = set()
         for uid in range(n):
             row, column = divmod(uid, columns)

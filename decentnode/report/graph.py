@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault
 from decentnode.graph.topology import Topology
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MAX_PANELS = 8
+MAX_LABELLED = 128
+"""Nodes beyond which there is no room for numbers."""
+POINTS = 72
+"""Per inch."""
+SMALLEST_PANEL, LARGEST_PANEL, LARGEST_OF_SEVERAL = 4.6, 11.0, 7.0
+"""Inches."""
+INCHES_PER_NODE = 0.125
+"""Of the panel's side, so that numbers on a circle can be read."""
+MAX_DIAMETER = 26.0
+"""Of a node, in points."""
+NODE_SHARE = 0.8
+"""Of the distance between two nodes that a node's diameter takes."""
+FONT_SHARE = 0.46
+"""Of its diameter that its number is high."""
+
+Places = dict[int, tuple[float, float]]
 
 
 def draw_graph(graph: Topology, path: Path) -> None:
@@ -17,34 +37,85 @@ def draw_graph(graph: Topology, path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import networkx
 
     panels = min(graph.period or MAX_PANELS, MAX_PANELS)
     columns = min(panels, 4)
     rows = math.ceil(panels / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 4.6 * rows), squeeze=False)
+    largest = LARGEST_PANEL if panels == 1 else LARGEST_OF_SEVERAL
+    side = min(max(SMALLEST_PANEL, INCHES_PER_NODE * graph.num_nodes), largest)
+    size = (side * columns, side * rows + 0.5)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    places = _places(graph)
     for index, axis in enumerate(axes.flat):
         axis.set_axis_off()
-        if index >= panels:
-            continue
-        kind = networkx.DiGraph if graph.directed else networkx.Graph
-        drawn = kind((i, j) for i, targets in enumerate(graph.lists(index)) for j in targets)
-        drawn.add_nodes_from(range(graph.num_nodes))
-        places = networkx.circular_layout(sorted(drawn.nodes))
-        size = max(20, 5200 / max(graph.num_nodes, 12))
-        networkx.draw_networkx_edges(drawn, places, ax=axis, edge_color="#8a9bb0", width=1.1, node_size=size)
-        networkx.draw_networkx_nodes(drawn, places, ax=axis, node_color="#1f5fa8", node_size=size)
-        if graph.num_nodes <= 64:
-            networkx.draw_networkx_labels(drawn, places, ax=axis, font_color="white", font_size=8)
-        if panels > 1:
-            axis.set_title(f"round {index}", fontsize=11)
+        if index < panels:
+            _draw(axis, graph, index, places, side)
+            if panels > 1:
+                axis.set_title(f"round {index}", fontsize=11)
     name = getattr(graph.config, "name", "") or "graph"
     title = f"{graph.config.file.name}" if name == "file" else name.replace("_", " ")  # type: ignore[attr-defined]
     figure.suptitle(f"{title}, {graph.num_nodes} nodes", fontsize=13)
-    figure.tight_layout()
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:
         raise EnvironmentFault(f"{path}: {error.strerror}") from error
     finally:
         plt.close(figure)
+
+
+def _draw(axis: Axes, graph: Topology, round: int, places: Places, side: float) -> None:
+    import networkx
+
+    kind = networkx.DiGraph if graph.directed else networkx.Graph
+    drawn = kind((i, j) for i, targets in enumerate(graph.lists(round)) for j in targets)
+    drawn.add_nodes_from(range(graph.num_nodes))
+    diameter = _diameter(graph, side)
+    many = graph.num_nodes > 32
+    look: dict[str, Any] = {"ax": axis, "edge_color": "#7488a0", "width": 0.7 if many else 1.1,
+                            "alpha": 0.75 if many else 1.0, "node_size": diameter**2}  # fmt: skip
+    around = _around(graph, list(drawn.edges))
+    networkx.draw_networkx_edges(drawn, places, edgelist=[e for e in drawn.edges if e not in around], **look)
+    if around:  # from one border of a torus to the other, past the nodes between them
+        networkx.draw_networkx_edges(drawn, places, edgelist=sorted(around), arrows=True, arrowstyle="-",
+                                     connectionstyle="arc3,rad=0.09", **look)  # fmt: skip
+    networkx.draw_networkx_nodes(drawn, places, ax=axis, node_color="#1f5fa8", node_size=diameter**2)
+    if graph.num_nodes <= MAX_LABELLED:
+        networkx.draw_networkx_labels(drawn, places, ax=axis, font_color="white", font_size=FONT_SHARE * diameter)
+    axis.set_aspect("equal")
+    axis.set_xlim(-1.12, 1.12)
+    axis.set_ylim(-1.12, 1.12)
+
+
+def _grid(graph: Topology) -> tuple[int, int] | None:
+    """(rows, columns) of a graph that is drawn as a grid; all others stand in a circle."""
+    found: tuple[int, int] | None = getattr(graph, "grid", None)
+    return found if found is not None and min(found) > 2 else None
+
+
+def _places(graph: Topology) -> Places:
+    """Of every node, within [-1, 1]."""
+    n, grid = graph.num_nodes, _grid(graph)
+    if grid is None:
+        return {u: (math.cos(2 * math.pi * u / n), math.sin(2 * math.pi * u / n)) for u in range(n)}
+    step = 2 / (max(grid) - 1)
+    rows, columns = grid
+    return {
+        u: (step * (u % columns - (columns - 1) / 2), -step * (u // columns - (rows - 1) / 2)) for u in range(n)
+    }
+
+
+def _around(graph: Topology, edges: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Edges of a grid from one border to the other."""
+    grid = _grid(graph)
+    if grid is None:
+        return set()
+    columns = grid[1]
+    return {(i, j) for i, j in edges if abs(i % columns - j % columns) > 1 or abs(i // columns - j // columns) > 1}
+
+
+def _diameter(graph: Topology, side: float) -> float:
+    """Of a node in points: as large as its neighbors in the picture leave room for."""
+    radius = POINTS * side / 2 / 1.12
+    grid = _grid(graph)
+    apart = 2 * radius / (max(grid) - 1) if grid else 2 * radius * math.sin(math.pi / max(graph.num_nodes, 2))
+    return min(MAX_DIAMETER, NODE_SHARE * apart)

@@ -1,92 +1,197 @@
-"""Pictures of runs: accuracy, loss and consensus distance over rounds, seconds and bytes."""
+"""Pictures of runs: accuracy, loss and consensus over rounds, seconds and bytes."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.report.runs import Run
+from decentnode.metrics.figures import AXES, CURVES
+from decentnode.report.runs import Line
+from decentnode.report.words import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-LABELS = {
-    "accuracy": "test accuracy of local models",
-    "loss": "training loss",
-    "consensus_distance": "consensus distance",
-    "rounds": "rounds",
-    "seconds": "seconds",
-}
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito (2008), told apart by color-blind readers too."""
-LOGARITHMIC = frozenset({"consensus_distance", "loss"})
+DASHES = ("-", "-.", ":")
+"""Of the first lines, and of those that have their colors again; merged models are dashed."""
 SUFFIXES = (".png", ".pdf", ".svg")
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+MERGED = "merged model"
+WIDTH_SHARE = 0.97
+"""Of the figure's width that a legend or a title may have."""
+
+PAPER_WIDTH, PAPER_HEIGHT = 3.3, 2.3
+"""Inches: one column of a two-column page."""
+PAPER: dict[str, Any] = {
+    "font.family": "sans-serif", "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"], "font.size": 8,
+    "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7, "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "lines.linewidth": 1.1,
+    "pdf.fonttype": 42, "ps.fonttype": 42,  # outlines that can be searched and edited; publishers refuse Type 3
+}  # fmt: skip
 
 
-def plot(runs: Sequence[Run], metrics: Sequence[str], axes: Sequence[str], path: Path) -> None:
-    """One panel per metric (rows) and axis (columns); a line for the mean, a band from the lowest to the highest node.
+def plot(
+    lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str], path: Path, paper: bool = False
+) -> list[str]:
+    """One panel per metric (rows) and axis (columns); a line for the mean over nodes, and seeds where there are
+    several. The labels of lines that no panel has anything of.
 
-    The suffix of `path` chooses the format. Raises UsageError for an unknown one or nothing to draw,
-    EnvironmentFault when the file cannot be written.
+    Bands go from the lowest to the highest node, or over a standard deviation of the seeds to either side. paper: one
+    panel as wide as a column, as PDF. The suffix of `path` chooses the format. Raises UsageError for an unknown one or
+    nothing to draw, EnvironmentFault when the file cannot be written.
     """
-    if path.suffix not in SUFFIXES:
-        raise UsageError(f"the picture's name must end in {', '.join(SUFFIXES)}, got {path.name}")
+    if path.suffix not in ((".pdf",) if paper else SUFFIXES):
+        raise UsageError(f"the picture's name must end in {'.pdf' if paper else ', '.join(SUFFIXES)}, got {path.name}")
+    if paper and (len(metrics), len(axes)) != (1, 1):
+        raise UsageError(f"--paper draws one panel, got {len(metrics)} x {len(axes)}")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     shape = (len(metrics), len(axes))
-    size = (1.2 + 4.2 * shape[1], 0.9 + 2.9 * shape[0])
-    figure, panels = plt.subplots(*shape, figsize=size, squeeze=False, sharey="row", layout="constrained")
-    drawn = False
+    size = (PAPER_WIDTH, PAPER_HEIGHT) if paper else (1.2 + 4.2 * shape[1], 0.9 + 2.9 * shape[0])
+    style: Any = PAPER if paper else {}
+    with matplotlib.rc_context(style):
+        figure, panels = plt.subplots(*shape, figsize=size, squeeze=False, sharey="row", layout="constrained")
+        try:
+            drawn = _panels(panels, lines, metrics, axes)
+            if not drawn:
+                names = ", ".join(line.label for line in lines)
+                raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")
+            merged = any(line.get_label() == MERGED for panel in panels.flat for line in panel.get_lines())
+            if not paper:
+                _title(figure, lines)
+            handles, labels = _handles(lines, drawn, merged)
+            if len(labels) > 1:
+                _legend(figure, handles, labels)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=150)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+        finally:
+            plt.close(figure)
+    return [line.label for index, line in enumerate(lines) if index not in drawn]
+
+
+def _panels(panels: Any, lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str]) -> set[int]:
+    """Draw everything; the numbers of the lines that some panel has something of."""
+    drawn: set[int] = set()
     for row, metric in enumerate(metrics):
         for column, axis in enumerate(axes):
-            drawn |= _panel(panels[row][column], runs, metric, axis, bottom=row == shape[0] - 1)
-        panels[row][0].set_ylabel(LABELS[metric])
-    if not drawn:
-        plt.close(figure)
-        raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {', '.join(r.label for r in runs)}")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    if len(runs) > 1:
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(3, len(runs)), frameon=False)
-    else:
-        nodes = len(runs[0].nodes)
-        figure.suptitle(f"{runs[0].label}: mean of {nodes} nodes, band from lowest to highest", fontsize="medium")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        plt.close(figure)
+            drawn |= _panel(panels[row][column], lines, metric, axis, bottom=row == len(metrics) - 1)
+        panels[row][0].set_ylabel(CURVES[metric].label)
+    return drawn
 
 
-def _panel(panel: Axes, runs: Sequence[Run], metric: str, axis: str, bottom: bool) -> bool:
-    """Draw all runs into one panel; whether there was something to draw."""
-    drawn: list[tuple[Any, Run]] = [(series, run) for run in runs if (series := run.series(metric, axis)).x]
-    unit, name = _unit([max(series.x) for series, _ in drawn]) if axis == "bytes" else (1.0, LABELS[axis])
-    for series, run in drawn:
-        color = COLORS[list(runs).index(run) % len(COLORS)]
-        x = [value / unit for value in series.x]
+def _panel(panel: Axes, lines: Sequence[Line], metric: str, axis: str, bottom: bool) -> set[int]:
+    """Draw all lines into one panel; the numbers of those that there was something of."""
+    from matplotlib.ticker import MaxNLocator
+
+    curve = CURVES[metric]
+    drawn = [(index, line, series) for index, line in enumerate(lines) if (series := line.series(metric, axis)).x]
+    unit, name = _unit([max(series.x) for _, _, series in drawn]) if axis == "bytes" else (1.0, "")
+    for index, line, series in drawn:
+        color, x = _color(index), [value / unit for value in series.x]
         marker = "o" if len(x) <= 40 else None
-        panel.plot(x, series.mean, color=color, marker=marker, markersize=3, linewidth=1.4, label=run.label)
-        if metric != "consensus_distance":
+        panel.plot(x, series.mean, _dashes(index), color=color, marker=marker, markersize=3, label=line.label)
+        if curve.spread or len(line.runs) > 1:
             panel.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
-    values = [value for series, _ in drawn for value in (*series.low, *series.mean)]
-    if metric in LOGARITHMIC and values and min(values) > 0 and max(values) / min(values) > 5:
-        panel.set_yscale("log")
+        if curve.merged and (of_merged := line.series(metric, axis, merged=True)).x:
+            panel.plot([value / unit for value in of_merged.x], of_merged.mean, "--", color=color, label=MERGED)
+    if curve.logarithmic:
+        _scale(panel, [values for _, _, series in drawn for values in (series.low, series.mean)])
+    if axis == "rounds":
+        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_xlim(left=0)
     if bottom:
-        panel.set_xlabel(name if axis != "bytes" else f"{name} sent by all nodes")
-    return bool(drawn)
+        panel.set_xlabel(AXES[axis] + (f" ({name})" if name else ""))
+    return {index for index, _, _ in drawn}
+
+
+def _scale(panel: Axes, curves: Sequence[Sequence[float]]) -> None:
+    """A logarithmic scale where the values span more than half a decade. Before the first round all nodes have one
+    model, but for the last bits: the scale is not stretched to show them."""
+    values = [value for curve in curves for value in curve]
+    if not values or min(values) <= 0 or max(values) / min(values) <= 5:
+        return
+    panel.set_yscale("log")
+    later = [value for curve in curves for value in curve[1:]]
+    if later and min(later) > 100 * min(values):
+        panel.set_ylim(bottom=min(later) / 2)
 
 
 def _unit(largest: Sequence[float]) -> tuple[float, str]:
     most = max(largest, default=1.0)
     return next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
+
+
+def _title(figure: Figure, lines: Sequence[Line]) -> None:
+    """What means and bands are of; of a single line its name, too."""
+    several = sorted({len(line.runs) > 1 for line in lines})
+    bands = {False: "band from lowest to highest node", True: "band of one standard deviation over seeds"}
+    if len(lines) == 1:
+        text = f"{lines[0].label}: mean of {plural(len(lines[0].runs[0].nodes), 'node')}, {bands[several[0]]}"
+    elif len(several) == 1:
+        text = f"mean of the nodes, {bands[several[0]]}"
+    else:
+        text = f"mean of the nodes; of several seeds {bands[True]}, of one run {bands[False]}"
+    title = figure.suptitle(text, fontsize="medium")
+    renderer, characters = figure.canvas.get_renderer(), len(text)  # type: ignore[attr-defined]
+    height = title.get_window_extent(renderer).height
+    while (box := title.get_window_extent(renderer)).width > WIDTH_SHARE * figure.bbox.width and characters > 8:
+        characters = int(0.9 * characters)
+        title.set_text(textwrap.fill(text, characters))
+    figure.set_figheight(figure.get_figheight() + (box.height - height) / figure.dpi)
+
+
+def _legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
+    """Below the panels, in as many columns as fit into the width; the figure grows by its height."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    room = WIDTH_SHARE * figure.bbox.width
+
+    def made(columns: int, labels: list[str]) -> tuple[Any, Any]:
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        return legend, legend.get_window_extent(renderer)
+
+    for columns in range(min(4, len(labels)), 0, -1):
+        legend, box = made(columns, labels)
+        if box.width <= room:
+            break
+        if columns > 1:
+            legend.remove()
+    else:  # not even one name fits into a line
+        characters = max(map(len, labels))
+        while box.width > room and characters > 8:
+            legend.remove()
+            characters = int(0.9 * characters)
+            legend, box = made(1, [textwrap.fill(label, characters) for label in labels])
+    figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
+
+
+def _handles(lines: Sequence[Line], drawn: set[int], merged: bool) -> tuple[list[Any], list[str]]:
+    """What the legend says: every line that is somewhere, and what dashes mean."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=_color(index), linestyle=_dashes(index)) for index in sorted(drawn)]
+    labels = [lines[index].label if len(lines) > 1 else "local models" for index in sorted(drawn)]
+    if merged:
+        handles.append(Line2D([], [], color="#606060" if len(lines) > 1 else _color(0), linestyle="--"))
+        labels.append(MERGED)
+    return handles, labels
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _dashes(index: int) -> Any:
+    return DASHES[index // len(COLORS) % len(DASHES)]

@@ -1,22 +1,28 @@
-"""Runs read back from their directories, as series to draw."""
+"""Runs read back from their directories, as series to draw; repeats of one experiment as one line."""
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from decentnode.errors import UsageError
+from decentnode.metrics.figures import AXES, CURVES
 from decentnode.metrics.reader import read
+from decentnode.report import repeats
+from decentnode.report.repeats import Ran
 
-AXES = ("rounds", "seconds", "bytes")
-METRICS = ("accuracy", "loss", "consensus_distance")
+__all__ = ["AXES", "METRICS", "Line", "Run", "Series", "lines", "load"]
+
+METRICS = tuple(CURVES)
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run over one axis; `low` and `high` are the extremes over nodes."""
+    """One figure over one axis. low, high: the extremes over nodes, or mean -+ standard deviation over seeds."""
 
     x: list[float]
     mean: list[float]
@@ -32,46 +38,77 @@ class Run:
     path: Path
     nodes: dict[int, list[dict[str, Any]]]
 
-    def series(self, metric: str, axis: str) -> Series:
-        """Evaluations, joined over nodes by round; loss is the training loss where there are round records.
-
-        seconds count from the first record of any node; bytes are those that all nodes had sent.
-        """
-        kind, key = ("round", "loss") if metric == "loss" else ("evaluation", metric)
-        offset = 1 if kind == "round" else 0  # a round's record is written when round + 1 rounds are finished
-        by_round: dict[int, list[tuple[float, float]]] = {}
-        for records in self.nodes.values():
+    def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
+        """Rounds finished -> (position on the axis, the values of the nodes), scaled as the curve's label says."""
+        curve, found = CURVES[metric], dict[int, dict[int, tuple[float, float]]]()
+        key, offset = curve.merged if merged else curve.key, int(curve.kind == "round")
+        for uid, records in self.nodes.items():
             for record in records:
-                if record.get("kind") == kind and isinstance(record.get(key), int | float):
-                    by_round.setdefault(record["round"] + offset, []).append((record[key], record.get("time", 0.0)))
-        rounds = sorted(by_round)
-        values = [[value for value, _ in by_round[r]] for r in rounds]
+                if record.get("kind") == curve.kind and isinstance(value := record.get(key), int | float):
+                    told = found.setdefault(record["round"] + offset, {})
+                    told[uid] = (curve.scale * value, record.get("time", 0.0))  # the last word on a round
+        sent, began = (self._bytes() if axis == "bytes" else {}), self._began()
+
+        def position(rounds: int) -> float:
+            if axis == "seconds":
+                return max(0.0, max(time for _, time in found[rounds].values()) - began)
+            return float(rounds) if axis == "rounds" else sent.get(rounds, 0.0)
+
+        return {r: (position(r), [value for value, _ in found[r].values()]) for r in sorted(found)}
+
+    def series(self, metric: str, axis: str, merged: bool = False) -> Series:
+        """Joined over nodes by round. seconds count from the first record of any node; bytes are those of payloads
+        that all nodes had sent."""
+        found = self.by_round(metric, axis, merged).values()
         return Series(
-            [self._position(axis, r, by_round[r]) for r in rounds],
-            [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values],
-        )
+            [x for x, _ in found], [statistics.fmean(v) for _, v in found],
+            [min(v) for _, v in found], [max(v) for _, v in found],
+        )  # fmt: skip
 
-    def _position(self, axis: str, rounds: int, told: Sequence[tuple[float, float]]) -> float:
-        if axis == "seconds":
-            return max(time for _, time in told) - self._started
-        return float(rounds) if axis == "rounds" else self._bytes.get(rounds, 0.0)
-
-    @property
-    def _started(self) -> float:
-        """Time of the start: when the first round began."""
+    def _began(self) -> float:
+        """Time of the first evaluation, or of when the first round began."""
         first = [r[0] for r in self.nodes.values() if r]
         return min((r["time"] - r.get("seconds", 0.0) for r in first if "time" in r), default=0.0)
 
-    @property
     def _bytes(self) -> dict[int, float]:
-        """Bytes that all nodes had sent after so many rounds."""
-        sent: dict[int, float] = {}
+        """Bytes of payloads that all nodes had sent after so many rounds, whoever left and came back in between."""
+        grown: dict[int, float] = {}
         for records in self.nodes.values():
-            for r in records:
-                if r.get("kind") == "round":
-                    total = r.get("data_bytes_sent", 0) + r.get("metadata_bytes_sent", 0)
-                    sent[r["round"] + 1] = sent.get(r["round"] + 1, 0.0) + total
-        return sent
+            last = 0.0
+            for record in records:
+                if record.get("kind") == "round":
+                    total = record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0)
+                    more = total - last if total >= last else total  # a process that began anew counts from 0
+                    grown[record["round"] + 1] = grown.get(record["round"] + 1, 0.0) + more
+                    last = total
+        sent, found = 0.0, {}
+        for rounds in sorted(grown):
+            sent += grown[rounds]
+            found[rounds] = sent
+        return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one line of a plot stands for: a run, or repeats of one experiment."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+    def series(self, metric: str, axis: str, merged: bool = False) -> Series:
+        """Of one run its own. Of several, means and standard deviations of the runs' means, over the rounds that all
+        of them have; positions are means too."""
+        if len(self.runs) == 1:
+            return self.runs[0].series(metric, axis, merged)
+        found = [run.by_round(metric, axis, merged) for run in self.runs]
+        rounds = sorted(set(found[0]).intersection(*found[1:]))
+        values = [[statistics.fmean(each[r][1]) for each in found] for r in rounds]
+        means, deviations = [statistics.fmean(v) for v in values], [statistics.stdev(v) for v in values]
+        return Series(
+            [statistics.fmean(each[r][0] for each in found) for r in rounds], means,
+            [m - d for m, d in zip(means, deviations, strict=True)],
+            [m + d for m, d in zip(means, deviations, strict=True)],
+        )  # fmt: skip
 
 
 def load(path: Path, label: str = "") -> Run:
@@ -80,4 +117,52 @@ def load(path: Path, label: str = "") -> Run:
     nodes = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
     if not any(nodes.values()):
         raise UsageError(f"{path} holds no metrics: nodes/*/metrics.jsonl must have records")
-    return Run(label or f"{path.parent.name} {path.name}", path, nodes)
+    return Run(label or path.parent.name, path, nodes)
+
+
+def lines(
+    paths: Sequence[Path], names: Sequence[str] = (), seeds_once: bool = False
+) -> tuple[list[Line], list[str]]:
+    """(a line per experiment, what was left out and why). Runs that did not finish have lines of their own, which say
+    so, as have earlier runs of one seed, unless `seeds_once` leaves these out.
+
+    names: of the first lines, instead of those that they would have. Raises UsageError for more names than lines.
+    """
+    found = [_ran(path) for path in dict.fromkeys(paths)]
+    groups, said = repeats.pooled([each for each in found if each.finished])
+    if not seeds_once:
+        pooled = {each.path for group in groups for each in group}
+        groups += [[each] for each in found if each.finished and each.path not in pooled]
+        said = []
+    groups += [[each] for each in found if not each.finished]
+    place = {each.path: index for index, each in enumerate(found)}
+    groups.sort(key=lambda group: min(place[each.path] for each in group))
+    if len(names) > len(groups):
+        raise UsageError(f"--label must be given {len(groups)} times at most, got {len(names)}")
+    labels = [*names, *_labels(groups)[len(names) :]]
+    made = [Line(label, tuple(load(each.path) for each in group)) for label, group in zip(labels, groups, strict=True)]
+    return made, said
+
+
+def _ran(path: Path) -> Ran:
+    """A folder without a config is an experiment of its own."""
+    try:
+        return repeats.read(path)
+    except UsageError:
+        return Ran(path, path.parent.name, None, {"run": str(path)}, "finished", {})
+
+
+def _labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
+    """Names, with what tells equal ones apart: keys, how they ended, seeds, and folders where nothing else does."""
+    told = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in g] for g in groups]
+    found = repeats.labels(told)
+    for index, group in enumerate(groups):
+        if len(group) > 1:
+            found[index] += f" ({len(group)} seeds)"
+        elif not group[0].finished:
+            found[index] += f" ({group[0].ended})"
+    for more in (lambda run: f" seed {run.seed}" if run.seed is not None else "", lambda run: f" {run.path.name}"):
+        often = Counter(found)
+        found = [label + more(group[0]) if often[label] > 1 else label
+                 for label, group in zip(found, groups, strict=True)]  # fmt: skip
+    return found

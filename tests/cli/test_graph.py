@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
 
 from decentnode.cli import main
 from decentnode.graph.file import read
@@ -99,3 +102,31 @@ def test_nothing_here_imports_torch() -> None:
         [sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], timeout=60, capture_output=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("graph", "panels"), [(("regular", "-d", 4), 1), (("torus",), 1), (("random_matching",), 8)])
+def test_numbers_of_64_nodes_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: tuple[object, ...], panels: int
+) -> None:
+    """No two nodes overlap, every number lies within its node and is at least 6 points high."""
+    import matplotlib.figure
+
+    drawn: list[matplotlib.figure.Figure] = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    run("draw", graph[0], "-n", 64, *graph[1:], "-o", tmp_path / "g.png")
+    (figure,) = drawn
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    shown = [axis for axis in figure.axes if axis.texts]
+    assert len(shown) == panels
+    for axis in shown:
+        (nodes,) = (each for each in axis.collections if isinstance(each, PathCollection))
+        places = axis.transData.transform(nodes.get_offsets())
+        diameter = float(nodes.get_sizes()[0]) ** 0.5 * figure.dpi / 72
+        apart = min(float(np.hypot(*(a - b))) for i, a in enumerate(places) for b in places[:i])
+        assert apart > diameter
+        assert {text.get_text() for text in axis.texts} == {str(uid) for uid in range(64)}
+        for text in axis.texts:
+            box = text.get_window_extent(renderer)
+            assert text.get_fontsize() >= 6 and np.hypot(box.width, box.height) < 1.15 * diameter

@@ -29,6 +29,20 @@ def test_axes_metrics_and_several_runs_in_one_figure(tmp_path: Path) -> None:
     assert Path(result.output.strip()).name == "loss_by_bytes_2_runs.png"
 
 
+def test_repeats_failures_and_papers(tmp_path: Path) -> None:
+    for k in (1, 2, 3):
+        fake_run(tmp_path / "exp" / f"r{k}", nodes=1, seed=k, status="failed" if k == 3 else "finished")
+    out = tmp_path / "out.svg"
+    chosen = ["--all-runs", "--metric", "accuracy", "-o", str(out)]
+    result = CliRunner().invoke(main, ["plot", str(tmp_path / "exp"), *chosen])
+    assert result.exit_code == 0, result.output
+    assert "exp (2 seeds)" in out.read_text() and "exp (failed after round 6 of 6)" in out.read_text()
+    result = CliRunner().invoke(main, ["plot", str(tmp_path / "exp" / "r1"), "--paper"])
+    assert Path(result.stdout.strip()) == tmp_path / "exp" / "r1" / "plots" / "accuracy_by_rounds_paper.pdf"
+    result = CliRunner().invoke(main, ["plot", str(tmp_path / "exp" / "r1"), "--paper", "-o", str(tmp_path / "x.png")])
+    assert result.exit_code == 2 and ".pdf" in result.output
+
+
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["plot", str(tmp_path / "none")])
     assert result.exit_code == 2

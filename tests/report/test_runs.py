@@ -1,43 +1,106 @@
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.report.plots import plot
-from decentnode.report.runs import AXES, METRICS, load
+from decentnode.report.runs import AXES, METRICS, Run, lines, load
 
 
-def fake_run(folder: Path, nodes: int = 3, rounds: int = 6) -> Path:
-    """A run of `nodes` with an evaluation every 2 rounds; node i is i hundredths better and 10 ms late."""
+def fake_run(
+    folder: Path, nodes: int = 3, rounds: int = 6, seed: int = 1, status: str = "finished", better: float = 0.0,
+    **config: object,
+) -> Path:
+    """A run of `nodes` with an evaluation every 2 rounds, the first before the first round; node i is i hundredths
+    better and 10 ms late. better: added to all accuracies."""
     for uid in range(nodes):
         path = folder / "nodes" / f"{uid:03d}"
         path.mkdir(parents=True)
         writer = MetricsWriter(path / "metrics.jsonl")
-        for r in range(rounds):
+        for r in range(-1, rounds):
             at = 100.0 + r + 1 + uid / 100
-            writer.write({"kind": "round", "round": r, "time": at, "seconds": 1.0, "loss": 2.0 / (r + 1),
-                          "data_bytes_sent": 1000 * (r + 1), "metadata_bytes_sent": 10 * (r + 1)})  # fmt: skip
+            if r >= 0:
+                writer.write({"kind": "round", "round": r, "time": at, "seconds": 1.0, "loss": 2.0 / (r + 1),
+                              "data_bytes_sent": 1000 * (r + 1), "metadata_bytes_sent": 10 * (r + 1),
+                              "evaluation_bytes_sent": 10**6 * r})  # fmt: skip
             if r % 2:
-                writer.write({"kind": "evaluation", "round": r + 1, "time": at, "accuracy": 0.5 + r / 20 + uid / 100,
-                              "consensus_distance": 0.1 / (r + 1)})  # fmt: skip
+                writer.write({"kind": "evaluation", "round": r + 1, "time": at,
+                              "accuracy": 0.5 + r / 20 + uid / 100 + better, "accuracy_merged": 0.6 + r / 20 + better,
+                              "consensus_distance": 0.1 / (r + 1) if r >= 0 else 1e-9,
+                              "consensus_rms": 1.0 + r})  # fmt: skip
         writer.close()
+    (folder / "config.resolved.yaml").write_text(json.dumps({"name": folder.parent.name, "seed": seed, **config}))
+    summary = {"status": status, "rounds": rounds, "rounds_planned": 6}
+    if status:
+        (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
 
 def test_series_join_nodes_by_round(tmp_path: Path) -> None:
     run = load(fake_run(tmp_path / "exp" / "run"))
     accuracy = run.series("accuracy", "rounds")
-    assert accuracy.x == [2, 4, 6]
-    assert accuracy.mean == pytest.approx([0.56, 0.66, 0.76])
-    assert accuracy.low == pytest.approx([0.55, 0.65, 0.75])
-    assert accuracy.high == pytest.approx([0.57, 0.67, 0.77])
+    assert accuracy.x == [0, 2, 4, 6]
+    assert accuracy.mean == pytest.approx([46, 56, 66, 76])
+    assert accuracy.low == pytest.approx([45, 55, 65, 75])
+    assert accuracy.high == pytest.approx([47, 57, 67, 77])
+    assert run.series("accuracy", "rounds", merged=True).mean == pytest.approx([55, 65, 75, 85])
     assert run.series("loss", "rounds").x == [1, 2, 3, 4, 5, 6]
-    assert run.series("accuracy", "bytes").x == [3 * 2020, 3 * 4040, 3 * 6060]
-    assert run.series("accuracy", "seconds").x == pytest.approx([2.02, 4.02, 6.02])
-    assert run.label == "exp run"
+    assert run.series("accuracy", "bytes").x == [0, 3 * 2020, 3 * 4040, 3 * 6060]
+    assert run.series("accuracy", "seconds").x == pytest.approx([0.02, 2.02, 4.02, 6.02])
+    assert run.label == "exp"
+
+
+def test_bytes_grow_whoever_leaves_or_begins_anew(tmp_path: Path) -> None:
+    records: dict[int, list[dict[str, Any]]] = {0: [], 1: [], 2: []}
+    for r, sent in enumerate(((10, 10, 10), (20, 20, None), (30, 5, None), (40, 15, None))):
+        for uid, count in enumerate(sent):
+            if count is not None:
+                records[uid].append({"kind": "round", "round": r, "time": 1.0, "data_bytes_sent": count})
+        records[0].append({"kind": "evaluation", "round": r + 1, "time": 1.0, "accuracy": 0.5})
+    run = Run("x", tmp_path, records)
+    assert run.series("accuracy", "bytes").x == [30, 50, 65, 85]
+
+
+def test_repeats_are_one_line_of_their_mean_and_deviation(tmp_path: Path) -> None:
+    paths = [fake_run(tmp_path / "exp" / f"r{k}", seed=k, better=k / 10) for k in (0, 1, 2)]
+    (line,), said = lines(paths)
+    assert line.label == "exp (3 seeds)" and not said
+    found = line.series("accuracy", "rounds")
+    assert found.x == [0, 2, 4, 6]
+    assert found.mean == pytest.approx([56, 66, 76, 86])
+    assert found.low == pytest.approx([46, 56, 66, 76]) and found.high == pytest.approx([66, 76, 86, 96])
+    assert line.series("accuracy", "rounds", merged=True).mean == pytest.approx([65, 75, 85, 95])
+
+
+def test_names_tell_lines_apart_without_time_stamps(tmp_path: Path) -> None:
+    a, b = (fake_run(tmp_path / name / "2026-01-01T00-00-00-abcd") for name in ("one", "two"))
+    assert [line.label for line in lines([a, b])[0]] == ["one", "two"]
+    c = fake_run(tmp_path / "one" / "2026-01-02T00-00-00-abcd", lr=0.5)
+    assert [line.label for line in lines([a, b, c])[0]] == ["one", "two", "one lr=0.5"]
+    d = fake_run(tmp_path / "one" / "2026-01-03T00-00-00-abcd")
+    again, said = lines([a, d])
+    assert [line.label for line in again] == [f"one seed 1 {a.name}", f"one seed 1 {d.name}"] and not said
+    (late,), said = lines([a, d], seeds_once=True)
+    assert late.runs[0].path == d and len(said) == 1
+    assert [line.label for line in lines([a, b], ["first"])[0]] == ["first", "two"]
+    with pytest.raises(UsageError, match="--label must be given 1 times at most, got 2"):
+        lines([a], ["x", "y"])
+
+
+def test_runs_that_did_not_finish_are_drawn_and_named(tmp_path: Path) -> None:
+    whole = fake_run(tmp_path / "exp" / "a")
+    failed = fake_run(tmp_path / "exp" / "b", rounds=3, seed=2, status="failed")
+    killed = fake_run(tmp_path / "exp" / "c", rounds=2, seed=3, status="")
+    found, _ = lines([failed, whole, killed])
+    assert [line.label for line in found] == ["exp (failed after round 3 of 6)", "exp", "exp (not finished)"]
+    assert found[0].series("accuracy", "rounds").x == [0, 2]
 
 
 def test_a_run_without_records_is_refused(tmp_path: Path) -> None:
@@ -49,22 +112,106 @@ def test_a_run_without_records_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
 def test_pictures_of_several_runs(tmp_path: Path, suffix: str) -> None:
-    runs = [load(fake_run(tmp_path / name), name) for name in ("a", "b")]
+    found, _ = lines([fake_run(tmp_path / name / "r") for name in ("a", "b")])
     target = tmp_path / "deep" / f"two{suffix}"
-    plot(runs, METRICS, AXES, target)
+    assert plot(found, METRICS, list(AXES), target) == []
     start = target.read_bytes()[:8]
     assert start.startswith({".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}[suffix])
     if suffix == ".svg":
         text = target.read_text()
-        assert "consensus distance" in text and "MB sent" not in text
+        for said in ("consensus distance (relative)", "consensus rms (absolute)", "merged model",
+                     "payloads sent by all nodes (kB)", "band from lowest to highest node"):  # fmt: skip
+            assert said in text, said
+
+
+class Kept:
+    """The figure that `plot` wrote last, as it was then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import matplotlib.figure
+
+        save = matplotlib.figure.Figure.savefig
+
+        def noted(figure: Any, *given: Any, **named: Any) -> None:
+            save(figure, *given, **named)
+            self.figure, self.renderer = figure, FigureCanvasAgg(figure).get_renderer()
+
+        monkeypatch.setattr(matplotlib.figure.Figure, "savefig", noted)
+
+    def texts_inside(self) -> int:
+        """How many titles and legends there are; all within the figure."""
+        renderer = self.renderer
+        found = [*self.figure.legends, *([self.figure._suptitle] if self.figure._suptitle else [])]
+        for each in found:
+            box = each.get_window_extent(renderer)
+            assert box.x0 >= 0 and box.y0 >= 0, each
+            assert box.x1 <= self.figure.bbox.width + 1 and box.y1 <= self.figure.bbox.height + 1, each
+            for axis in self.figure.axes:
+                assert not box.overlaps(axis.get_window_extent(renderer)), "the legend lies on a panel"
+        return len(found)
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 200), (2, 10), (3, 70), (12, 40), (2, 260)])
+@pytest.mark.parametrize("panels", [1, 3])
+def test_legends_and_titles_are_never_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, length: int, panels: int
+) -> None:
+    kept = Kept(monkeypatch)
+    paths = [fake_run(tmp_path / f"e{k}" / "r", nodes=1) for k in range(count)]
+    found, _ = lines(paths, [f"{k}_" + "m" * length for k in range(count)])
+    plot(found, ["accuracy"], list(AXES)[:panels], tmp_path / "p.png")
+    assert kept.texts_inside() == 2
+    (legend,) = kept.figure.legends
+    texts = [text.get_text().replace("\n", "") for text in legend.get_texts()]
+    assert texts == [*([line.label for line in found] if count > 1 else ["local models"]), "merged model"]
+    for panel in kept.figure.axes:
+        assert panel.get_window_extent().height > 100, "panels keep their size"
+
+
+@pytest.mark.parametrize("rounds", [2, 4, 6])
+def test_rounds_have_whole_ticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    kept = Kept(monkeypatch)
+    plot(lines([fake_run(tmp_path / "e" / "r", rounds=rounds)])[0], ["accuracy"], ["rounds"], tmp_path / "p.png")
+    (panel,) = kept.figure.axes
+    ticks = panel.get_xticks()
+    assert len(ticks) > 1 and all(tick == int(tick) for tick in ticks)
+
+
+def test_equal_models_at_the_start_do_not_stretch_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(monkeypatch)
+    found, _ = lines([fake_run(tmp_path / "e" / "r")])
+    plot(found, ["consensus_distance"], ["rounds"], tmp_path / "p.png")
+    (panel,) = kept.figure.axes
+    assert panel.get_yscale() == "log" and panel.get_ylim()[0] == pytest.approx(0.1 / 6 / 2)
+
+
+def test_a_figure_for_a_paper_is_one_column_wide_without_serifs_or_bitmaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(monkeypatch)
+    found, _ = lines([fake_run(tmp_path / f"e{k}" / "r") for k in range(3)])
+    plot(found, ["accuracy"], ["rounds"], tmp_path / "p.pdf", paper=True)
+    assert kept.figure.get_figwidth() == 3.3 and kept.texts_inside() == 1 and len(kept.figure.axes) == 1
+    pdf = (tmp_path / "p.pdf").read_bytes()
+    (box,) = re.findall(rb"/MediaBox \[ 0 0 ([\d.]+) ([\d.]+) \]", pdf)
+    assert float(box[0]) == pytest.approx(3.3 * 72, abs=0.1) and 2 * 72 < float(box[1]) < 4 * 72
+    fonts = set(re.findall(rb"/BaseFont /(?:[A-Z]{6}\+)?([\w-]+)", pdf))
+    assert fonts and not any(b"Serif" in font or b"Times" in font for font in fonts), fonts
+    assert b"/Subtype /Type3" not in pdf and b"/Subtype /Image" not in pdf
+    with pytest.raises(UsageError, match=r"must end in \.pdf"):
+        plot(found, ["accuracy"], ["rounds"], tmp_path / "p.png", paper=True)
+    with pytest.raises(UsageError, match="one panel, got 2 x 1"):
+        plot(found, ["accuracy", "loss"], ["rounds"], tmp_path / "p.pdf", paper=True)
 
 
 def test_plot_says_what_is_wrong(tmp_path: Path) -> None:
-    run = load(fake_run(tmp_path / "a"))
+    found, _ = lines([fake_run(tmp_path / "a" / "r")])
     with pytest.raises(UsageError, match=r"must end in \.png, \.pdf, \.svg"):
-        plot([run], METRICS, AXES, tmp_path / "a.txt")
-    with pytest.raises(UsageError, match="nothing to draw"):
-        plot([load(fake_run(tmp_path / "b", rounds=1))], ["accuracy"], ["rounds"], tmp_path / "b.png")
+        plot(found, METRICS, list(AXES), tmp_path / "a.txt")
+    empty, _ = lines([fake_run(tmp_path / "b" / "r", rounds=0)])
+    with pytest.raises(UsageError, match="nothing to draw: no record of loss in b"):
+        plot(empty, ["loss"], ["rounds"], tmp_path / "b.png")
+    assert plot([*found, *empty], ["loss"], ["rounds"], tmp_path / "b.png") == ["b"]
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot write"):
-        plot([run], METRICS, AXES, tmp_path / "file" / "a.png")
+        plot(found, METRICS, list(AXES), tmp_path / "file" / "a.png")
