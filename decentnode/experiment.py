@@ -35,6 +35,9 @@ from decentnode.yaml_source import Item, Place, assignments, merge, parse, probl
 DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full", "communication": "auto"}
 """The component of a section that is not written, or written without a name."""
 
+CODE = "code"
+"""Folder in a run directory for the modules of the user's own that the run imported."""
+
 NOT_IN_DIGEST = frozenset(
     (
         *("address", "addresses", "bind", "host", "hosts", "interface", "base_port", "port", "ports"),
@@ -92,6 +95,7 @@ class Experiment(Settings):
     """Where the results go."""
 
     _source: str = PrivateAttr("")
+    _files: tuple[str, ...] = PrivateAttr(())
     _base_dir: Path = PrivateAttr(Path())
     _tree: Item = PrivateAttr(Item({}, Place("")))
     _graph: Graph | None = PrivateAttr(None)
@@ -101,6 +105,11 @@ class Experiment(Settings):
     def source(self) -> str:
         """Path of the file as it was given to `load`."""
         return self._source
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the file and of those that it extends."""
+        return self._files
 
     @property
     def base_dir(self) -> Path:
@@ -140,9 +149,23 @@ class Experiment(Settings):
             item = item.get(part) if item is not None else None
         return item.place.origin if item is not None else "default"
 
-    def resolved_yaml(self) -> str:
-        """`resolved` as YAML that `load` reads back, each value with its origin as a comment."""
-        return "".join(f"{line}\n" for line in self._resolved_lines(self.resolved(), ()))
+    def paths(self) -> dict[str, Path]:
+        """Every path of the experiment by its key, absolute: "graph.file", "run.dir" ..."""
+        found = {".".join(path): self._base_dir / value for path, value in _paths(self, ())}
+        return {**found, "run.dir": self.run_dir}
+
+    def resolved_yaml(self, places: Mapping[str, str] | None = None) -> str:
+        """`resolved` as YAML that `load` reads back from any folder, each value with its origin as a comment.
+
+        places: what to write for the paths of `paths`; as they are, absolute, when not given.
+        """
+        places = places if places is not None else {key: str(path) for key, path in self.paths().items()}
+        return "".join(f"{line}\n" for line in self._resolved_lines(_with_places(self.resolved(), places), ()))
+
+    def written_yaml(self, places: Mapping[str, str]) -> str:
+        """The same with those keys alone that a file, the command line or the environment set, and `run.dir`."""
+        written = {**self._tree.plain(), "run": {"dir": str(self.run_dir)}}
+        return "".join(f"{line}\n" for line in self._resolved_lines(_with_places(written, places), ()))
 
     def _resolved_lines(self, values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
         for key, value in values.items():
@@ -172,6 +195,17 @@ def portable_text(experiment: Experiment) -> str:
         weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
     content = _portable(experiment.resolved(), {path for path, _ in _paths(experiment, ())}, ())
     return json.dumps([content, edges, weights], sort_keys=True, separators=(",", ":"))
+
+
+def _with_places(value: Any, places: Mapping[str, str], at: str = "") -> Any:
+    """The same plain data with the values of some keys replaced by text."""
+    if at in places and isinstance(value, str):
+        return places[at]
+    if isinstance(value, dict):
+        return {key: _with_places(each, places, f"{at}.{key}".lstrip(".")) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_places(each, places, f"{at}.{index}") for index, each in enumerate(value)]
+    return value
 
 
 def _without_empty_names(value: Any) -> Any:
@@ -206,7 +240,8 @@ def load(
     Raises ConfigError with all problems.
     """
     source = os.fspath(path)
-    tree = _read(Path(source), source, ())
+    files: list[str] = []
+    tree = _read(Path(source), source, (), files)
     for keys, item in assignments(overrides, environ):
         tree = replace(tree, keys, item)
     tree = _with_name(tree, source)
@@ -217,6 +252,7 @@ def load(
     if rebased is not tree:
         tree, experiment = rebased, _validated(rebased, source)
     experiment._source, experiment._base_dir, experiment._tree = source, base_dir, tree
+    experiment._files = tuple(files)
     if "mapping" not in tree.value:
         experiment = _with_mapping(experiment)
     if check:
@@ -226,9 +262,10 @@ def load(
     return experiment
 
 
-def _read(path: Path, shown: str, children: tuple[Path, ...]) -> Item:
-    """The tree of a file laid over those it extends."""
+def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str]) -> Item:
+    """The tree of a file laid over those it extends; the path of each is appended to `files`."""
     tree = parse(read(path, shown), shown)
+    files.append(os.fspath(path))
     if tree.value is None:
         raise ConfigError([f"{shown}: is empty; an experiment needs at least graph, data, model and training"], shown)
     if not isinstance(tree.value, dict):
@@ -246,7 +283,7 @@ def _read(path: Path, shown: str, children: tuple[Path, ...]) -> Item:
     if not target.is_file():
         raise ConfigError([problem(parent.place, f"extends: no such file: {target}")], shown)
     own = dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
-    return merge(_read(target, os.path.normpath(target), chain), own, DEFAULT_NAMES)
+    return merge(_read(target, os.path.normpath(target), chain, files), own, DEFAULT_NAMES)
 
 
 def _with_mapping(experiment: Experiment) -> Experiment:
@@ -263,7 +300,9 @@ def _with_mapping(experiment: Experiment) -> Experiment:
 def _make_importable(tree: Item, base_dir: Path) -> None:
     """Modules that the experiment names are found beside the file that names them, and beside the experiment's."""
     named = list(_outsiders(tree))
-    if named:
+    if named and (base_dir / CODE).is_dir() and (base_dir / "nodes").is_dir():
+        look_beside(base_dir / CODE, first=True)  # a run's folder: what it imported then, not what lies elsewhere now
+    elif named:
         for folder in dict.fromkeys([base_dir, *(Path(each.place.source).absolute().parent for each in named
                                                  if each.place.line)]):  # fmt: skip
             look_beside(folder)

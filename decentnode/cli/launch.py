@@ -20,5 +20,6 @@ def command(
 ) -> None:
     """Run this machine's nodes of CONFIG; the other machines run theirs with the same command."""
     chosen = start.all_overrides(overrides, run_dir, name, seed)
-    request = Request(config, chosen, start.environ(), machine, join=join)
+    file, variables = start.config_of(config, start.environ())
+    request = Request(file, chosen, variables, machine, join=join)
     ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json))

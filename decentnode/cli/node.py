@@ -42,13 +42,14 @@ def command(
     from decentnode.launch.prepare import facts as facts_of
 
     chosen = start.all_overrides(overrides, run_dir, name, seed)
-    experiment = load(config, chosen, start.environ())
+    config, variables = start.config_of(config, start.environ())
+    experiment = load(config, chosen, variables)
     mapping = experiment.make_mapping()
     place = mapping.place(uid)
     without = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
     if without:
         raise UsageError(f"every node needs a port here, node {without[0]} has none: set mapping.base_port")
-    request = Request(config, chosen, start.environ(), place.machine, join=join)
+    request = Request(config, chosen, variables, place.machine, join=join)
     facts = facts_of(experiment, request)
     directory = _directory(facts, into, uid)
     task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", False, 1.0, "", join)
@@ -67,7 +68,7 @@ def command(
 
 
 def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
-    from decentnode.launch import run_dir
+    from decentnode.launch import run_dir, sources
     from decentnode.launch.entry import node_dir
 
     if into is None:
@@ -80,6 +81,7 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
         except OSError as error:
             raise EnvironmentFault(f"cannot make the run directory {into}: {error.strerror}") from error
     run_dir.write_inputs(directory, facts, " ".join(["decentnode", *sys.argv[1:]]))
+    sources.keep(sources.local_modules(), directory)
     return directory
 
 

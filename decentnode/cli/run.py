@@ -17,9 +17,13 @@ def command(
     ctx: click.Context, config: str | None, dry_run: bool, overrides: tuple[str, ...], run_dir: str | None,
     name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,
 ) -> None:
-    """Run all nodes of CONFIG on this machine; without CONFIG the built-in quickstart."""
+    """Run all nodes of CONFIG on this machine; without CONFIG the built-in quickstart.
+
+    CONFIG is an experiment's file, or the folder of a run, which is run again into a new folder beside it.
+    """
     chosen = start.all_overrides(overrides, run_dir, name, seed)
     if dry_run:
         chosen.append("node.rounds=1")
-    request = Request(config or start.default_config(), chosen, start.environ(), in_process=dry_run)
+    file, variables = start.config_of(config or start.default_config(), start.environ())
+    request = Request(file, chosen, variables, in_process=dry_run)
     ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json, dry_run=dry_run))

@@ -20,6 +20,8 @@ from decentnode.launch.messages import Request
 if TYPE_CHECKING:
     from decentnode.launch.outcome import Outcome
 
+RESOLVED = "config.resolved.yaml"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -75,6 +77,19 @@ def default_config() -> str:
     return str(files("decentnode").joinpath("quickstart.yaml"))
 
 
+def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The file that a user means, and the variables that it reads.
+
+    A run's folder (or that of an experiment, its latest run) stands for that run with every value it had: the
+    environment of today changes nothing, --set does. Raises UsageError for another folder.
+    """
+    if not os.path.isdir(given):
+        return given, variables
+    from decentnode.launch.run_dir import resolve
+
+    return os.path.relpath(resolve(given) / RESOLVED), {}
+
+
 def environ() -> dict[str, str]:
     """The variables that configs read."""
     return {key: value for key, value in os.environ.items() if key.startswith("DECENTNODE__")}
@@ -93,7 +108,9 @@ def arguments(request: Request, without: str = "") -> list[str]:
 
 def again(request: Request, outcome: Outcome) -> list[str]:
     """Words behind the program's name: the same run with twice the rounds."""
-    config = [] if request.config == default_config() else [request.config]
+    folder, name = os.path.split(request.config)
+    given = folder if name == RESOLVED and os.path.isdir(os.path.join(folder, "nodes")) else request.config
+    config = [] if request.config == default_config() else [given]
     rounds = max(1, 2 * outcome.summary["rounds_planned"])
     return ["run", *config, *arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from decentnode.cli import start
 from decentnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ def command(
     """
     from decentnode.experiment import load
 
+    config, variables = start.config_of(config, start.environ())
     try:
-        experiment = load(config, overrides)
+        experiment = load(config, overrides, variables)
         if machine is not None:
             check_machine(experiment, machine, config)
     except ConfigError as error:

@@ -46,6 +46,7 @@ from decentnode.launch.messages import (
 )
 from decentnode.launch.models import save_node
 from decentnode.launch.reporting import Reporter
+from decentnode.launch.sources import local_modules
 from decentnode.mapping.hosts import endpoint
 from decentnode.metrics.events import EventLog
 from decentnode.node.node import Node
@@ -203,7 +204,7 @@ def run_node(
             live.close("stopped" if stopped else "finished")
             events.close()
         reports = {str(other): figures for other, figures in node.reports.items()}
-        send(Finished(uid, node.figures(), stopped, reports))
+        send(Finished(uid, node.figures(), stopped, reports, local_modules()))
         return Interrupted.exit_code if stopped else 0
     except BaseException as error:
         if live is not None and events is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -54,8 +55,18 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
         "memory": memory[0] if memory else "",
         "python": sys.executable,
         "versions": versions(),
+        "source": source_hash(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def source_hash() -> str:
+    """SHA-256 of decentnode's own code as it lies on the disk."""
+    root = Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".c")):
+        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 def usable_cores() -> int:
@@ -80,12 +91,20 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout[:MAX_DIFF_BYTES].decode(errors="replace")
 
 
+def _untracked(root: Path, folders: list[str]) -> str:
+    """Files that git does not know and does not ignore, as `git status --short` shows them."""
+    names = _git(root, "ls-files", "--others", "--exclude-standard", "--full-name", "--", *folders) or ""
+    return "".join(f"?? {name}\n" for name in names.splitlines()[:200])
+
+
 def git_state(folders: list[Path]) -> tuple[str, str]:
     """(commit and state, diff) of the repositories that hold `folders`; empty where there are none."""
     states, diffs = [], []
     names = dict.fromkeys(name.strip() for folder in folders if (name := _git(folder, "rev-parse", "--show-toplevel")))
     for root in map(Path, names):
-        commit, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--short", "-uno")
+        commit = _git(root, "rev-parse", "HEAD")
+        here = [str(folder) for folder in folders if folder.resolve().is_relative_to(root)]
+        status = "".join(filter(None, (_git(root, "status", "--short", "-uno"), _untracked(root, here))))
         if commit is None:
             continue
         states.append(f"{root.name} {commit.strip()}{' (changed)' if status else ''}\n{status or ''}")

@@ -17,6 +17,7 @@ from decentnode.launch.entry import node_dir
 from decentnode.launch.messages import Finished, Joined, Stop, Task
 from decentnode.launch.models import save_node
 from decentnode.launch.reporting import Reporter
+from decentnode.launch.sources import local_modules
 from decentnode.node.node import Node
 
 
@@ -66,7 +67,8 @@ def run_task(task: Task, channel: Channel) -> int:
             if task.run_dir:
                 save_node(node, Path(task.run_dir))
             reporters[node.uid].close()
-            channel.send(Finished(node.uid, node.figures(), node.round < experiment.node.rounds))
+            stopped = node.round < experiment.node.rounds
+            channel.send(Finished(node.uid, node.figures(), stopped, modules=local_modules()))
         return Interrupted.exit_code if any(node.round < experiment.node.rounds for node in nodes) else 0
     except BaseException as error:
         failed = describe_failure(getattr(error, "uid", task.uids[0]), error)

@@ -64,11 +64,11 @@ class Loader:
             if not ready:
                 observer.waiting(f"loading torch and the experiment ({elapsed:.0f} s)")
 
-    def poll(self, tell: Callable[[list[list[str]]], None]) -> None:
+    def poll(self, tell: Callable[[Header], None]) -> None:
         """Not blocking: hand over the header if it has come, and reap the child at its end."""
         for message in self.worker.messages():
             if isinstance(message, Header):
-                tell(message.lines)
+                tell(message)
         if self.worker.alive and not self.worker.process.is_alive():
             self.worker.reap()
 

@@ -47,6 +47,8 @@ class Facts:
     """Whether the others go on when a node dies."""
     restarts: int = 0
     """How many times a node that died is started again."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Files that are copied into the run directory: name there -> path."""
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -62,6 +64,8 @@ class Header:
     """What the console says about the experiment: (label, text) lines."""
 
     lines: list[list[str]]
+    modules: dict[str, str] = field(default_factory=dict)
+    """Modules of the user's own that were imported so far: name -> path."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class Finished:
     stopped: bool
     """Whether the run was asked to stop before its last round."""
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    """Modules of the user's own that the node had imported in the end: name -> path."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import traceback
 
@@ -17,8 +18,10 @@ from decentnode.experiment import Experiment, load
 from decentnode.graph import spectrum
 from decentnode.graph.file import format_edges
 from decentnode.launch.channel import Channel
+from decentnode.launch.environment import source_hash
 from decentnode.launch.environments import detect, machine_of
 from decentnode.launch.messages import Facts, Failed, Header, Request
+from decentnode.launch.sources import local_modules
 from decentnode.launch.traffic import Traffic, traffic
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
@@ -31,7 +34,8 @@ def answer(request: Request, channel: Channel) -> int:
         experiment = load(request.config, request.overrides, request.environ)
         torch.set_num_threads(1)
         channel.send(facts(experiment, request))
-        channel.send(Header(header(experiment)))
+        lines = header(experiment)
+        channel.send(Header([*lines, *other_code(experiment)], local_modules()))
     except DecentnodeError as error:
         channel.send(Failed(-1, error.exit_code, type(error).__name__, str(error)))
         return error.exit_code
@@ -39,6 +43,17 @@ def answer(request: Request, channel: Channel) -> int:
         channel.send(Failed(-1, NodeFailed.exit_code, repr(error), traceback.format_exc()))
         return NodeFailed.exit_code
     return 0
+
+
+def other_code(experiment: Experiment) -> list[list[str]]:
+    """A line for the repetition of a run that was made with other code of decentnode than this."""
+    try:
+        then = json.loads((experiment.base_dir / "env.json").read_text())["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if then == source_hash():
+        return []
+    return [["warning", "the run that this repeats was made with other code of decentnode: results may differ"]]
 
 
 def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> int:
@@ -75,16 +90,15 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         machine, machines = 0, [list(range(graph.num_nodes))]
     elif unreachable_here := unreachable(mapping, machine)[0]:
         raise EnvironmentFault(f"{request.config}: {unreachable_here}")
-    with open(request.config, encoding="utf-8") as file:
-        text = file.read()
+    inputs, kept = keep(experiment)
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     communication, lists = experiment.communication, getattr(graph, "lists", None)
     return Facts(
         name=experiment.name,
         digest=experiment.digest(),
         runs_dir=str(experiment.run_dir),
-        config_text=text,
-        resolved_text=experiment.resolved_yaml(),
+        config_text=experiment.written_yaml(kept),
+        resolved_text=experiment.resolved_yaml(kept),
         graph_text=format_edges(lists(0)) if lists is not None and graph.period == 1 else "",
         mapping_text=yaml.safe_dump([vars(place) for place in places], sort_keys=False),
         rounds=experiment.node.rounds,
@@ -98,7 +112,32 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         threads={str(uid): threads_of(experiment, uid) for uid in machines[machine]},
         regroup=experiment.node.missing == "regroup" and not in_process,
         restarts=experiment.node.restarts,
+        inputs=inputs,
     )
+
+
+def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
+    """(files by their name in the run directory, what its configs say for each path).
+
+    Copied are the experiment's own files as they were written, graphs, weights and mappings. Data is too large and
+    keys are secret: they stay where they are. `run.dir` is the folder beside the run's.
+    """
+    inputs: dict[str, str] = {}
+
+    def copied(path: str) -> str:
+        name = f"inputs/{os.path.basename(path)}"
+        while inputs.get(name, path) != path:
+            name = f"inputs/other_{os.path.basename(name)}"
+        inputs[name] = path
+        return name
+
+    for file in experiment.files:
+        copied(os.path.abspath(file))
+    kept: dict[str, str] = {}
+    for key, path in experiment.paths().items():
+        small = key.split(".")[0] in ("graph", "weights", "mapping") and path.is_file()
+        kept[key] = copied(str(path)) if small else str(path)
+    return inputs, {**kept, "run.dir": "../.."}
 
 
 def header(experiment: Experiment) -> list[list[str]]:

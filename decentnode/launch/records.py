@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decentnode.launch import environment, run_dir
+from decentnode.launch import environment, run_dir, sources
 from decentnode.launch.messages import Facts
 from decentnode.metrics import summary as summaries
 
@@ -24,6 +27,14 @@ class Records:
         self._facts = facts
         self._config_dir = Path(config).absolute().parent
         self._thread: threading.Thread | None = None
+        self._modules: dict[str, dict[str, str]] = {}
+
+    def keep_modules(self, modules: Mapping[str, str]) -> None:
+        """Copy what is new among the modules of the user's own (name -> path): the run can be repeated from here."""
+        try:
+            self._modules |= sources.keep({n: p for n, p in modules.items() if n not in self._modules}, self.directory)
+        except OSError as error:
+            self.notices.append(f"the run's own modules could not be kept: {error.strerror}")
 
     def start(self) -> None:
         """Write the environment in a thread: versions and git's state take up to a second; idempotent."""
@@ -38,11 +49,20 @@ class Records:
         except OSError as error:
             self.notices.append(f"the environment could not be written: {error.strerror}")
 
+    def _write_modules(self) -> None:
+        """Into env.json, which is written before all of them are known."""
+        path = self.directory / "env.json"
+        if self._modules and path.exists():
+            with contextlib.suppress(OSError, ValueError):
+                found = {**json.loads(path.read_text()), "modules": self._modules}
+                summaries.write_atomic(path, json.dumps(found, indent=2) + "\n")
+
     def finish(self, summary: dict[str, Any], whole: bool) -> bool:
         """Blocking: the rest, and, where it is of the `whole` run, summary.json; whether that could be written."""
         self.start()
         assert self._thread is not None
         self._thread.join(ENVIRONMENT_SECONDS)
+        self._write_modules()
         if not whole:
             return True
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,6 +63,9 @@ def write_inputs(path: Path, facts: Facts, command: str) -> None:
         for name, text in files.items():
             if text:
                 write_atomic(path / name, text)
+        for name, source in facts.inputs.items():
+            (path / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, path / name)
     except OSError as error:
         raise EnvironmentFault(f"cannot write to the run directory {path}: {error.strerror}") from error
 

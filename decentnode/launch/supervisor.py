@@ -22,6 +22,7 @@ from decentnode.launch.messages import (
     Facts,
     Failed,
     Finished,
+    Header,
     Joined,
     Message,
     PeerFailed,
@@ -71,8 +72,9 @@ def supervise(
             observer.facts(facts, records.directory if records else None)
             run = Run(request, facts, records, observer, signals, started)
             run.start(context)
-            run.loop(lambda: loader.poll(observer.header))
-            loader.poll(observer.header)
+            on_header = run.on_header
+            run.loop(lambda: loader.poll(on_header))
+            loader.poll(on_header)
         finally:
             if run is not None:
                 run.close()
@@ -134,6 +136,11 @@ class Run:
         self.phase = phase
         self._phase_since = self._noticed = time.monotonic()
 
+    def on_header(self, header: Header) -> None:
+        self.observer.header(header.lines)
+        if self.records is not None:
+            self.records.keep_modules(header.modules)
+
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def loop(self, poll: Callable[[], None]) -> None:
@@ -194,6 +201,8 @@ class Run:
         elif isinstance(message, Finished):
             worker.finished.add(message.uid)
             self.ledger.finished[message.uid] = message
+            if self.records is not None:
+                self.records.keep_modules(message.modules)
             self.ledger.lost.pop(message.uid, None)
             self._first_finish = self._first_finish or time.monotonic()
             worker.leaving_since = time.monotonic() if worker.over else None

@@ -53,7 +53,7 @@ def test_resolved_shows_origins(monkeypatch):
     assert yaml.safe_load(done.stdout)["node"]["rounds"] == 2
     assert "seed: 7  # env\n" in done.stdout
     assert "  rounds: 2  # --set\n" in done.stdout
-    assert "run:\n  dir: runs  # default\n" in done.stdout
+    assert f"run:\n  dir: {Path.cwd()}/runs  # default\n" in done.stdout
     assert f"name: quickstart  # {QUICKSTART}:4\n" in done.stdout
 
 
