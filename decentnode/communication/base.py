@@ -14,7 +14,7 @@ from torch import Tensor
 from decentnode.component import Component, Config
 from decentnode.metrics.figures import PURPOSES, Purpose
 from decentnode.payload import Payload, PayloadBytes, TensorSpec
-from decentnode.wire.membership import Generation
+from decentnode.wire.generation import Generation
 
 EVALUATION = "evaluation/"
 """How the keys of means begin whose bytes count as evaluation; those of other means count as control."""
@@ -90,6 +90,13 @@ class Counters:
     def known(self) -> list[tuple[int, EdgeCounters]]:
         """Any thread: every peer so far; others may be met while somebody goes through the list."""
         return list(self.edges.items())
+
+    def refused_handshakes(self) -> str:
+        """Of connections that did not come about, as the end of a sentence about who is missing; "" without any."""
+        strangers, broken = self.faults.get("stranger", 0), self.faults.get("handshake_failed", 0)
+        told = [f"{strangers} with a key that is not in public.keys"] if strangers else []
+        told += [f"{broken} that did not come to an end (no keys, or others)"] if broken else []
+        return f"; refused here: {strangers + broken} handshakes, {' and '.join(told)}" if told else ""
 
     @property
     def saved_bytes(self) -> int:

@@ -18,6 +18,7 @@ from decentnode.communication.layout import SLOTS, Layout
 from decentnode.communication.lending import Borrowed, Lending, Lent
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import Payload
+from decentnode.wire.generation import Name
 
 FOLDER = Path("/dev/shm")
 MAGIC = 0x6465636E6F6465
@@ -33,9 +34,10 @@ def path_of(run: str, uid: int, lent: bool = False) -> Path:
     return FOLDER / f"decentnode-{run}-{uid}{'-lent' if lent else ''}"
 
 
-def run_of(folder: Path, generation: int) -> str:
+def run_of(folder: Path, generation: Name) -> str:
     """launch/sockets.py removes by this name what nodes leave behind that are killed before all have mapped it."""
-    return f"{folder.name.removeprefix('decentnode-')}-{generation}"
+    number, origin = generation
+    return f"{folder.name.removeprefix('decentnode-')}-{number}-{origin.hex()}"
 
 
 class Board:

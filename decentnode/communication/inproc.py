@@ -23,7 +23,7 @@ from decentnode.communication.plan import plans
 from decentnode.component import Config
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.payload import Payload
-from decentnode.wire.membership import Generation
+from decentnode.wire.generation import Generation
 from decentnode.wire.session import Tree
 
 Key = tuple[int, int, int, int]  # round, phase, source, destination

@@ -166,7 +166,8 @@ class Links:
         return found
 
     def _message(self, kind: type[Message], *values: object) -> Message:
-        return kind(self._session.run, self._session.generation, self._session.uid, *values)
+        session = self._session
+        return kind(session.run, session.generation, session.uid, *values, origin=session.origin)
 
     def _pump(self, uid: int, edge: Edge, number: int) -> None:
         """Send what may leave, most urgent first, until the socket is full."""

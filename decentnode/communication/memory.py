@@ -22,6 +22,7 @@ from decentnode.communication.status import Status
 from decentnode.errors import DecentnodeError, EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.doorbell import MAX_BYTES, Doorbells
+from decentnode.wire.generation import Name
 from decentnode.wire.messages import Message, Scalars, Slot
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class MemoryPath:
         self._doorbells: Doorbells | None = None
 
     def open(
-        self, folder: Path, run_id: bytes, generation: int, others: Collection[int], required: bool,
+        self, folder: Path, run_id: bytes, generation: Name, others: Collection[int], required: bool,
         barrier: Callable[[str], None], near: Collection[int] = (),
     ) -> None:
         """Make this node's boards, map those of `others`, and take the names away when everybody has them. Blocking.

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from decentnode.communication.base import Counters
-from decentnode.communication.status import Status
-from decentnode.errors import Interrupted, PeerLost, Regrouping
-from decentnode.wire.codec import bitmap
-from decentnode.wire.membership import Broken, Event, Generation, Install, Membership, Outside
-from decentnode.wire.messages import Message, Suspect
+from decentnode.communication.status import STOPPING_TIMEOUT_SECONDS, Status
+from decentnode.errors import AssemblyError, Interrupted, PeerLost, Regrouping
+from decentnode.wire.generation import Broken, Event, Generation, Install, Outside, Refused
+from decentnode.wire.membership import Membership
+from decentnode.wire.messages import Message
 
 if TYPE_CHECKING:
     from decentnode.communication.links import Links
@@ -34,7 +34,7 @@ class Regroup:
         self.active = False
         """Whether the run has begun; before it, a missing node is the start's business."""
         self.stop_asked = False
-        """Any thread: no longer wait for more members."""
+        """Any thread: the run is to stop; this node waits for nobody to come back any more."""
         self._links, self._status, self._counters = links, status, counters
         self._install: Generation | None = None
         self._going: Generation | None = None
@@ -54,14 +54,19 @@ class Regroup:
     def heard(self, message: Message) -> None:
         """With `links.lock` held. Raises PeerFault."""
         if self.active:
+            self._note_stop()
             self._obey(self.membership.receive(message, time.monotonic()))
 
     def tick(self, now: float) -> None:
         """With `links.lock` held."""
         if self.active:
+            self._note_stop()
             waiting = self._status.waiting
             whom, since = waiting if waiting is not None else ((), now)
             self._obey(self.membership.tick(now, whom, now - since))
+
+    def _note_stop(self) -> None:
+        self.membership.stopping = self.membership.stopping or self.stop_asked or self._status.stopping
 
     def _obey(self, events: list[Event]) -> None:
         for event in events:
@@ -75,6 +80,9 @@ class Regroup:
                 logger.warning("outside: %s", event.reason)
                 self._tell("outside", event.reason)
                 self._install = None
+            elif isinstance(event, Refused):
+                self._tell("refused", event.reason)
+                self._fail_with(event.reason)
             else:
                 with self._status.changed:
                     if isinstance(event, Install):
@@ -86,25 +94,29 @@ class Regroup:
         for uid, message in outbox:
             self._links.word(uid, message)
 
+    def _fail_with(self, reason: str) -> None:
+        uid = self.membership.uid
+        with self._status.changed:
+            self._status.failure = self._status.failure or AssemblyError(f"node {uid} was {reason}", [uid])
+            self._status.notify()
+
     def _tell(self, kind: str, detail: str) -> None:
         self._counters.on_event(kind, None, detail)
 
     # -- any thread -------------------------------------------------------------------------------------------
 
-    def suspect(self, uids: Collection[int], reason: str) -> None:
-        """These failed or do not answer: once this returns, no round of the generation begins here."""
+    def suspect(self, uids: Collection[int], reason: str, dead: bool = False) -> None:
+        """These do not answer, or (dead) have ended: once this returns, no round of the generation begins here."""
         with self._links.lock:
             if self.active:
-                self._obey(self.membership.suspect(uids, time.monotonic(), reason))
+                self._obey(self.membership.suspect(uids, time.monotonic(), reason, dead))
 
     def fail(self) -> None:
         """This node failed: tell everybody, so that nobody has to find out."""
         with self._links.lock:
-            membership = self.membership
-            bits = bitmap([membership.uid], membership.num_nodes)
-            for uid in membership.generation.members if self.active else ():
-                if uid != membership.uid:
-                    self._links.word(uid, Suspect(membership.run, self.generation.number, membership.uid, bits))
+            if self.active:
+                self.membership.fail()
+                self._obey([])
 
     # -- training thread --------------------------------------------------------------------------------------
 
@@ -132,7 +144,8 @@ class Regroup:
 
         install(generation), with `links.lock` held, puts away what belonged to the old one. Raises PeerLost, naming
         nobody in `missing`, when none can be had: after alone_seconds without enough others, or together_seconds in
-        all; Interrupted when a stop was asked for and there are not enough.
+        all. Raises Interrupted when the run is to stop and this node is outside, or hears nobody who would close with
+        it for STOPPING_TIMEOUT_SECONDS; AssemblyError when it is refused.
         """
         began = alone_since = time.monotonic()
         while True:
@@ -142,7 +155,7 @@ class Regroup:
                 if self._install is not None:
                     generation, self._install = self._install, None
                     install(generation)
-                    self._obey(self.membership.installed(generation.number, now))
+                    self._obey(self.membership.installed(generation, now))
                 going, self._going = self._going, None
                 if going is not None and self.membership.steady:
                     self._status.regrouping = ""
@@ -150,12 +163,14 @@ class Regroup:
                     return going
                 if self.membership.stage not in ("short", "outside", "suspecting"):
                     alone_since = now
-                reason = self.membership.reason
-            if self.stop_asked and now - alone_since > POLL_SECONDS:
+                reason, outside = self.membership.reason, self.membership.stage == "outside"
+                stopping = self.membership.stopping
+            if stopping and now - alone_since > (POLL_SECONDS if outside else STOPPING_TIMEOUT_SECONDS):
                 raise Interrupted(f"node {self.membership.uid}: stopped while {reason}")
             if now - alone_since > alone_seconds or now - began > together_seconds:
                 raise PeerLost(
                     f"node {self.membership.uid}: no new generation of members within {now - began:.0f} s; {reason}"
+                    f"{self._counters.refused_handshakes()}"
                 )
             with self._status.changed:
                 if self._install is None and self._going is None:

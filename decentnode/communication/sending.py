@@ -128,7 +128,7 @@ class Sending:
 
     def header(self, kind: type[Message], *values: object) -> bytes:
         session = self._session
-        return codec.encode_values(kind, (session.run, session.generation, self._uid, *values))
+        return codec.encode_values(kind, (session.run, session.generation, self._uid, session.origin, *values))
 
     def sum_kind(self, plane: int, uids: Collection[int]) -> int:
         """How messages to these uids are protected against corruption, beside what encryption does."""

@@ -49,7 +49,8 @@ from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
 from decentnode.mapping.hosts import endpoint, host_of
 from decentnode.payload import Payload
-from decentnode.wire.membership import Generation, Limits, Membership
+from decentnode.wire.generation import Generation, Limits
+from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Slot
 from decentnode.wire.session import (
     Event,
@@ -244,7 +245,7 @@ class ZeroMQ(Communication):
         local, near = ([u for u, way in met.items() if way == each] for each in ("shared_memory", "cuda_ipc"))
         if (local or near) and self._plan.ipc_dir is not None:
             required = "shared_memory" in (self.config.name, self.config.same_host)
-            self._memory.open(self._plan.ipc_dir, self._session.run, self._session.generation, local, required,
+            self._memory.open(self._plan.ipc_dir, self._session.run, self._session.name, local, required,
                               lambda name: self.barrier(name, timeout_seconds), near)  # fmt: skip
         elif self.edges.used("shared_memory") or self.edges.used("cuda_ipc"):
             for step in STEPS:
@@ -368,7 +369,9 @@ class ZeroMQ(Communication):
         """With `Links.lock` held, on the training thread: everything of the old generation, for `generation`."""
         assert self._regroup is not None
         self._memory.close()
-        self._session.adopt(self._regroup.membership.run, generation.number, generation.members)
+        if generation.stopping:
+            self._session.stop_asked = self._status.stopping = True
+        self._session.adopt(self._regroup.membership.run, generation.name, generation.members)
         self._links.restart(generation.fresh)
         self._inbox.reset(generation.first_round)
         self._status.departed.clear()
@@ -427,7 +430,7 @@ class ZeroMQ(Communication):
             if uid == self.uid:
                 self._regroup.fail()
             else:
-                self._regroup.suspect([uid], reason)
+                self._regroup.suspect([uid], reason, dead=True)
             return
 
         def tell() -> None:
@@ -508,7 +511,7 @@ class ZeroMQ(Communication):
         elif isinstance(event, Report):
             self._collectives.reported(event)
         elif isinstance(event, PeerFailed) and self._regroup is not None and self._regroup.active:
-            self._regroup.suspect([event.uid], f"{self.describe(event.uid)} failed: {event.reason}")
+            self._regroup.suspect([event.uid], f"{self.describe(event.uid)} failed: {event.reason}", dead=True)
         elif isinstance(event, PeerFailed):
             if event.uid != self.uid:
                 self._links.forget(event.uid)
@@ -540,7 +543,8 @@ class ZeroMQ(Communication):
             if event.missing
             else (f"node {self.uid} did not hear the start")
         )
-        return AssemblyError(f"{text}; {event.reason}" if event.reason else text, event.missing)
+        text = f"{text}; {event.reason}" if event.reason else text
+        return AssemblyError(text + self.counters.refused_handshakes(), event.missing)
 
     def _on_crash(self, error: BaseException) -> None:
         self._fail_with(NodeFailed(f"node {self.uid}: the I/O thread failed: {error!r}"))

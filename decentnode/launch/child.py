@@ -51,7 +51,7 @@ from decentnode.mapping.hosts import endpoint
 from decentnode.metrics.events import EventLog
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
-from decentnode.wire.membership import Limits
+from decentnode.wire.generation import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def limits_of(experiment: Experiment) -> Limits:
     config, node = experiment.communication, experiment.node
     assert isinstance(config, ZeroMQConfig)
     least = node.min_nodes or experiment.make_mapping().num_nodes // 2 + 1
-    return Limits(config.suspect_seconds, config.timeout_seconds, least)
+    return Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds)
 
 
 def transport_maker(

@@ -23,7 +23,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.tensors import blocks
 from decentnode.training.base import Evaluation, Training, Update
-from decentnode.wire.membership import Generation
+from decentnode.wire.generation import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ class Node:
     def steps(self) -> Iterator[None]:
         """The run, yielding wherever another node has to act before this one can go on.
 
-        Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads.
+        Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads. Raises
+        Interrupted only where a stop finds the node outside of the run and without a round of its own.
         """
         work = self._work()
         while True:
@@ -109,6 +110,11 @@ class Node:
                 if self.config.missing != "regroup" or not lost.missing:
                     raise
                 self.communication.suspect(lost.missing, str(lost))
+            except Interrupted as reason:
+                if self.round == 0:
+                    raise
+                logger.warning("%s: this node ends with what it has after round %d", reason, self.round)
+                return
             self.schedule.abandon()
             work = self._work(first=self._regroup())
 
@@ -116,7 +122,7 @@ class Node:
         """What is left of the run; `first` before it."""
         yield from first or ()
         generation = self.communication.generation
-        if generation is not None and generation.number != self.generation.number:
+        if generation is not None and generation.name != self.generation.name:
             yield from self._take_part(generation)
         if self.round == 0 and self.config.evaluate_every and not self._stopping():
             yield from self._evaluate_between()
@@ -171,7 +177,8 @@ class Node:
         self._take_rule(self._renew())
         then, now = {*before.members}, {*generation.members}
         self.record({
-            "kind": "generation", "generation": generation.number, "round": self.round, "time": time.time(),
+            "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
+            "round": self.round, "time": time.time(),
             "members": sorted(now), "left": sorted(then - now), "joined": sorted(now - then | generation.fresh),
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), self.round)

@@ -1,9 +1,9 @@
 """Doorbells as datagrams between nodes of one host: a `Slot` in a fixed layout.
 
-42 bytes: magic, version, two zeros, run (8), generation (u32), source (u32), round (u64), use (u64), number of tensors
-(u16), bytes of scalars (u16), phase (u8), slot (u8); then the elements of each tensor (u64) and the scalars (a msgpack
-map, or nothing), all little-endian. A round has one for every neighbor, and a message of named and checked fields would
-cost several times as much. What such a socket does not take goes as a `Slot` over ZeroMQ instead.
+54 bytes: magic, version, two zeros, run (8), generation (u32), its origin (12), source (u32), round (u64), use (u64),
+number of tensors (u16), bytes of scalars (u16), phase (u8), slot (u8); then the elements of each tensor (u64) and the
+scalars (a msgpack map, or nothing), all little-endian. A round has one for every neighbor, and a message of named and
+checked fields would cost several times as much. What such a socket does not take goes as a `Slot` over ZeroMQ instead.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import msgpack
 
 from decentnode.errors import PeerFault
 from decentnode.wire import codec
+from decentnode.wire.generation import Name
 from decentnode.wire.messages import MAX_ROUND, PROTOCOL_VERSION, Scalars, Slot
 
 MAX_BYTES = 4096
 """The longest doorbell that leaves as a datagram."""
 MAGIC = 0xDB
 
-_GENERATION = struct.Struct("<BBxx8sI")
+_GENERATION = struct.Struct("<BBxx8sI12s")
 _DOORBELL = struct.Struct(f"<{_GENERATION.size}sIQQHHBB")
 
 Opened = tuple[int, int, int, int, int, bytes, Scalars]
@@ -31,9 +32,9 @@ Opened = tuple[int, int, int, int, int, bytes, Scalars]
 class Doorbells:
     """Those of one node, in one generation of members of one run."""
 
-    def __init__(self, uid: int, run: bytes, generation: int, refuse: Callable[[Slot], object]) -> None:
+    def __init__(self, uid: int, run: bytes, generation: Name, refuse: Callable[[Slot], object]) -> None:
         """refuse: raises the PeerFault of what is of another run or generation."""
-        self._uid, self._prefix = uid, _GENERATION.pack(MAGIC, PROTOCOL_VERSION, run, generation)
+        self._uid, self._prefix = uid, _GENERATION.pack(MAGIC, PROTOCOL_VERSION, run, *generation)
         self._refuse = refuse
 
     def make(self, round: int, phase: int, slot: int, use: int, totals: bytes, scalars: Scalars) -> bytes:
@@ -57,10 +58,10 @@ class Doorbells:
 
     def _stray(self, prefix: bytes, source: int) -> None:
         """Raises the PeerFault of a doorbell that is none, or of another run or generation."""
-        magic, version, run, generation = _GENERATION.unpack(prefix)
+        magic, version, run, generation, origin = _GENERATION.unpack(prefix)
         if magic != MAGIC:
             raise PeerFault("malformed_header", "not a doorbell")
         if version != PROTOCOL_VERSION:
             raise PeerFault("protocol_version", f"{version}, not {PROTOCOL_VERSION}")
-        self._refuse(Slot(run, generation, source, 0, 0, 0, 0, b"", {}))
+        self._refuse(Slot(run, generation, source, 0, 0, 0, 0, b"", {}, origin=origin))
         raise PeerFault("malformed_header", "not a doorbell")

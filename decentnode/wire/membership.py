@@ -4,26 +4,42 @@ Whoever misses a member names it to the lowest uid among the others. That one pr
 promises to begin no further round, says how far it is, puts away what belonged to the old generation once all have
 promised (commit), and goes on when everybody is ready. A stage is said again at every tick until it is answered, so
 that nothing depends on a single message; whoever is silent for `suspect_seconds` is left out of the next attempt, the
-lowest uid included. Numbers only grow, and a node follows only the highest that it promised. With `min_nodes` more than
-half of the run, two generations can never be in force at once, unless so many processes are started again, which have
-forgotten what they promised, that none of a generation remembers it (transport.md section 2.5).
+lowest uid included. A node follows only the highest name that it promised. Why that is safe: wire/generation.py.
+
+Who is missed is known in three ways, which are kept apart. Suspects do not answer; they may be alive, and are
+forgotten when a generation with them comes into force. The failed said so themselves, or their supervisor did: they are
+dead until they come back from outside, whatever was promised meanwhile. Those that left said goodbye when no round was
+left for them; a goodbye before that is a failure.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Literal
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
+from decentnode.wire.generation import (
+    FIRST,
+    Broken,
+    Event,
+    Generation,
+    Going,
+    Install,
+    Limits,
+    Name,
+    Outside,
+    Refused,
+    new_origin,
+    proposer_of,
+)
 from decentnode.wire.messages import (
     NO_RUN,
     PROTOCOL_VERSION,
     Bye,
     Commit,
-    Evicted,
+    Current,
+    Denied,
     Go,
     Join,
     Message,
@@ -34,78 +50,16 @@ from decentnode.wire.messages import (
     Ready,
     Suspect,
 )
+from decentnode.wire.proposal import Proposal, Rivals, Watch
 
 JOIN_EVERY_SECONDS = 0.5
-PING_AFTER_SECONDS = 0.5
-"""Whoever is waited for this long is asked whether it lives."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Who takes part from `first_round` on. `fresh` members have no model of their own yet."""
-
-    number: int
-    members: tuple[int, ...]
-    first_round: int = 0
-    fresh: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds, and how small a generation may be."""
-
-    suspect_seconds: float
-    """A process that says nothing for so long is left out."""
-    ready_seconds: float
-    """A process that lives, but does not get ready for so long, is left out."""
-    min_nodes: int
-
-
-@dataclass(frozen=True)
-class Broken:
-    """The generation in force ends: begin no further round."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Install:
-    """Everybody promised: put away the old generation, then say `installed`."""
-
-    generation: Generation
-
-
-@dataclass(frozen=True)
-class Going:
-    """The generation is in force."""
-
-    generation: Generation
-
-
-@dataclass(frozen=True)
-class Outside:
-    """This node belongs to no generation; it asks to be let in."""
-
-    reason: str
-
-
-Event = Broken | Install | Going | Outside
+MAX_LEAP = 1 << 20
+"""A message may name a generation so much higher than those known here: without a bound, one wrong message could use up
+all numbers."""
 
 Stage = Literal["steady", "suspecting", "short", "preparing", "promised", "committing", "committed", "outside"]
 """suspecting: waiting for the one that leads; short: leading, but too few are left; promised, committed: following;
 preparing, committing: leading."""
-
-
-@dataclass
-class _Proposal:
-    """What the leader of the next generation knows of it."""
-
-    number: int
-    members: frozenset[int]
-    heard: dict[int, float]
-    promises: dict[int, tuple[int, bool]] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)
-    committed_at: float = 0.0
 
 
 class Membership:
@@ -122,33 +76,41 @@ class Membership:
         self.stage: Stage = "steady"
         self.outbox: list[tuple[int, Message]] = []
         self.suspects: set[int] = set()
+        """Members that do not answer."""
+        self.failed: set[int] = set()
+        """Nodes whose processes are dead."""
         self.left: set[int] = set()
-        """Members that said goodbye."""
+        """Nodes that said goodbye when no round was left."""
+        self.stopping = False
+        """The owner's to set: a stop was asked for. It is not taken back."""
         self.position = 0
         """Rounds that are over here as soon as the one under way is."""
         self.fresh = False
         self.coordinator = uid
-        self.promised = 0
-        """The highest number that this node promised to follow, or proposed."""
+        self.promised: Name = FIRST
+        """The highest name that this node promised to follow, or proposed."""
         self.reason = ""
         """Why the generation in force ended, or why none can follow it."""
         self._digest, self._describe = digest, describe
         self._guest = False
         """Whether this node came from outside and is in no generation yet."""
         self._events: list[Event] = []
-        self._seen = 0
+        self._seen: Name = FIRST
         self._pending: Generation | None = None
         self._installed = False
-        self._proposal: _Proposal | None = None
+        self._proposal: Proposal | None = None
         self._heard = 0.0
         """When the coordinator last spoke, or was first asked."""
-        self._joiners: dict[int, bytes] = {}
-        self._admitted: dict[int, bytes] = {}
-        self._pinged: dict[int, float] = {}
-        self._incarnation = os.urandom(8)
+        self._yields_until = 0.0
+        """While suspecting, when not 0: until then another one may lead undisturbed."""
+        self._joiners: set[int] = set()
+        self._watch = Watch(limits.suspect_seconds)
+        self._rivals = Rivals(num_nodes, limits)
         self._next_join = 0.0
         self._outside_before = 0
         """How often this node was outside: it comes back later every time, lest a bad link breaks every generation."""
+        self._current: dict[int, Name] = {}
+        """From outside: which generation each of the others said to be in."""
         self._last_tick: float | None = None
 
     # -- what the owner says ----------------------------------------------------------------------------------
@@ -157,16 +119,27 @@ class Membership:
     def steady(self) -> bool:
         return self.stage == "steady"
 
-    def suspect(self, uids: Collection[int], now: float, reason: str = "") -> list[Event]:
-        """These do not answer, or failed."""
-        self._suspect(set(uids), now, reason)
+    @property
+    def belongs_to(self) -> Generation:
+        """The generation that messages of this node are of: the one in force, or that it got ready for."""
+        return self._pending if self._pending is not None and self._installed else self.generation
+
+    def suspect(self, uids: Collection[int], now: float, reason: str = "", dead: bool = False) -> list[Event]:
+        """These do not answer, though they are waited for; or (dead) their processes have ended."""
+        self.left -= set(uids)
+        self._suspect(set(uids), now, reason, dead)
         return self._taken()
 
-    def _suspect(self, uids: set[int], now: float, reason: str = "") -> None:
-        proposal = self._proposal
-        known = set(self.generation.members) - self.left if proposal is None else proposal.members
-        new = uids & known - self.suspects - {self.uid}
-        if not new or self.stage == "outside":
+    def _suspect(self, uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
+        if self.stage == "outside":
+            return
+        if dead:
+            self.failed |= uids - {self.uid}
+            self._joiners -= uids
+            self.left -= uids  # its goodbye came before its failure was known
+        known = set(self.generation.members) if self._proposal is None else self._proposal.members
+        new = uids & known - self.suspects - self.left - {self.uid}
+        if not new:
             return
         self.suspects |= new
         if self.stage == "steady":
@@ -180,9 +153,16 @@ class Membership:
         self._go_outside(now, reason)
         return self._taken()
 
-    def installed(self, number: int, now: float) -> list[Event]:
-        """What belonged to the old generation is put away."""
-        if self._pending is None or self._pending.number != number:
+    def fail(self) -> None:
+        """This process ends: tell everybody, so that nobody has to find out."""
+        generation = self.belongs_to
+        for uid in generation.members:
+            if uid != self.uid:
+                self._say(uid, Suspect, generation.name, bitmap([self.uid], self.num_nodes), int(self.stopping))
+
+    def installed(self, generation: Generation, now: float) -> list[Event]:
+        """What belonged to the generation before is put away."""
+        if self._pending is None or self._pending.name != generation.name:
             return self._taken()
         self._installed = True
         if self.stage == "committing":
@@ -190,7 +170,7 @@ class Membership:
             self._proposal.ready.add(self.uid)
             self._check_ready(now)
         elif self.stage == "committed":
-            self._say(self.coordinator, Ready, number)
+            self._say(self.coordinator, Ready, generation.name)
         return self._taken()
 
     def tick(self, now: float, waiting_for: Iterable[int] = (), waiting_seconds: float = 0.0) -> list[Event]:
@@ -198,8 +178,14 @@ class Membership:
         if self._last_tick is not None and now - self._last_tick > self.limits.suspect_seconds / 2:
             self._forgive(now)  # this process did not run: that is nobody else's silence
         self._last_tick = now
+        self._rivals.expire(now)
+        if self._rivals and self.stage != "outside":
+            self._ping_all()  # somebody is in another generation: so are how many?
         if self.stage == "steady":
-            self._watch(waiting_for, waiting_seconds, now)
+            self._look_after(waiting_for, waiting_seconds, now)
+        elif self.stage == "suspecting" and self._yields_until:
+            if now >= self._yields_until:
+                self._turn(now)
         elif self.stage == "suspecting":
             self._ask(now)
         elif self.stage in ("preparing", "committing"):
@@ -207,9 +193,10 @@ class Membership:
         elif self.stage == "outside":
             self._knock(now)
         elif self.stage == "short":
-            for uid in range(self.num_nodes):  # whoever went on without this node says so
-                if uid != self.uid:
-                    self._say(uid, Ping)
+            if self.stopping:
+                self._turn(now)  # to close, any number is enough
+            else:
+                self._ping_all()  # whoever went on without this node says so
         elif now - self._heard > self.limits.suspect_seconds:
             self.suspects.add(self.coordinator)
             self._turn(now)
@@ -227,16 +214,22 @@ class Membership:
         joining = isinstance(message, Join) or (self.stage == "outside" and self.run == NO_RUN)
         if message.run != self.run and not joining:
             raise PeerFault("wrong_run", f"{type(message).__name__} of run {message.run.hex()}")
-        if not self._guest or isinstance(message, Prepare | Commit | Go | Evicted):
+        known = max(self.generation.name, self.promised)[0]
+        if message.generation > known + MAX_LEAP and not self.fresh:
+            raise PeerFault("wrong_generation", f"{message.generation} after {known}")
+        if not self._guest or isinstance(message, Prepare | Commit | Go | Current | Denied):
             getattr(self, f"_on_{type(message).__name__.lower()}")(message, now)
         return self._taken()
 
     def _on_ping(self, ping: Ping, now: float) -> None:  # noqa: ARG002
-        if not self._is_stranger(ping):
+        if ping.source in self.generation.members:
             self._say(ping.source, Pong)
+        else:
+            self._tell_current(ping)
 
     def _on_pong(self, pong: Pong, now: float) -> None:
-        self._pinged.pop(pong.source, None)
+        if _name(pong) == self.generation.name:  # who lives, but is in another generation, is missed in this one
+            self._watch.answered(pong.source)
         if self.stage == "suspecting" and pong.source == self.coordinator:
             self._heard = now
         elif self.stage == "short" and pong.source in self.suspects:
@@ -244,73 +237,104 @@ class Membership:
             self._turn(now)
 
     def _on_bye(self, bye: Bye, now: float) -> None:
-        if bye.source not in self.suspects:
+        if _name(bye) not in (self.generation.name, self.promised) or bye.source in self.failed:
+            return
+        if not self._over():
+            self._suspect({bye.source}, now, f"{self._describe(bye.source)} left before the last round", dead=True)
+        elif bye.source not in self.suspects:
             self.left.add(bye.source)
             if self.stage in ("suspecting", "promised", "committed") and self.coordinator == bye.source:
                 self._turn(now)
 
+    def _over(self) -> bool:
+        """Whether this node begins no further round, so that others of its generation may have finished."""
+        return self.stopping or self.position >= self.limits.rounds
+
     def _on_join(self, join: Join, now: float) -> None:
-        if self._admitted.get(join.source) == join.incarnation:
+        reason = self._refusal(join)
+        if reason:
+            self._say(join.source, Denied, None, join.digest, reason[:512])
+            raise PeerFault("wrong_config", reason)
+        if _name(join) != self.generation.name:
+            self._tell_current(join)
             return
-        if join.version != PROTOCOL_VERSION or join.digest != self._digest or join.num_nodes != self.num_nodes:
-            raise PeerFault("wrong_config", f"{self._describe(join.source)} asks to join with {join.digest}")
-        if self._joiners.get(join.source) == join.incarnation:
+        if join.source in self._joiners or self.stopping:
             return
-        self._joiners[join.source] = join.incarnation
+        self._joiners.add(join.source)
         self.left.discard(join.source)
+        self.failed.discard(join.source)
         if join.source in self.generation.members:  # its old process is gone
             self._suspect({join.source}, now, f"{self._describe(join.source)} was started again")
         if self.stage == "short":
             self._turn(now)
         self._admit(now)
 
+    def _refusal(self, join: Join) -> str:
+        who = self._describe(join.source)
+        if join.version != PROTOCOL_VERSION:
+            return f"{who} asks to join with protocol {join.version}, the run speaks {PROTOCOL_VERSION}"
+        if join.num_nodes != self.num_nodes:
+            return f"{who} asks to join with {join.num_nodes} nodes in its graph, the run has {self.num_nodes}"
+        if join.digest != self._digest:
+            return (
+                f"{who} asks to join with another config or graph (digest {join.digest}, the run has {self._digest})"
+            )
+        return ""
+
     def _on_suspect(self, suspect: Suspect, now: float) -> None:
-        if self._is_stranger(suspect):
+        if suspect.source not in self.generation.members:
+            self._tell_current(suspect)
             return
         uids = from_bitmap(suspect.uids, self.num_nodes)
         self._say(suspect.source, Pong)
+        self.stopping |= bool(suspect.stopping) and _name(suspect) == self.generation.name
+        failed = suspect.source in uids and _name(suspect) in (self.generation.name, self.promised)
+        if failed:
+            self._suspect({suspect.source}, now, f"{self._describe(suspect.source)} failed", dead=True)
         if self.stage in ("promised", "committed"):
             return  # whoever leads already hears for itself who answers
         if self._proposal is not None and suspect.source not in self._proposal.members:
             return
-        if suspect.generation == self.generation.number:
+        if _name(suspect) == self.generation.name and not failed:
             who = ", ".join(map(self._describe, sorted(uids)))
-            what = "failed" if suspect.source in uids else f"does not answer {self._describe(suspect.source)}"
-            self._suspect(uids, now, f"{who} {what}")
+            self._suspect(uids, now, f"{who} does not answer {self._describe(suspect.source)}")
             if self.stage == "steady":  # nobody of it is missed here, but it is over for whoever asks
                 self._break(f"{self._describe(suspect.source)} asks for another generation")
                 self._turn(now)
 
     def _on_prepare(self, prepare: Prepare, now: float) -> None:
-        number, members = prepare.generation, from_bitmap(prepare.members, self.num_nodes)
+        name, members = _name(prepare), from_bitmap(prepare.members, self.num_nodes)
         if self.uid not in members:
             return
-        if prepare.source not in members:
-            raise PeerFault("wrong_sender", f"generation {number} prepared by {prepare.source}")
-        again = number == self.promised and prepare.source == self.coordinator
-        if number < self.promised or (number == self.promised and not again):
-            if not self._is_stranger(prepare):
-                self._say(prepare.source, Promise, self.promised, self.position, int(self.fresh))
+        if prepare.source not in members or not self._is_of(prepare.source, name):
+            raise PeerFault("wrong_sender", f"generation {prepare.generation} prepared by {prepare.source}")
+        if self.steady and prepare.source not in self.generation.members:  # it was left behind, and does not know it
+            self._tell_current(prepare)
+            return
+        if name < self.promised or name[0] <= self.generation.number:
+            if name != self.generation.name:  # else a late copy
+                self._say_promise(prepare.source)
             return
         if self.stage == "steady":
-            self._break(f"{self._describe(prepare.source)} prepares generation {number}")
-        if not again:
+            self._break(f"{self._describe(prepare.source)} prepares generation {prepare.generation}")
+        if name > self.promised or self.stage not in ("promised", "committed"):
             self.run = prepare.run
-            self.promised, self.coordinator, self.stage = number, prepare.source, "promised"
+            self.promised, self.coordinator, self.stage = name, prepare.source, "promised"
             self.suspects -= members
             self._proposal, self._pending, self._installed = None, None, False
+            self._yields_until = 0.0
         self._heard = now
         self._follow()
 
     def _on_promise(self, promise: Promise, now: float) -> None:
-        self._seen = max(self._seen, promise.generation)
         proposal = self._proposal
+        if proposal is None or _name(promise) != proposal.name:  # it promised somebody else
+            self._seen = max(self._seen, _name(promise))
         if proposal is None or promise.source not in proposal.members:
-            self._is_stranger(promise)
             return
         proposal.heard[promise.source] = now
-        if self.stage == "preparing" and promise.generation == proposal.number:
-            proposal.promises[promise.source] = (promise.position, bool(promise.fresh))
+        if self.stage == "preparing" and _name(promise) == proposal.name:
+            proposal.promises[promise.source] = promise
             self._check_promises(now)
 
     def _on_commit(self, commit: Commit, now: float) -> None:
@@ -320,50 +344,76 @@ class Membership:
         if self.stage == "promised":
             members = tuple(sorted(from_bitmap(commit.members, self.num_nodes)))
             fresh = frozenset(from_bitmap(commit.fresh, self.num_nodes))
-            self._pending = Generation(commit.generation, members, commit.first_round, fresh)
+            self._pending = Generation(
+                commit.generation, members, commit.first_round, fresh, commit.origin, bool(commit.stopping)
+            )
             self.stage = "committed"
             self._events.append(Install(self._pending))
         self._follow()
 
     def _on_ready(self, ready: Ready, now: float) -> None:
         proposal = self._proposal
-        if proposal is not None and ready.generation == proposal.number and ready.source in proposal.members:
+        if proposal is not None and _name(ready) == proposal.name and ready.source in proposal.members:
             proposal.heard[ready.source] = now
             if self.stage == "committing":
                 proposal.ready.add(ready.source)
                 self._check_ready(now)
-        elif self.stage == "steady" and ready.generation == self.generation.number:
-            self._say(ready.source, Go, ready.generation)
-        else:
-            self._is_stranger(ready)
+        elif self.stage == "steady" and _name(ready) == self.generation.name:
+            self._say(ready.source, Go)
 
     def _on_go(self, go: Go, now: float) -> None:
         if self._follows(go) and self.stage == "committed" and self._installed:
             self._enter(now)
 
-    def _on_evicted(self, evicted: Evicted, now: float) -> None:
-        following = self.stage in ("promised", "committed") and evicted.generation < self.promised
-        if evicted.generation > self.generation.number and not following and self.stage != "outside":
-            self._go_outside(now, f"the others went on without this node, in generation {evicted.generation}")
+    def _on_current(self, current: Current, now: float) -> None:
+        name, members = _name(current), from_bitmap(current.members, self.num_nodes)
+        if current.source not in members:
+            raise PeerFault("wrong_sender", f"{current.source} is not of its own generation {current.generation}")
+        if self._guest:
+            known = self._current.get(current.source, FIRST)
+            self._current[current.source] = name
+            if self.stage == "outside" and known != name and now + JOIN_EVERY_SECONDS >= self._next_join:
+                self._ask_in(current.source)
+            return
+        own = self.generation.name
+        about = (current.about_generation, current.about_origin)
+        if about not in (own, self.promised) or self.uid in members or self.stage in ("promised", "committed"):
+            return
+        self._seen = max(self._seen, name)
+        outvoted = current.steady and self._rivals.heard(name, current.source, now, own)
+        if outvoted or (self.stage == "short" and name > own):
+            self._go_outside(now, f"the others went on without this node, in generation {current.generation}")
+
+    def _on_denied(self, denied: Denied, now: float) -> None:  # noqa: ARG002
+        if self.stage == "outside" and denied.digest == self._digest:
+            self._events.append(Refused(f"refused by {self._describe(denied.source)}: {denied.reason}"))
+
+    @staticmethod
+    def _is_of(proposer: int, name: Name) -> bool:
+        return proposer_of(name[1]) == proposer
 
     def _follows(self, message: Message) -> bool:
         """Whether this comes from the one that this node promised to follow, about what it promised."""
         following = self.stage in ("promised", "committed")
-        return following and message.generation == self.promised and message.source == self.coordinator
+        return following and _name(message) == self.promised and message.source == self.coordinator
 
-    def _is_stranger(self, message: Message) -> bool:
-        """Whether somebody speaks who is not of the last generation in force; one that was left behind is told so."""
-        inside = message.source in self.generation.members
-        if not inside and message.generation <= self.generation.number:
-            self._say(message.source, Evicted)
-        return not inside
+    def _tell_current(self, message: Message) -> None:
+        """To somebody of no, or of another generation: which one this node is in, unless it is about to close."""
+        if not self.stopping and not self.generation.stopping:
+            members = bitmap(self.generation.members, self.num_nodes)
+            self._say(message.source, Current, None, members, int(self.steady), message.generation, message.origin)
 
     # -- stages -----------------------------------------------------------------------------------------------
 
     def _break(self, reason: str) -> None:
         self.stage, self.reason = "suspecting", reason
-        self._pinged.clear()
+        self._yields_until = 0.0
+        self._watch.clear()
         self._events.append(Broken(reason))
+
+    def _inside(self) -> set[int]:
+        """Members of the generation that are still counted on."""
+        return set(self.generation.members) - self.suspects - self.failed - self.left
 
     def _turn(self, now: float) -> None:
         """Whoever led, if anybody, is out: the lowest uid of those left leads."""
@@ -371,7 +421,8 @@ class Membership:
             self._go_outside(now, f"{self._describe(self.coordinator)} did not let this node in")
             return
         self.stage, self._proposal, self._pending, self._installed = "suspecting", None, None, False
-        first = min(set(self.generation.members) - self.suspects - self.left | {self.uid})
+        self._yields_until = 0.0
+        first = min(self._inside() | {self.uid})
         if first == self.uid:
             self._propose(now)
         else:
@@ -384,47 +435,54 @@ class Membership:
             self.suspects.add(self.coordinator)
             self._turn(now)
         else:
-            self._say(self.coordinator, Suspect, None, bitmap(self.suspects, self.num_nodes))
+            missed = (self.suspects | self.failed) - {self.uid}
+            self._say(self.coordinator, Suspect, None, bitmap(missed, self.num_nodes), int(self.stopping))
 
     def _admit(self, now: float) -> None:
         """Let in whoever asked, where that is this node's to do and nothing else is under way."""
-        inside = set(self.generation.members) - self.suspects - self.left
-        if self.stage == "steady" and self._joiners.keys() - inside and self.uid == min(inside):
+        if self.stage == "steady" and self._joiners and self.uid == min(self._inside() | {self.uid}):
             names = ", ".join(map(self._describe, sorted(self._joiners)))
             self._break(f"{names} asked to join")
             self._propose(now)
 
     def _propose(self, now: float) -> None:
-        members = frozenset(set(self.generation.members) - self.suspects - self.left | self._joiners.keys())
-        if len(members) + len(self.left) < self.limits.min_nodes:
-            gone = ", ".join(map(self._describe, sorted(self.suspects)))
-            self.stage = "short"
-            self.reason = (
-                f"{gone} does not answer, and a generation needs {self.limits.min_nodes} of {self.num_nodes} nodes "
-                f"(node.min_nodes)"
-            )
+        joiners = set() if self.stopping else self._joiners
+        members = frozenset(self._inside() | joiners | {self.uid})
+        if len(members | self.left) < self.limits.min_nodes and not self.stopping:
+            self._fall_short()
             return
-        number = max(self.generation.number, self.promised, self._seen) + 1
-        self.promised, self.coordinator, self.stage = number, self.uid, "preparing"
-        self._proposal = _Proposal(number, members, dict.fromkeys(members, now))
-        self._proposal.promises[self.uid] = (self.position, self.fresh)
+        number = max(self.generation.number, self.promised[0], self._seen[0]) + 1
+        name = self.promised = self._new_name(number)
+        self.coordinator, self.stage = self.uid, "preparing"
+        self._proposal = Proposal(name, members, dict.fromkeys(members - {self.uid}, now))
+        self._proposal.promises[self.uid] = self._promise()
         self._check_promises(now)
         self._say_stage()
+
+    def _new_name(self, number: int) -> Name:
+        return number, new_origin(self.uid)
+
+    def _fall_short(self) -> None:
+        gone = ", ".join(map(self._describe, sorted((self.suspects | self.failed) - self._joiners)))
+        self.stage, self._proposal = "short", None
+        self.reason = (
+            f"{gone or 'who left'} does not answer, and a generation needs {self.limits.min_nodes} of {self.num_nodes} "
+            f"nodes (node.min_nodes)"
+        )
 
     def _lead(self, now: float) -> None:
         """At every tick of a proposal: leave out who is silent, else say the stage again."""
         proposal = self._proposal
         assert proposal is not None
-        silent = {
-            uid for uid, heard in proposal.heard.items()
-            if uid != self.uid and now - heard > self.limits.suspect_seconds
-        } - self.left
-        if self.stage == "committing" and now - proposal.committed_at > self.limits.ready_seconds:
-            silent |= proposal.members - proposal.ready - {self.uid}
-        if silent or proposal.members & self.left or self._seen > proposal.number:
+        silent = proposal.silent(now, self.limits, self.stage == "committing") - self.left - {self.uid}
+        outbid = self._seen[0] >= proposal.name[0]
+        if outbid and proposer_of(self._seen[1]) < self.uid:
+            # Two lead that do not hear each other: did both bid higher at once, neither would ever come through.
+            self.stage, self._proposal, self._pending, self._installed = "suspecting", None, None, False
+            self._yields_until = now + self.limits.suspect_seconds
+        elif silent or outbid or proposal.members & self.left:
             self.suspects |= silent
-            for uid in silent:
-                self._joiners.pop(uid, None)
+            self._joiners -= silent
             self._turn(now)
         else:
             self._say_stage()
@@ -433,34 +491,42 @@ class Membership:
         proposal = self._proposal
         if proposal is None:
             return
-        members = bitmap(proposal.members, self.num_nodes)
+        members, pending = bitmap(proposal.members, self.num_nodes), self._pending
         for uid in sorted(proposal.members - {self.uid}):
             if self.stage == "preparing":
-                self._say(uid, Prepare, proposal.number, members)
-            elif self._pending is not None:
-                fresh = bitmap(self._pending.fresh, self.num_nodes)
-                self._say(uid, Commit, proposal.number, members, fresh, self._pending.first_round)
+                self._say(uid, Prepare, proposal.name, members)
+            elif pending is not None:
+                fresh = bitmap(pending.fresh, self.num_nodes)
+                self._say(uid, Commit, proposal.name, members, fresh, pending.first_round, int(pending.stopping))
 
     def _check_promises(self, now: float) -> None:
         proposal = self._proposal
-        if proposal is None or self.stage != "preparing" or proposal.promises.keys() != proposal.members:
+        if proposal is None or self.stage != "preparing" or not proposal.promised_by_all():
             return
-        fresh = frozenset(uid for uid, (_, fresh) in proposal.promises.items() if fresh)
-        ahead = [position for uid, (position, _) in proposal.promises.items() if uid not in fresh]
-        if not ahead:
+        generation = proposal.outcome()
+        if generation is None:
             self._go_outside(now, "no node that is left has a model")
             return
-        self._pending = Generation(proposal.number, tuple(sorted(proposal.members)), max(ahead), fresh)
-        self._installed, self.stage, proposal.committed_at = False, "committing", now
+        if not self._enough(generation):
+            self._fall_short()
+            return
+        self._pending, self._installed, self.stage, proposal.committed_at = generation, False, "committing", now
         self._say_stage()
-        self._events.append(Install(self._pending))
+        self._events.append(Install(generation))
+
+    def _enough(self, generation: Generation) -> bool:
+        """Whether a generation may come into force: rounds need `min_nodes` that are there (wire/generation.py, 2)."""
+        counted = set(generation.members)
+        if generation.first_round >= self.limits.rounds:
+            counted |= self.left
+        return generation.stopping or len(counted) >= self.limits.min_nodes
 
     def _check_ready(self, now: float) -> None:
         proposal = self._proposal
         if proposal is None or self.stage != "committing" or proposal.ready != proposal.members:
             return
         for uid in sorted(proposal.members - {self.uid}):
-            self._say(uid, Go, proposal.number)
+            self._say(uid, Go, proposal.name)
         self._enter(now)
 
     def _follow(self) -> None:
@@ -468,31 +534,44 @@ class Membership:
         if self.stage == "committed" and self._installed:
             self._say(self.coordinator, Ready, self.promised)
         elif self.stage in ("promised", "committed"):
-            self._say(self.coordinator, Promise, self.promised, self.position, int(self.fresh))
+            self._say_promise(self.coordinator)
+
+    def _promise(self) -> Promise:
+        number, origin = self.promised
+        return Promise(
+            self.run, number, self.uid, self.position, int(self.fresh), int(self.stopping), origin=origin
+        )
+
+    def _say_promise(self, to: int) -> None:
+        self.outbox.append((to, self._promise()))
 
     def _enter(self, now: float) -> None:
         assert self._pending is not None
         self.generation, self._pending, self._proposal = self._pending, None, None
-        self.stage, self._installed, self.position = "steady", False, self.generation.first_round
+        generation, members = self.generation, set(self.generation.members)
+        self.stage, self._installed, self.position = "steady", False, generation.first_round
         self._guest = False
-        for uid in self._joiners.keys() & set(self.generation.members):
-            self._admitted[uid] = self._joiners.pop(uid)
-        self.left -= set(self.generation.members)
+        self.stopping |= generation.stopping
+        self._joiners.clear()
+        self._rivals.clear()
+        self._watch.clear()
         self.suspects.clear()
-        self._pinged.clear()
-        self._events.append(Going(self.generation))
-        self._admit(now)
+        self.left -= members
+        self.failed -= generation.fresh
+        self._events.append(Going(generation))
+        dead = self.failed & members
+        if dead:  # it failed after it had got ready
+            self._suspect(dead, now, f"{', '.join(map(self._describe, sorted(dead)))} failed")
 
     def _go_outside(self, now: float, reason: str) -> None:
         if self.stage == "steady":
             self._events.append(Broken(reason))
         self.stage, self._proposal, self._pending, self._installed = "outside", None, None, False
-        self._guest, self.reason = True, reason
-        self.fresh, self._incarnation = True, os.urandom(8)
+        self._guest, self.fresh, self.reason = True, True, reason
         self._next_join = now + self.limits.suspect_seconds * ((1 << min(self._outside_before, 6)) - 1)
         self._outside_before += 1
-        self.suspects.clear()
-        self._joiners.clear()
+        for names in (self.suspects, self.failed, self._joiners, self._rivals, self._current):
+            names.clear()
         self._events.append(Outside(reason))
 
     def _knock(self, now: float) -> None:
@@ -501,31 +580,41 @@ class Membership:
         self._next_join = now + JOIN_EVERY_SECONDS
         for uid in range(self.num_nodes):
             if uid != self.uid:
-                self._say(uid, Join, None, PROTOCOL_VERSION, self._digest, self.num_nodes, self._incarnation)
+                self._ask_in(uid)
 
-    def _watch(self, waiting_for: Iterable[int], waiting_seconds: float, now: float) -> None:
+    def _ask_in(self, uid: int) -> None:
+        name = self._current.get(uid, FIRST)
+        self._say(uid, Join, name, PROTOCOL_VERSION, self._digest, self.num_nodes)
+
+    def _look_after(self, waiting_for: Iterable[int], waiting_seconds: float, now: float) -> None:
         """Ask those that the training waits for whether they live."""
-        watched = set(waiting_for) & set(self.generation.members) if waiting_seconds >= PING_AFTER_SECONDS else set()
-        self._pinged = {uid: since for uid, since in self._pinged.items() if uid in watched}
-        silent = [uid for uid, since in self._pinged.items() if now - since > self.limits.suspect_seconds]
+        watched = set(waiting_for) & set(self.generation.members)
+        asked, silent = self._watch.ask(watched, waiting_seconds, now)
         if silent:
-            self._events += self.suspect(silent, now)
-            return
-        for uid in sorted(watched):
-            self._pinged.setdefault(uid, now)
+            self.left -= set(silent)
+            self._suspect(set(silent), now)
+        for uid in asked:
             self._say(uid, Ping)
+
+    def _ping_all(self) -> None:
+        for uid in range(self.num_nodes):
+            if uid != self.uid:
+                self._say(uid, Ping)
 
     def _forgive(self, now: float) -> None:
         self._heard = now
-        self._pinged.clear()
+        self._watch.clear()
         if self._proposal is not None:
-            self._proposal.heard = dict.fromkeys(self._proposal.heard, now)
-            self._proposal.committed_at = now
+            self._proposal.forgive(now)
 
-    def _say(self, to: int, kind: type[Message], number: int | None = None, *values: object) -> None:
-        number = self.generation.number if number is None else number
-        self.outbox.append((to, kind(self.run, number, self.uid, *values)))
+    def _say(self, to: int, kind: type[Message], name: Name | None = None, *values: object) -> None:
+        number, origin = self.generation.name if name is None else name
+        self.outbox.append((to, kind(self.run, number, self.uid, *values, origin=origin)))
 
     def _taken(self) -> list[Event]:
         events, self._events = self._events, []
         return events
+
+
+def _name(message: Message) -> Name:
+    return message.generation, message.origin

@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """Run id of a node that has not been told one yet."""
+ORIGIN_BYTES = 12
+NO_ORIGIN = bytes(ORIGIN_BYTES)
+"""Origin of the generation that a run starts with."""
 
 MAX_NODES = 1 << 20
+MAX_GENERATION = 1 << 32
 MAX_ROUND = 1 << 40
 MAX_TEXT = 512
 MAX_SCALARS = 64
@@ -47,8 +51,12 @@ class Message:
 
     TYPE: ClassVar[int]
     run: bytes = blob(RUN_ID_BYTES, exact=True)
-    generation: int = number(1 << 32)
+    generation: int = number(MAX_GENERATION)
     source: int = number(MAX_NODES)
+    origin: bytes = field(
+        default=NO_ORIGIN, kw_only=True, metadata={"blob": ORIGIN_BYTES, "exact": True}
+    )
+    """Of the generation, beside its number: who proposed it, and random bytes (wire/generation.py)."""
 
 
 @dataclass(frozen=True)
@@ -253,22 +261,26 @@ class Bye(Message):
 
 @dataclass(frozen=True)
 class Join(Message):
-    """To everybody, from outside: let me into the run's next generation. Else as Hello."""
+    """To everybody, from outside: let me into the run's next generation. Else as Hello.
+
+    The generation that it names is the one that the receiver last said to be in (`Current`): a late copy of a Join
+    names one that is over, and is not taken for another restart.
+    """
 
     TYPE: ClassVar[int] = 22
     version: int = number(1 << 16)
     digest: str = text(64)
     num_nodes: int = number(MAX_NODES)
-    incarnation: bytes = blob(8, exact=True)
-    """Drawn anew whenever a node comes from outside, so that a late copy is not taken for another restart."""
 
 
 @dataclass(frozen=True)
 class Suspect(Message):
-    """To whoever leads the next generation: these members (a bitmap) do not answer. From one of them: I failed."""
+    """To whoever leads the next generation: these members (a bitmap) do not answer. From one of them: I failed.
+    stopping: the sender was asked to stop."""
 
     TYPE: ClassVar[int] = 23
     uids: bytes = blob(MAX_NODES // 8)
+    stopping: int = number(2)
 
 
 @dataclass(frozen=True)
@@ -281,21 +293,25 @@ class Prepare(Message):
 
 @dataclass(frozen=True)
 class Promise(Message):
-    """Answer to Prepare: no round from `position` on begins here. fresh: this node has no model yet."""
+    """Answer to Prepare: no round from `position` on begins here. fresh: this node has no model yet. stopping: it was
+    asked to stop."""
 
     TYPE: ClassVar[int] = 25
     position: int = number(MAX_ROUND)
     fresh: int = number(2)
+    stopping: int = number(2)
 
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """Everybody promised: this is the generation; those in `fresh` (a bitmap) get a model first."""
+    """Everybody promised: this is the generation; those in `fresh` (a bitmap) get a model first. stopping: no round
+    begins in it."""
 
     TYPE: ClassVar[int] = 26
     members: bytes = blob(MAX_NODES // 8)
     fresh: bytes = blob(MAX_NODES // 8)
     first_round: int = number(MAX_ROUND)
+    stopping: int = number(2)
 
 
 @dataclass(frozen=True)
@@ -325,10 +341,24 @@ class Pong(Message):
 
 
 @dataclass(frozen=True)
-class Evicted(Message):
-    """To somebody who is not, or no more, of the generation in force, which this message names."""
+class Current(Message):
+    """To somebody who is not of the sender's generation, which this message names: I am in that one, with these members
+    (a bitmap). steady: it is in force, as far as the sender knows. about: what the message that this answers named."""
 
     TYPE: ClassVar[int] = 31
+    members: bytes = blob(MAX_NODES // 8)
+    steady: int = number(2)
+    about_generation: int = number(MAX_GENERATION)
+    about_origin: bytes = blob(ORIGIN_BYTES, exact=True)
+
+
+@dataclass(frozen=True)
+class Denied(Message):
+    """Answer to Join: you can never be part of this run, because of `reason`. `digest` echoes that of the Join."""
+
+    TYPE: ClassVar[int] = 32
+    digest: str = text(64)
+    reason: str = text()
 
 
 MESSAGES: dict[int, type[Message]] = {
@@ -364,10 +394,11 @@ MESSAGES: dict[int, type[Message]] = {
         Go,
         Ping,
         Pong,
-        Evicted,
+        Current,
+        Denied,
     )
 }
-MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Evicted)
+MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)
 """How nodes agree on a generation (wire/membership.py); `generation` is the one that is spoken of."""
 UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, *MEMBERSHIP)
 """Said again until answered, or meaningless later: these do not stand in the stream of an edge."""

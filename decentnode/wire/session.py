@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
+from decentnode.wire.generation import FIRST, Name
 from decentnode.wire.messages import (
     NO_RUN,
     PROTOCOL_VERSION,
@@ -141,7 +142,7 @@ class Session:
         self.num_nodes = num_nodes
         self.digest = digest
         self.run = run or NO_RUN
-        self.generation = 0
+        self.generation, self.origin = FIRST
         self.members: tuple[int, ...] = tuple(range(num_nodes))
         """Of the generation, ascending."""
         self.tree = Tree.among(uid, self.members)
@@ -161,9 +162,10 @@ class Session:
         self._waiting_children: set[int] = set()
         self._present_sent: set[int] = set()
 
-    def adopt(self, run: bytes, generation: int, members: tuple[int, ...]) -> None:
+    def adopt(self, run: bytes, name: Name, members: tuple[int, ...]) -> None:
         """Go on as a member of another generation: what was said in the one before counts no more, but a stop."""
-        self.run, self.generation, self.members = run, generation, members
+        self.run, self.members = run, members
+        self.generation, self.origin = name
         self.tree, self.state, self._welcomed = Tree.among(self.uid, members), "running", True
         self.outbox.clear()
         self.departed.clear()
@@ -172,10 +174,15 @@ class Session:
         if self.stop_asked:
             self._flood(Stop)
 
+    @property
+    def name(self) -> Name:
+        """Of the generation."""
+        return self.generation, self.origin
+
     # -- outgoing ---------------------------------------------------------------------------------------------
 
     def send(self, to: int, kind: type[Message], *values: object) -> None:
-        self.outbox.append((to, kind(self.run, self.generation, self.uid, *values)))
+        self.outbox.append((to, kind(self.run, self.generation, self.uid, *values, origin=self.origin)))
 
     def tick(self, now: float) -> list[Event]:
         """Called a few times per second while joining; `now` is any monotonic clock."""
@@ -261,8 +268,9 @@ class Session:
             raise PeerFault("unknown_uid", str(message.source))
         if message.run != self.run or self.run == NO_RUN:
             raise PeerFault("wrong_run", f"{type(message).__name__} of run {message.run.hex()}")
-        if message.generation != self.generation:
-            reason = "stale_generation" if message.generation < self.generation else "wrong_generation"
+        if message.generation != self.generation or message.origin != self.origin:
+            stale = (message.generation, message.origin) < (self.generation, self.origin)
+            reason = "stale_generation" if stale else "wrong_generation"
             raise PeerFault(reason, f"{type(message).__name__} of generation {message.generation}")
 
     def _on_hello(self, hello: Hello) -> list[Event]:

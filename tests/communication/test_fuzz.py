@@ -14,7 +14,7 @@ from decentnode.communication.status import Status
 from decentnode.errors import PeerFault
 from decentnode.payload import TensorSpec
 from decentnode.wire import codec
-from decentnode.wire.messages import FIELDS, MESSAGES, Chunk, Message
+from decentnode.wire.messages import FIELDS, MESSAGES, NO_ORIGIN, Chunk, Message
 from decentnode.wire.session import Session
 from tests.conftest import scale
 
@@ -35,10 +35,10 @@ def draw_field(limits: Any, draw: random.Random) -> object:
 
 def draw_message(draw: random.Random) -> Message:
     kind = draw.choice(list(MESSAGES.values()))
-    values = [draw_field(each.metadata, draw) for each in FIELDS[kind]]
+    values = {each.name: draw_field(each.metadata, draw) for each in FIELDS[kind]}
     if draw.random() < 0.9:  # mostly of this run and generation, from a node that exists
-        values[:3] = [RUN, 0, draw.randrange(8)]
-    return kind(*values)
+        values |= {"run": RUN, "generation": 0, "source": draw.randrange(8), "origin": NO_ORIGIN}
+    return kind(**values)
 
 
 @pytest.mark.parametrize("uid", [0, 1, 6])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
 from decentnode.wire import codec
-from decentnode.wire.messages import FIELDS, MESSAGES, Ack, Chunk, Message, Stop, Welcome
+from decentnode.wire.messages import FIELDS, MESSAGES, Ack, Chunk, Message, Report, Stop, Welcome
 from tests.conftest import scale
 
 
@@ -41,17 +41,19 @@ def test_round_trip(message: Message) -> None:
 
 
 GOLDEN = [
-    (Welcome(b"12345678", 0, 3), "96cc dc 05 02 c4083132333435363738 00 03"),
-    (Stop(b"12345678", 2, 300), "96cc dc 05 0c c4083132333435363738 02 cd012c"),
+    (Welcome(b"12345678", 0, 3), f"97cc dc 06 02 c4083132333435363738 00 03 c40c{'00' * 12}"),
+    (Stop(b"12345678", 2, 300, origin=b"who and then"),
+     "97cc dc 06 0c c4083132333435363738 02 cd012c c40c77686f20616e64207468656e"),
     (Chunk(b"12345678", 1, 5, 7, 0, 0, 2, 300000, {"k": 2}),
-     "9ccc dc 05 08 c4083132333435363738 01 05 07 00 00 02 ce000493e0 81a16b02"),
-    (Ack(b"12345678", 0, 4, 1, 17, b"\x05", 0, 3), "9bcc dc 05 11 c4083132333435363738 00 04 01 11 c40105 00 03"),
+     f"9dcc dc 06 08 c4083132333435363738 01 05 c40c{'00' * 12} 07 00 00 02 ce000493e0 81a16b02"),
+    (Ack(b"12345678", 0, 4, 1, 17, b"\x05", 0, 3),
+     f"9ccc dc 06 11 c4083132333435363738 00 04 c40c{'00' * 12} 01 11 c40105 00 03"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "golden"), GOLDEN)
 def test_golden_bytes(message: Message, golden: str) -> None:
-    """The header of protocol version 4: a change here needs a new version."""
+    """The header of protocol version 6: a change here needs a new version."""
     assert codec.encode(message) == bytes.fromhex(golden.replace(" ", ""))
 
 
@@ -83,22 +85,31 @@ def test_mutated_headers_are_messages_or_faults() -> None:
             continue
 
 
+RUN, ORIGIN = b"12345678", bytes(12)
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        {1: 2}, [], [220], [220, 2], [True, 1, 2], [220, True, 2, b"12345678", 0, 3],
-        [220, 2, 2, b"1234567", 0, 3], [220, 2, 2, b"12345678", True, 3], [220, 2, 2, b"12345678", -1, 3],
-        [220, 2, 2, b"12345678", 0, 1 << 40], [220, 2, 2, "12345678", 0, 3], [220, 2, 2, b"12345678", 0, 3, 4],
-        [220, 2, 2, b"12345678", 0.0, 3], [220, 2, 99, b"12345678", 0, 3], [220, 9, 2, b"12345678", 0, 3],
-        [220, 2, 15, b"12345678", 0, 3, 1, {"k": [1]}], [220, 2, 15, b"12345678", 0, 3, 1, {"k": True}],
-        [220, 2, 15, b"12345678", 0, 3, 1, {str(i): i for i in range(65)}],
-        [220, 2, 15, b"12345678", 0, 3, 1, {"k": "x" * 300}], msgpack.ExtType(1, b"x"),
-        [220, 2, 2, b"12345678", 0, [[[[[[]]]]]]],
+        {1: 2}, [], [220], [220, 6], [True, 6, 2, RUN, 0, 3, ORIGIN], [220, True, 2, RUN, 0, 3, ORIGIN],
+        [220, 6, 2, RUN[1:], 0, 3, ORIGIN], [220, 6, 2, RUN, True, 3, ORIGIN], [220, 6, 2, RUN, -1, 3, ORIGIN],
+        [220, 6, 2, RUN, 0, 1 << 40, ORIGIN], [220, 6, 2, "12345678", 0, 3, ORIGIN], [220, 6, 2, RUN, 0, 3, ORIGIN, 4],
+        [220, 6, 2, RUN, 0, 3], [220, 6, 2, RUN, 0, 3, ORIGIN[1:]], [220, 6, 2, RUN, 0, 3, 0],
+        [220, 6, 2, RUN, 0.0, 3, ORIGIN], [220, 6, 99, RUN, 0, 3, ORIGIN], [220, 9, 2, RUN, 0, 3, ORIGIN],
+        [220, 6, 15, RUN, 0, 3, ORIGIN, 1, {"k": [1]}], [220, 6, 15, RUN, 0, 3, ORIGIN, 1, {"k": True}],
+        [220, 6, 15, RUN, 0, 3, ORIGIN, 1, {str(i): i for i in range(65)}],
+        [220, 6, 15, RUN, 0, 3, ORIGIN, 1, {"k": "x" * 300}], msgpack.ExtType(1, b"x"),
+        [220, 6, 2, RUN, 0, [[[[[[]]]]]], ORIGIN],
     ],
 )  # fmt: skip
 def test_wrong_values_are_faults(value: object) -> None:
     with pytest.raises(PeerFault):
         codec.decode(msgpack.packb(value))
+
+
+def test_the_wrong_values_are_wrong_in_one_place() -> None:
+    assert codec.decode(msgpack.packb([220, 6, 2, RUN, 0, 3, ORIGIN])) == Welcome(RUN, 0, 3)
+    assert codec.decode(msgpack.packb([220, 6, 15, RUN, 0, 3, ORIGIN, 1, {"k": 1}])) == Report(RUN, 0, 3, 1, {"k": 1})
 
 
 def test_huge_counts_allocate_nothing() -> None:

@@ -8,16 +8,17 @@ from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
 from decentnode.wire.doorbell import MAGIC, Doorbells
+from decentnode.wire.generation import FIRST, Name, new_origin
 from decentnode.wire.messages import MAX_NODES, MAX_ROUND, PROTOCOL_VERSION, Slot
 
 RUN = b"run 1234"
 
 
-def ends(uid: int = 3, run: bytes = RUN, generation: int = 0) -> Doorbells:
+def ends(uid: int = 3, run: bytes = RUN, generation: Name = FIRST) -> Doorbells:
     def refuse(slot: Slot) -> None:
         if slot.run != RUN:
             raise PeerFault("wrong_run", slot.run.hex())
-        if slot.generation:
+        if (slot.generation, slot.origin) != FIRST:
             raise PeerFault("wrong_generation", str(slot.generation))
 
     return Doorbells(uid, run, generation, refuse)
@@ -63,7 +64,8 @@ def test_a_damaged_doorbell_is_a_fault_or_another_doorbell(data: st.DataObject) 
 
 @pytest.mark.parametrize(
     ("other", "reason"),
-    [(ends(run=b"run 9999"), "wrong_run"), (ends(generation=1), "wrong_generation")],
+    [(ends(run=b"run 9999"), "wrong_run"), (ends(generation=(1, FIRST[1])), "wrong_generation"),
+     (ends(generation=(0, new_origin(1))), "wrong_generation")],
 )
 def test_another_run_or_generation_is_refused_by_name(other: Doorbells, reason: str) -> None:
     with pytest.raises(PeerFault) as caught:
@@ -102,6 +104,7 @@ def test_scalars_that_are_none_are_refused(named: dict[str, object]) -> None:
 def test_golden_bytes() -> None:
     made = ends(2).make(300, 1, 1, 5, (90_000).to_bytes(8, "little"), {"k": 2})
     assert made.hex(" ") == (
-        "db 05 00 00 72 75 6e 20 31 32 33 34 00 00 00 00 02 00 00 00 2c 01 00 00 00 00 00 00 05 00 00 00 00 00 00 00 "
+        "db 06 00 00 72 75 6e 20 31 32 33 34 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 "
+        "02 00 00 00 2c 01 00 00 00 00 00 00 05 00 00 00 00 00 00 00 "
         "01 00 04 00 01 01 90 5f 01 00 00 00 00 00 81 a1 6b 02"
     )

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
-import random
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
-from decentnode.wire import codec
-from decentnode.wire.membership import Broken, Generation, Going, Install, Limits, Membership, Outside
+from decentnode.wire.codec import bitmap
+from decentnode.wire.generation import Install, Refused
+from decentnode.wire.membership import Membership
 from decentnode.wire.messages import (
     FIELDS,
     MEMBERSHIP,
@@ -22,6 +19,7 @@ from decentnode.wire.messages import (
     PROTOCOL_VERSION,
     Bye,
     Commit,
+    Denied,
     Go,
     Join,
     Message,
@@ -33,127 +31,7 @@ from decentnode.wire.messages import (
 )
 from tests.conftest import scale
 from tests.wire.test_codec import field_values
-
-RUN = b"theirrun"
-TICK, SUSPECT = 0.25, 2.0
-
-
-@dataclass
-class Process:
-    """A membership, and an owner that turns rounds while it may."""
-
-    membership: Membership
-    frozen: bool = False
-    inbox: list[Message] = field(default_factory=list)
-    """What came while it was frozen."""
-    going: list[Generation] = field(default_factory=list)
-    broken: int = 0
-
-
-class World:
-    """Processes and a network with a virtual clock."""
-
-    def __init__(self, num_nodes: int, *, seed: int = 0, loss: float = 0.0, min_nodes: int | None = None) -> None:
-        self.num_nodes, self.loss, self.random = num_nodes, loss, random.Random(seed)
-        self.limits = Limits(SUSPECT, 20.0, num_nodes // 2 + 1 if min_nodes is None else min_nodes)
-        self.now = 100.0
-        self.processes = {uid: Process(self.make(uid, RUN)) for uid in range(num_nodes)}
-        self.cut: set[frozenset[int]] = set()
-        self.said: list[Message] = []
-        self._queue: list[tuple[float, int, int, Message]] = []
-        self._order = itertools.count()
-        self.agreed: dict[int, Generation] = {}
-        self.installed: set[tuple[int, int]] = set()
-        """(uid, generation) of all times."""
-        self.unique = True
-
-    def make(self, uid: int, run: bytes) -> Membership:
-        return Membership(uid, self.num_nodes, self.limits, digest="d", run=run)
-
-    # -- faults -----------------------------------------------------------------------------------------------
-
-    def kill(self, uid: int) -> None:
-        self.processes.pop(uid, None)
-
-    def restart(self, uid: int) -> None:
-        process = self.processes[uid] = Process(self.make(uid, NO_RUN))
-        self._handle(uid, process.membership.leave(self.now, "started again"))
-
-    def freeze(self, uid: int) -> None:
-        if uid in self.processes:
-            self.processes[uid].frozen = True
-
-    def thaw(self, uid: int) -> None:
-        process = self.processes.get(uid)
-        if process is not None and process.frozen:
-            process.frozen = False
-            for message in process.inbox:
-                self._take(uid, message)
-            process.inbox.clear()
-
-    # -- time -------------------------------------------------------------------------------------------------
-
-    def run(self, seconds: float) -> None:
-        end = self.now + seconds
-        while self.now < end:
-            self.now += TICK
-            while self._queue and self._queue[0][0] <= self.now:
-                _, _, to, message = heapq.heappop(self._queue)
-                process = self.processes.get(to)
-                if process is None:
-                    continue
-                if process.frozen:
-                    process.inbox.append(message)
-                else:
-                    self._take(to, message)
-            for uid, process in sorted(self.processes.items()):
-                if process.frozen:
-                    continue
-                membership = process.membership
-                if membership.steady:
-                    membership.position += self.random.random() < 0.3
-                others = [other for other in membership.generation.members if other != uid]
-                self._handle(uid, membership.tick(self.now, others, 1.0))
-
-    def _take(self, uid: int, message: Message) -> None:
-        self._handle(uid, self.processes[uid].membership.receive(codec.decode(codec.encode(message)), self.now))
-
-    def _handle(self, uid: int, events: list[object]) -> None:
-        process = self.processes[uid]
-        for event in events:
-            if isinstance(event, Install):
-                self.installed.add((uid, event.generation.number))
-                self._handle(uid, process.membership.installed(event.generation.number, self.now))
-            elif isinstance(event, Going):
-                self._entered(process, event.generation)
-            elif isinstance(event, Broken):
-                process.broken += 1
-            else:
-                assert isinstance(event, Outside)
-        outbox, process.membership.outbox = process.membership.outbox, []
-        for to, message in outbox:
-            assert to != uid
-            self.said.append(message)
-            if frozenset((uid, to)) not in self.cut and self.random.random() >= self.loss:
-                delay = self.random.uniform(0.0, 0.3)
-                heapq.heappush(self._queue, (self.now + delay, next(self._order), to, message))
-
-    def _entered(self, process: Process, generation: Generation) -> None:
-        process.going.append(generation)
-        known = self.agreed.setdefault(generation.number, generation)
-        assert known == generation or not self.unique, "two generations of one number"
-        if self.limits.min_nodes > self.num_nodes // 2:
-            assert len(set(generation.members) | process.membership.left) > self.num_nodes // 2
-        for other in generation.members:  # nobody goes before everybody is ready
-            assert (other, generation.number) in self.installed, "went before all were ready"
-        if process.membership.uid in generation.fresh:
-            process.membership.fresh = False  # its owner takes the mean of the others
-
-    def settled(self) -> bool:
-        """Whether all that live are steady in one generation, which they make up."""
-        found = {process.membership.generation for process in self.processes.values()}
-        steady = all(process.membership.steady for process in self.processes.values())
-        return steady and len(found) == 1 and next(iter(found)).members == tuple(sorted(self.processes))
+from tests.wire.world import RUN, SUSPECT, TICK, World
 
 
 def test_nothing_happens_while_everybody_answers() -> None:
@@ -182,7 +60,7 @@ def test_a_restarted_member_joins_the_next_generation_as_fresh() -> None:
     world.kill(2)
     world.run(4 * SUSPECT)
     world.restart(2)
-    world.run(2)
+    world.run(2 * SUSPECT)
     assert world.settled()
     assert world.agreed[2].fresh == {2}
 
@@ -272,8 +150,10 @@ def test_two_members_that_cannot_speak_to_each_other_do_not_bring_down_the_rest(
     assert membership.generation.number < 30
 
 
-def test_who_said_goodbye_is_not_missed() -> None:
-    world = World(4, min_nodes=3)
+def test_who_said_goodbye_after_the_last_round_is_not_missed() -> None:
+    world = World(4, min_nodes=3, rounds=7)
+    for process in world.processes.values():
+        process.membership.position = 7
     for uid in (0, 1, 2):
         world.processes[uid].membership.receive(Bye(RUN, 0, 3), world.now)
     world.kill(3)
@@ -282,11 +162,223 @@ def test_who_said_goodbye_is_not_missed() -> None:
     assert world.agreed[1].members == (0, 1)
 
 
-def test_a_join_with_another_config_is_refused() -> None:
+def test_who_says_goodbye_while_there_are_rounds_left_has_failed() -> None:
+    """Node 4 may not be counted by both sides of a broken network: neither of two is more than half of five."""
+    world = World(5)
+    for uid in range(4):
+        world.processes[uid].membership.receive(Bye(RUN, 0, 4), world.now)
+    world.kill(4)
+    world.run(4 * SUSPECT)
+    assert world.agreed[1].members == (0, 1, 2, 3)
+    world.cut_off({0, 1})
+    world.run(10 * SUSPECT)
+    assert len(world.agreed) == 1
+    assert all(process.membership.stage != "steady" for process in world.processes.values())
+
+
+def test_the_departed_count_only_for_a_generation_without_rounds() -> None:
+    """Two of five are left after the others finished; what they agree on begins no round, though one is behind."""
+    world = World(5, rounds=7)
+    for uid, position in ((0, 7), (1, 6)):
+        world.processes[uid].membership.position = position
+    for source in (2, 3, 4):
+        world.processes[0].membership.receive(Bye(RUN, 0, source), world.now)
+        world.kill(source)
+    world.run(4 * SUSPECT)
+    assert world.agreed[1].members == (0, 1)
+    assert world.agreed[1].first_round == 7
+
+
+def test_two_generations_of_one_number_do_not_strand_anybody() -> None:
+    """Node 2 promised number 1 to node 0, was started again, forgot it, and promised number 1 to node 1."""
     world = World(3)
-    with pytest.raises(PeerFault, match="wrong_config"):
-        world.processes[0].membership.receive(Join(NO_RUN, 0, 2, PROTOCOL_VERSION, "other", 3, bytes(8)), world.now)
+    world.run(2)
+    world.cut_off({1})
+    world.run(6 * SUSPECT)
+    assert world.processes[0].membership.generation.members == (0, 2)
+    world.kill(2)
+    world.cut.clear()
+    world.cut_off({0})
+    world.run(1)
+    world.restart(2)
+    world.run(8 * SUSPECT)
+    first, second = (world.processes[uid].membership.generation for uid in (0, 1))
+    assert (first.number, second.number, second.members) == (1, 1, (1, 2))
+    assert first.name != second.name
+    world.cut.clear()
+    world.run(12 * SUSPECT)
+    assert world.settled()
+
+
+def test_a_survivor_of_a_dead_generation_yields_to_one_of_a_lower_name() -> None:
+    """Nodes 0 and 2 agree again and again; then 2 is started again and goes on with 1, which knows of none of that."""
+    world = World(3)
+    world.cut_off({1})
+    for _ in range(3):
+        world.run(4 * SUSPECT)
+        world.cut.add(frozenset((0, 2)))
+        world.run(0.6 * SUSPECT)
+        world.processes[0].membership.suspect([2], world.now)
+        world.cut.discard(frozenset((0, 2)))
+    world.run(4 * SUSPECT)
+    world.kill(2)
+    world.cut.clear()
+    world.cut_off({0})
+    world.run(1)
+    world.restart(2)
+    world.run(8 * SUSPECT)
+    survivor, other = world.processes[0].membership.generation, world.processes[1].membership.generation
+    assert survivor.name > other.name
+    assert other.members == (1, 2)
+    world.cut.clear()
+    world.run(12 * SUSPECT)
+    assert world.settled()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_that_lead_because_they_do_not_hear_each_other_do_not_outbid_each_other_for_ever(seed: int) -> None:
+    world = World(7, seed=seed)
+    world.run(1)
+    world.kill(1)
+    world.cut.add(frozenset((0, 2)))
+    for uid, missed in ((0, [1, 2]), (2, [0, 1])):
+        world.processes[uid].membership.suspect(missed, world.now)
+    world.run(10 * SUSPECT)
+    assert len(world.in_force()) == 1
+    assert max(process.membership.promised for process in world.processes.values())[0] <= 3
+
+
+def test_who_failed_while_a_generation_was_agreed_on_is_not_forgotten() -> None:
+    """Node 3 fails after everybody promised: it says so to those that follow, then goodbye. It counts for nobody."""
+    world = World(5)
+    world.run(2)
+    world.kill(4)
+    for _ in range(400):
+        world.step()
+        if any(world.processes[uid].membership.stage == "promised" for uid in (1, 2)):
+            break
+    for uid in (0, 1, 2):
+        membership = world.processes[uid].membership
+        for message in (Suspect(RUN, 0, 3, bitmap([3], 5), 0), Bye(RUN, 0, 3)):
+            world.take(uid, message)
+        assert 3 in membership.failed
+        assert 3 not in membership.left
+    world.kill(3)
+    world.run(8 * SUSPECT)
+    assert world.processes[0].membership.generation.members == (0, 1, 2)
+    world.cut_off({0})
+    world.run(8 * SUSPECT)
+    assert len(world.in_force()) == 0
+
+
+def test_a_member_that_fails_after_it_got_ready_is_suspected_at_once() -> None:
+    world = World(4)
+    world.run(1)
+    world.kill(3)
+    while world.processes[1].membership.stage != "committed":
+        world.step()
+    membership = world.processes[1].membership
+    world.take(1, Suspect(RUN, membership.promised[0], 2, bitmap([2], 4), 0, origin=membership.promised[1]))
+    world.kill(2)
+    world.run(8 * SUSPECT)
+    assert membership.stage != "steady"
+
+
+def test_who_does_not_get_ready_is_left_out() -> None:
+    """Node 3 lives and promises, but what it had is never put away."""
+
+    class Stuck(World):
+        def _handle(self, uid: int, events: list[object]) -> None:
+            super()._handle(uid, [event for event in events if uid != 3 or not isinstance(event, Install)])
+
+    world = Stuck(5)
+    world.run(1)
+    world.kill(4)
+    world.run(60)
+    assert any(generation.members == (0, 1, 2) for generation in world.known.values())
+
+
+def test_a_generation_begins_after_the_furthest_of_its_members() -> None:
+    world = World(5)
+    world.run(1)
+    for uid, position in enumerate((3, 7, 3, 4)):
+        world.processes[uid].membership.position = position
+    world.random.random = lambda: 0.9  # type: ignore[method-assign]  # nobody turns a round
+    world.kill(4)
+    world.run(4 * SUSPECT)
+    assert world.agreed[1].first_round == 7
+
+
+def test_a_stop_needs_no_majority_and_begins_no_round() -> None:
+    world = World(5)
+    world.run(2)
+    for uid in (2, 3, 4):
+        world.kill(uid)
+    world.run(8 * SUSPECT)
+    assert not world.agreed
+    world.processes[1].membership.stopping = True
+    world.run(6 * SUSPECT)
+    assert world.settled()
+    assert world.agreed[max(world.agreed)].stopping
+    assert world.processes[0].membership.stopping
+
+
+def test_nobody_is_let_in_once_a_stop_was_asked_for() -> None:
+    world = World(4)
+    world.run(1)
+    for process in world.processes.values():
+        process.membership.stopping = True
+    world.kill(3)
+    world.restart(3)
+    world.run(4 * SUSPECT)
+    assert world.processes[3].membership.stage == "outside"
+    assert all(world.processes[uid].membership.steady for uid in (0, 1, 2))
+
+
+def test_a_join_with_another_config_is_refused_by_name_on_both_sides() -> None:
+    world = World(3)
+    with pytest.raises(PeerFault, match=r"wrong_config: node 2 .*digest other, the run has d"):
+        world.processes[0].membership.receive(Join(NO_RUN, 0, 2, PROTOCOL_VERSION, "other", 3), world.now)
     assert world.processes[0].membership.steady
+    ((to, denied),) = world.processes[0].membership.outbox
+    assert to == 2
+    joiner = Membership(2, 3, world.limits, digest="other")
+    joiner.leave(world.now, "started")
+    (event,) = joiner.receive(denied, world.now)
+    assert event == Refused(
+        "refused by node 0: node 2 asks to join with another config or graph (digest other, the run has d)"
+    )
+    assert not joiner.receive(Denied(RUN, 0, 1, "d", "what another one asked"), world.now)
+
+
+def test_late_copies_of_a_join_break_no_generation() -> None:
+    """Node 2 comes back twice; what it said from outside arrives again, everywhere, when it is in for long."""
+    world = World(4)
+    for _ in range(2):
+        world.kill(2)
+        world.run(4 * SUSPECT)
+        world.restart(2)
+        world.run(3 * SUSPECT)
+    assert world.settled()
+    joins = [message for message in world.said if isinstance(message, Join)]
+    assert joins
+    before = [process.broken for process in world.processes.values()]
+    for message in joins:
+        for uid in (0, 1, 3):
+            world.take(uid, message)
+    world.run(4 * SUSPECT)
+    assert [process.broken for process in world.processes.values()] == before
+
+
+def test_a_late_copy_of_a_prepare_does_not_break_what_it_prepared() -> None:
+    world = World(4)
+    world.run(1)
+    world.kill(3)
+    world.run(4 * SUSPECT)
+    assert world.settled()
+    for message in [each for each in world.said if isinstance(each, Prepare)]:
+        world.take(1, message)
+    assert world.processes[1].membership.steady
 
 
 def test_messages_of_another_run_are_refused() -> None:
@@ -374,7 +466,6 @@ def test_whoever_dies_all_that_live_agree_in_the_end(
 
 def _survive(plan: list[tuple[str, int, float]], seed: int, loss: float, unique: bool) -> None:
     world = World(6, seed=seed, loss=loss)
-    world.unique = unique
     for fault, uid, seconds in plan:
         if fault == "restart":
             if uid not in world.processes:

@@ -1,0 +1,122 @@
+"""Generations of members: what names one, what is known of it, and why at most one is in force.
+
+A node takes part in a round only as a member of a generation. The next one is agreed on when a member dies, freezes, is
+cut off or comes back (wire/membership.py); this page says why two can never train side by side.
+
+Name. A generation is named by its number and its origin: the uid of the node that proposed it, and 8 random bytes drawn
+for the proposal. The number alone is not enough: a process that was started again has forgotten what it promised, so
+that two proposals may carry one number. Names are ordered, by number first; every message carries one, and a message of
+another generation than the receiver's is refused.
+
+Claim. With `Limits.min_nodes` more than half of the run's nodes (the default), at most one generation in which rounds
+may begin is in force at any time. A generation is in force while the processes that got ready for it, one for each of
+its members, all still belong to it.
+
+Argument.
+1. A generation comes into force only after every member promised it, put away what it had (Ready), and so belongs to no
+   other. A process follows only the highest name that it promised, and names that it entered only grow.
+2. A generation in which rounds may begin has at least `min_nodes` members: present ones. Nodes that said goodbye do not
+   count toward them, as two sides of a broken network would count them both.
+3. Two such generations share a uid, of which there is one process at a time, which belongs to one of the two. The other
+   is not in force.
+
+What this does not need is that a process remembers anything after its death: its uid then belongs to no generation
+until it is let in anew, without a model. The price is in the models, not in the claim: where so many are started again
+that no survivor of the newest generation is among those that go on, they go on from older models, and the name of the
+new generation may be lower than that of the dead one. A survivor of that one is told by those who are in force; it
+leaves when so many of them tell it as a generation needs, as it could not be in force beside them.
+
+Where no round begins, fewer are enough. After the last round, nodes leave as they finish, and a generation that merely
+evaluates counts those that left (if everybody who promised is past the last round). Once a stop was asked for, any
+number may close together (`Generation.stopping`). Both kinds may exist on two sides of a broken network, and neither
+trains.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from decentnode.wire.messages import MAX_ROUND, NO_ORIGIN, ORIGIN_BYTES
+
+Name = tuple[int, bytes]
+"""(number, origin); ordered."""
+FIRST: Name = (0, NO_ORIGIN)
+"""Of the generation that a run starts with."""
+
+
+def new_origin(proposer: int) -> bytes:
+    """Bytes that no other proposal has."""
+    return proposer.to_bytes(4, "big") + os.urandom(ORIGIN_BYTES - 4)
+
+
+def proposer_of(origin: bytes) -> int:
+    return int.from_bytes(origin[:4], "big")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Who takes part from `first_round` on. `fresh` members have no model of their own yet."""
+
+    number: int
+    members: tuple[int, ...]
+    first_round: int = 0
+    fresh: frozenset[int] = frozenset()
+    origin: bytes = NO_ORIGIN
+    stopping: bool = False
+    """A stop was asked for: no round begins, the members evaluate and close."""
+
+    @property
+    def name(self) -> Name:
+        return self.number, self.origin
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds, and how small a generation may be."""
+
+    suspect_seconds: float
+    """A process that says nothing for so long is left out."""
+    ready_seconds: float
+    """A process that lives, but does not get ready for so long, is left out."""
+    min_nodes: int
+    rounds: int = MAX_ROUND
+    """Of the run: no round begins at or after this one."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The generation in force ends: begin no further round."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Install:
+    """Everybody promised: put away the old generation, then say `installed`."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Going:
+    """The generation is in force."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Outside:
+    """This node belongs to no generation; it asks to be let in."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """This node asked to be let in, and can never be."""
+
+    reason: str
+
+
+Event = Broken | Install | Going | Outside | Refused

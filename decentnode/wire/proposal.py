@@ -1,0 +1,116 @@
+"""What the leader of the next generation knows of it, and what others say of generations in force elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from decentnode.wire.generation import Generation, Limits, Name
+from decentnode.wire.messages import Promise
+
+MAX_RIVALS = 8
+"""Generations elsewhere that a node keeps count of."""
+
+
+@dataclass
+class Proposal:
+    """A generation that its leader prepares (promises are missing) or commits (all promised, some are not ready)."""
+
+    name: Name
+    members: frozenset[int]
+    heard: dict[int, float]
+    """When each member last spoke."""
+    promises: dict[int, Promise] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+    committed_at: float = 0.0
+
+    def silent(self, now: float, limits: Limits, committing: bool) -> set[int]:
+        """Members that say nothing, and those that live, but do not get ready."""
+        silent = {uid for uid, heard in self.heard.items() if now - heard > limits.suspect_seconds}
+        if committing and now - self.committed_at > limits.ready_seconds:
+            silent |= self.members - self.ready
+        return silent
+
+    def forgive(self, now: float) -> None:
+        """The leader did not run: no silence of the others counts so far."""
+        self.heard = dict.fromkeys(self.heard, now)
+        self.committed_at = now
+
+    def promised_by_all(self) -> bool:
+        return self.promises.keys() == self.members
+
+    def outcome(self) -> Generation | None:
+        """What all promised: from the round after the furthest; None where nobody has a model."""
+        fresh = frozenset(uid for uid, promise in self.promises.items() if promise.fresh)
+        ahead = [promise.position for uid, promise in self.promises.items() if uid not in fresh]
+        if not ahead:
+            return None
+        number, origin = self.name
+        stopping = any(promise.stopping for promise in self.promises.values())
+        return Generation(number, tuple(sorted(self.members)), max(ahead), fresh, origin, stopping)
+
+
+class Rivals:
+    """Generations that others say to be in, while this node stands by its own.
+
+    Only words about the generation that this node stands by are given to `heard`: who said one was, at a time when this
+    node had entered its own already, in another.
+    """
+
+    def __init__(self, num_nodes: int, limits: Limits) -> None:
+        self._majority, self._limits = max(limits.min_nodes, num_nodes // 2 + 1), limits
+        self._said: dict[Name, dict[int, float]] = {}
+        """Name -> who is steady in it, and said so when."""
+
+    def __bool__(self) -> bool:
+        return bool(self._said)
+
+    def heard(self, name: Name, source: int, now: float, own: Name) -> bool:
+        """`source` is steady in `name`; whether so many are that `own` cannot be in force.
+
+        The word of one is not enough: it may have been left behind itself.
+        """
+        if name not in self._said and len(self._said) >= MAX_RIVALS:
+            return False
+        said = self._said.setdefault(name, {})
+        said[source] = now
+        return len(said) >= (self._limits.min_nodes if name > own else self._majority)
+
+    def expire(self, now: float) -> None:
+        """Words are forgotten after a while: who said them may be elsewhere by now."""
+        for name, said in list(self._said.items()):
+            self._said[name] = {uid: at for uid, at in said.items() if now - at <= self._limits.suspect_seconds}
+            if not self._said[name]:
+                del self._said[name]
+
+    def clear(self) -> None:
+        self._said.clear()
+
+
+class Watch:
+    """Whether those that the training waits for live: they are asked, and have to answer."""
+
+    AFTER_SECONDS = 0.5
+    """Whoever is waited for this long is asked."""
+
+    def __init__(self, suspect_seconds: float) -> None:
+        self._suspect_seconds = suspect_seconds
+        self._asked: dict[int, float] = {}
+        """Since when without an answer."""
+
+    def ask(self, waiting_for: Iterable[int], waiting_seconds: float, now: float) -> tuple[list[int], list[int]]:
+        """(whom to ask now, who did not answer for too long); at most one of them is not empty."""
+        watched = set(waiting_for) if waiting_seconds >= self.AFTER_SECONDS else set()
+        self._asked = {uid: since for uid, since in self._asked.items() if uid in watched}
+        silent = [uid for uid, since in self._asked.items() if now - since > self._suspect_seconds]
+        if silent:
+            return [], silent
+        for uid in watched:
+            self._asked.setdefault(uid, now)
+        return sorted(watched), []
+
+    def answered(self, uid: int) -> None:
+        self._asked.pop(uid, None)
+
+    def clear(self) -> None:
+        self._asked.clear()
