@@ -97,7 +97,7 @@ class Hybrid(ZeroMQ):
         """Blocking: every node tells all others on which GPU its model lies, so that the rule may look at it."""
         told = torch.zeros(len(self._machine_of), dtype=torch.float64)
         told[self.uid] = gpu_number(self._device)
-        mean, contributors = self.mean("cliques/gpus", told).wait(timeout_seconds)
+        mean, contributors = self.mean("cliques/gpus", told, closing=True).wait(timeout_seconds)
         found = (mean * contributors).round().tolist()
         self.edges = dataclasses.replace(self.edges, gpu={uid: int(gpu) for uid, gpu in enumerate(found) if gpu})
 
@@ -114,10 +114,10 @@ class Hybrid(ZeroMQ):
             if self.uid == first:
                 self._store = server = listen(via, timeout_seconds)
                 told[self.uid] = float(server.port)
-        mean, contributors = self.mean("cliques/stores", told).wait(timeout_seconds)
+        mean, contributors = self.mean("cliques/stores", told, closing=True).wait(timeout_seconds)
         if self.uid in members:
             port = round(float(mean[first]) * contributors)
-            prefix = f"{self.run_id.hex()}/{self._session.generation}"
+            prefix = f"{self.run_id.hex()}/{self._session.generation}-{self._session.origin.hex()}"
             try:
                 others = tuple(uid for uid in members if uid != self.uid)
                 with self._status.waits_for(others):

@@ -84,8 +84,7 @@ def summary(
     start_seconds: from the command until all nodes were connected; wall_seconds: from the command to the end.
     """
     failure = first_cause(ledger.failures)
-    failed = failure is not None or (ledger.lost and not ledger.finished)
-    status = "finished" if exit_code == 0 else "failed" if failed else "interrupted"
+    status = "finished" if exit_code == 0 else "failed" if failure is not None else "interrupted"
     found: dict[str, Any] = {
         "name": facts.name,
         "run": run_dir.name if run_dir else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
@@ -45,6 +46,8 @@ NOTICE_SECONDS = 3.0
 ECHO_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """What the other nodes get after a failure to tell other machines and to close their files."""
+TOLD_GENERATIONS = 64
+"""Generations that are remembered as told; nodes speak of one within seconds of each other."""
 EXIT_SECONDS = 10.0
 """What a node gets to end after its last word."""
 FOR_ALL = (UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code)
@@ -109,7 +112,7 @@ class Run:
         self._first_finish: float | None = None
         self._cause_told = False
         self._absent: Absent | None = None
-        self._told_generation = 0
+        self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
         self._sockets = SocketDir()
         self._phase_since = self._noticed = time.monotonic()
 
@@ -206,6 +209,8 @@ class Run:
             self.ledger.lost.pop(message.uid, None)
             self._first_finish = self._first_finish or time.monotonic()
             worker.leaving_since = time.monotonic() if worker.over else None
+            if message.stopped:
+                self._tell_all(Stop())  # also where another machine was asked: who is on its way back in hears it here
         elif isinstance(message, Failed):
             worker.failed, worker.leaving_since = True, time.monotonic()
             self._on_death(message)
@@ -239,11 +244,15 @@ class Run:
         """A node died: the others go on without it, where they may."""
         begun = any(worker.joined for worker in self.workers)
         may = self.facts.regroup and begun and self._kill_at is None
-        if not may or failed.exit_code in FOR_ALL:
+        comes_back = failed.uid in self.ledger.lost  # what ends a node on its way back in ends nothing else
+        if not may or (failed.exit_code in FOR_ALL and not comes_back):
             self._on_failure(failed)
             return
-        self.ledger.lost[failed.uid] = failed
         self._tell_all(PeerFailed(failed.uid, failed.title))
+        if failed.exit_code == Interrupted.exit_code:  # the stop found it outside of the run
+            self.ledger.lost.setdefault(failed.uid, failed)
+            return
+        self.ledger.lost[failed.uid] = failed
         self.observer.notice(f"{failed.title}: the others go on")
 
     def _start_again(self, worker: Worker) -> None:
@@ -259,9 +268,10 @@ class Run:
     def _on_generation(self, record: Mapping[str, Any]) -> None:
         """Told once, whichever node says it first."""
         number = record.get("generation", 0)
-        if number <= self._told_generation:
+        name = (number, record.get("origin", ""))
+        if name in self._told_generations:
             return
-        self._told_generation = number
+        self._told_generations.append(name)
         members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))
         for uid in joined:
             self.ledger.lost.pop(uid, None)
@@ -365,7 +375,8 @@ class Run:
         """After `close`: write what there is to write, decide the exit code."""
         self._tell_cause()
         if self.ledger.lost and not self.ledger.finished:  # nobody was left to go on
-            self.ledger.failures += self.ledger.lost.values()
+            lost = self.ledger.lost.values()
+            self.ledger.failures += [failed for failed in lost if failed.exit_code != Interrupted.exit_code]
             self._tell_cause()
         cause = first_cause(self.ledger.failures)
         gone = {*self.ledger.finished, *self.ledger.lost}
