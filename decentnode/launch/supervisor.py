@@ -46,6 +46,8 @@ NOTICE_SECONDS = 3.0
 ECHO_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """What the other nodes get after a failure to tell other machines and to close their files."""
+BACK_SECONDS = 2.0
+"""After a stop, when all others have ended: what a node on its way back in gets to end by itself."""
 TOLD_GENERATIONS = 64
 """Generations that are remembered as told; nodes speak of one within seconds of each other."""
 EXIT_SECONDS = 10.0
@@ -325,6 +327,8 @@ class Run:
             self._give_up(late, AssemblyError.exit_code, f"not ready within {limit:g} s")
         elif self.phase == "joining" and late and waited > limit + ASSEMBLY_MARGIN_SECONDS:
             self._give_up(late, AssemblyError.exit_code, f"not connected within {waited:.0f} s")
+        elif self.ledger.stopped and late and self.ledger.lost.keys() >= {*late} and now - self._ended > BACK_SECONDS:
+            self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
         elif self._first_finish is not None and late and now - self._first_finish > self.facts.timeout_seconds:
             seconds = now - self._first_finish
             if self.facts.regroup:
@@ -352,12 +356,17 @@ class Run:
             return [uid for w in self.workers for uid in w.uids if uid not in w.joined]
         return [uid for w in self.workers if w.alive for uid in w.uids if uid not in w.finished and not w.failed]
 
-    def _leave_behind(self, late: list[int], what: str) -> None:
+    @property
+    def _ended(self) -> float:
+        """When the last node so far said its last word."""
+        return max((worker.leaving_since or 0.0 for worker in self.workers), default=0.0)
+
+    def _leave_behind(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:
         for worker in self.workers:
             if worker.alive and worker.uids[0] in late:
                 title = f"node {worker.uids[0]}: {what}"
                 worker.failed = True
-                self._on_death(Failed(worker.uids[0], PeerLost.exit_code, title, title))
+                self._on_death(Failed(worker.uids[0], exit_code, title, title))
                 worker.kill()
 
     def _give_up(self, late: list[int], exit_code: int, what: str) -> None:

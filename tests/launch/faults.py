@@ -134,3 +134,21 @@ class DiesOnce(Supervised):
         elif round > ROUND and not marker.exists():
             time.sleep(0.2)
         return super().local_update(round, direction)
+
+
+class NeverBack(Slow):
+    """Node 2 dies in round 3; started again, it hangs before it has asked anybody to let it in."""
+
+    Config: ClassVar[type[Config]] = StopsConfig
+
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        self._died = Path(self.config.pid_file + ".died")  # type: ignore[attr-defined]
+        if self._uid == UID and self._died.exists():
+            time.sleep(600)
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        if self._uid == UID and round == ROUND:
+            self._died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().local_update(round, direction)

@@ -32,12 +32,26 @@ class Listener(Witness):
             os.kill(int(self._pid_file.read_text()), signal.SIGCONT)
 
 
+class Stopper(Listener):
+    """Asks the run to stop as soon as the user is told something that has `text` in it."""
+
+    def __init__(self, pid_file: Path, text: str) -> None:
+        super().__init__(pid_file)
+        self._text = text
+
+    def notice(self, text: str) -> None:
+        super().notice(text)
+        if self._text in text:
+            self._text = "never again"
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def go_on(
     folder: Path, training: str, *, nodes: int = 5, rounds: int = 40, keys: dict[str, str] | None = None,
-    **sections: Any,
+    listener: Listener | None = None, **sections: Any,
 ) -> tuple[Outcome, Listener]:
     """keys: of the training's own config."""
-    listener = Listener(folder / "pid")
+    listener = listener or Listener(folder / "pid")
     node = {"rounds": rounds, "evaluate_every": 10, "missing": "regroup", **sections.pop("node", {})}
     outcome = run(
         folder, listener, node=node, graph={"name": "complete", "nodes": nodes},
@@ -101,6 +115,34 @@ def test_too_few_end_the_run_and_say_what_it_takes(tmp_path: Path) -> None:
     assert outcome.failure is not None and outcome.failure.uid == 2
     assert outcome.run_dir is not None
     assert "needs 3 of 3 nodes (node.min_nodes)" in (outcome.run_dir / "nodes" / "000" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("way", ["auto", "collective"])
+@pytest.mark.parametrize("when", ["the others go on", "is started again", "generation 1", "generation 2"])
+def test_a_stop_costs_nobody_what_the_others_have_wherever_a_node_on_its_way_back_is(
+    tmp_path: Path, when: str, way: str
+) -> None:
+    outcome, listener = go_on(
+        tmp_path, "DiesOnce", rounds=100_000, node={"restarts": 1}, communication={"name": way},
+        keys={"pid_file": str(tmp_path / "pid")}, listener=Stopper(tmp_path / "pid", when),
+    )  # fmt: skip
+    assert (outcome.exit_code, outcome.summary["status"]) == (130, "interrupted"), listener.failures
+    assert outcome.failure is None
+    assert outcome.run_dir is not None and (outcome.run_dir / "summary.json").exists()
+    assert outcome.summary["accuracy_merged"] is not None
+    finished = {uid for uid in ("0", "1", "3", "4") if outcome.summary["nodes"][uid]["rounds"] >= 3}
+    assert finished == {"0", "1", "3", "4"}
+
+
+def test_a_stop_while_a_node_on_its_way_back_never_gets_ready(tmp_path: Path) -> None:
+    """It hangs where it loads its data; the others do not wait for it."""
+    outcome, listener = go_on(
+        tmp_path, "NeverBack", rounds=100_000, node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
+        listener=Stopper(tmp_path / "pid", "generation 1"),
+    )  # fmt: skip
+    assert (outcome.exit_code, outcome.summary["status"]) == (130, "interrupted"), listener.failures
+    assert outcome.summary["accuracy_merged"] is not None
+    assert outcome.summary["members"] == [0, 1, 3, 4]
 
 
 STEPS = [
