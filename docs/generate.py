@@ -16,6 +16,7 @@ import click
 from decentnode import errors
 from decentnode.cli import COMMANDS, main
 from decentnode.describe import GROUPS, KINDS, Component, describe, names
+from decentnode.metrics.figures import FIGURES, PURPOSES
 
 
 def escaped(text: str) -> str:
@@ -110,10 +111,25 @@ def exit_codes() -> str:
     return "\n".join(lines) + "\n"
 
 
+def figures_page() -> str:
+    """What summary.json, CSV files, tables and plots show, with where it is computed."""
+    found = [[f"``{each.name}``", escaped(each.unit), escaped(each.meaning), f"``{each.where}``", escaped(each.title)]
+             for each in FIGURES]  # fmt: skip
+    purposes = [[f"``{purpose}``", escaped(meaning)] for purpose, meaning in PURPOSES.items()]
+    lines = [
+        "Figures", "=======", "",
+        "``summary.json`` and CSV files have these names and units, tables and plots the headings in the last column.",
+        "", *table(["figure", "unit", "meaning", "computed in", "heading"], found, [22, 10, 40, 16, 12]),
+        "Bytes are counted by purpose:", "", *table(["purpose", "what"], purposes, [15, 85]),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def write_all(folder: Path) -> None:
     """Blocking. Files whose text has not changed are left alone, so that Sphinx builds only what is new."""
     folder.mkdir(parents=True, exist_ok=True)
     pages = {kind: kind_page(kind) for kind in KINDS} | {"cli": command_page(), "exit_codes": exit_codes()}
+    pages["figures"] = figures_page()
     for path in folder.glob("*.rst"):
         if path.stem not in pages:
             path.unlink()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from decentnode.describe import KINDS, describe, names
+from decentnode.metrics.figures import FIGURES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -98,6 +99,7 @@ def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> Non
             assert f".. _{kind}-{name}:" in pages[kind]
             assert all(f"``{key.name}``" in pages[kind] for key in describe(kind, name).keys)
     assert "decentnode graph make" in pages["cli"]
+    assert all(f"``{figure.name}``" in pages["figures"] for figure in FIGURES)
     codes = [int(code) for code in re.findall(r"\* - (\d+)$", pages["exit_codes"], re.M)]
     assert codes == [0, 2, 3, 4, 5, 6, 7, 8, 130, 143]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import PURPOSES
 
 Figures = dict[str, Any]
+BYTES = tuple(f"bytes_{purpose}" for purpose in PURPOSES)
+"""Keys of nodes' figures that are counted up from the start of a process."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,22 @@ class Ledger:
     """How often each was started again."""
     members: list[int] = field(default_factory=list)
     """Of the last generation that a local node took part in; empty where there was but one."""
+    _earlier: Counter[str] = field(default_factory=Counter)
+    """Bytes by figure that processes had sent whose nodes were started again."""
+
+    def restarted(self, uid: int) -> None:
+        """A node is started again: its new process counts from 0."""
+        self.restarts[uid] = self.restarts.get(uid, 0) + 1
+        known = self.latest.get(uid, {})
+        self._earlier.update({key: known.pop(key) for key in BYTES if key in known})
+
+    def bytes_beside(self) -> Counter[str]:
+        """Last known bytes that no node's closing figures tell: of earlier processes, and of nodes that left."""
+        told, found = self.figures(), Counter(self._earlier)
+        for uid, figures in self.latest.items():
+            if uid not in told:
+                found.update({key: figures[key] for key in BYTES if key in figures})
+        return found
 
     def progress(self, uid: int, record: Mapping[str, Any]) -> None:
         """Keep what a closing figure could be made of."""
@@ -95,7 +114,7 @@ def summary(
         "rounds_planned": facts.rounds,
         "start_seconds": start_seconds,
         "wall_seconds": wall_seconds,
-        **summaries.combine(ledger.figures()),
+        **summaries.combine(ledger.figures(), ledger.bytes_beside()),
     }
     if ledger.lost or ledger.members:
         members = ledger.members or [uid for uid in range(facts.num_nodes) if uid not in ledger.lost]

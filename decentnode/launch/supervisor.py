@@ -263,7 +263,7 @@ class Run:
         count = self.ledger.restarts.get(uid, 0)
         if uid not in self.ledger.lost or count >= self.facts.restarts or self.signals.received or self._first_finish:
             return
-        self.ledger.restarts[uid] = count + 1
+        self.ledger.restarted(uid)
         self.observer.notice(f"node {uid} is started again ({count + 1} of {self.facts.restarts} times)")
         self.workers[self.workers.index(worker)] = start_node(self._context, self._task([uid], join=True))
 

@@ -18,11 +18,15 @@ def _numbers(nodes: Iterable[Figures], key: str) -> list[float]:
     return [float(value) for figures in nodes if isinstance(value := figures.get(key), int | float)]
 
 
-def combine(nodes: Mapping[int, Figures]) -> dict[str, Any]:
-    """The run's figures from its nodes', as metrics/figures.py says; null where no node reported one."""
+def combine(nodes: Mapping[int, Figures], beside: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The run's figures from its nodes', as metrics/figures.py says; null where no node reported one.
+
+    beside: bytes by the nodes' keys that were sent by processes whose figures are not among `nodes`.
+    """
     by_uid = [nodes[uid] for uid in sorted(nodes)]
+    told = [*by_uid, beside] if beside else by_uid
     return {
-        **{figure.name: figure.combined(by_uid) for figure in FIGURES if figure.of},
+        **{figure.name: figure.combined(told) for figure in FIGURES if figure.of},
         "waiting": waiting(nodes),
         "nodes": {str(uid): dict(nodes[uid]) for uid in sorted(nodes)},
     }
