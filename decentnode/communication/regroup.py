@@ -55,7 +55,10 @@ class Regroup:
         """With `links.lock` held. Raises PeerFault."""
         if self.active:
             self._note_stop()
-            self._obey(self.membership.receive(message, time.monotonic()))
+            try:
+                self._obey(self.membership.receive(message, time.monotonic()))
+            finally:
+                self._obey([])  # an answer may belong to what is refused
 
     def tick(self, now: float) -> None:
         """With `links.lock` held."""

@@ -26,8 +26,9 @@ class NodeConfig(Settings):
     round; or regroup: the others agree on a generation of members without it and go on from the models they have, also
     when a node dies or fails, and let it in again when it comes back. Sharing rules begin anew in every generation."""
     min_nodes: int | None = Field(None, ge=1)
-    """With regroup: how many nodes a generation needs, those that finished included; more than half of the run's when
-    not given, so that the two sides of a broken network never both go on."""
+    """With regroup: how many nodes a generation needs; after the last round those that finished count, too, and after a
+    stop any number is enough. More than half of the run's when not given, so that the two sides of a broken network
+    never both go on."""
     restarts: int = Field(0, ge=0)
     """With regroup: how many times a machine starts each of its nodes again that died."""
     buffers: Literal["average", "local"] = "average"

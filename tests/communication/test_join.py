@@ -1,0 +1,67 @@
+"""Who cannot be let in is told why, on both sides: another config, other keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decentnode.communication.security import load_keyring, write_keys
+from decentnode.communication.zeromq import ZeroMQ
+from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
+from decentnode.errors import AssemblyError
+from decentnode.wire.generation import Limits
+from tests.communication.contract import flat_schema, together
+
+
+def make(
+    uid: int, n: int, digest: str = "d", keys: Path | None = None, limits: Limits | None = None,
+    again: tuple[str, ...] = (),
+) -> ZeroMQ:
+    """again: where the node listened before."""
+    options = {} if keys is None else {"keys": keys, "bulk_security": "curve"}
+    config = ZeroMQConfig.model_validate({"name": "zeromq", "suspect_seconds": 2, **options})
+    return ZeroMQ(
+        config, uid=uid, machine_of=dict.fromkeys(range(n), 0), schemas=flat_schema(8), digest=digest,
+        bind=BindPlan(None, again=again), keyring=None if keys is None else load_keyring(keys, uid, n), limits=limits,
+    )  # fmt: skip
+
+
+def test_a_join_with_another_config_is_told_on_both_sides_by_name() -> None:
+    limits = Limits(2.0, 10.0, 2)
+    made = [make(uid, 3, limits=limits) for uid in range(3)]
+    told: list[tuple[str, str]] = []
+    made[0].counters.on_event = lambda kind, _peer, detail: told.append((kind, detail))
+    try:
+        addresses = {node.uid: node.bind() for node in made}
+        for node in made:
+            node.set_peers(addresses)
+        together(made, lambda node: node.start(20))
+        made.pop().close()
+        joiner = make(2, 3, "another", limits=limits, again=addresses[2])
+        made.append(joiner)
+        joiner.bind()
+        joiner.set_peers(addresses)
+        joiner.join()
+        with pytest.raises(AssemblyError, match=r"node 2 was refused by node \d .*: node 2 .* another config or graph"):
+            joiner.next_generation()
+        assert any(kind == "wrong_config" and "node 2" in detail and "another" in detail for kind, detail in told)
+    finally:
+        for node in made:
+            node.close()
+
+
+def test_the_time_out_of_a_start_names_handshakes_that_were_refused(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        write_keys(tmp_path / name, range(2))
+    made = [make(0, 2, keys=tmp_path / "ours"), make(1, 2, keys=tmp_path / "theirs")]
+    try:
+        addresses = {node.uid: node.bind() for node in made}
+        for node in made:
+            node.set_peers(addresses)
+        made[1]._io.start()
+        with pytest.raises(AssemblyError, match=r"did not join in time: node 1.*; refused here: \d+ handshakes"):
+            made[0].start(3)
+    finally:
+        for node in made:
+            node.close()
