@@ -12,7 +12,7 @@ from decentnode.errors import UsageError
 
 @click.command()
 @click.argument("run", default="latest")
-@click.option("--edges", is_flag=True, help="A row for every edge: bytes, chunks, resends, time waited.")
+@click.option("--edges", is_flag=True, help="A row for every edge: bytes of payloads, chunks, resends, time waited.")
 @click.option("--once", is_flag=True, help="Print once instead of until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, once.")
 def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
