@@ -224,11 +224,12 @@ class Links:
             if len(frames) > 1 + (plane == BULK):
                 raise PeerFault("malformed_multipart", f"{len(frames)} frames")
             sequence, kind, sum_, header, body = seal.opened(frames[0].buffer)
+            joined = body is not None
             if len(frames) == 2:
-                if body is not None:
+                if joined:
                     raise PeerFault("malformed_multipart", "a body in either frame")
                 body = frames[1].buffer
-            seal.verify(sequence, kind, sum_, header, b"" if body is None else body)
+            seal.verify(sequence, kind, sum_, header, b"" if body is None else body, joined)
             message = codec.decode(header)
             if uid is not None and message.source != uid:
                 raise PeerFault("wrong_identity", f"node {uid} speaks as {message.source}")
@@ -254,7 +255,9 @@ class Links:
             message = codec.decode(header)
             self._session.belongs(message)
             edge = self._edge(message.source)
-        except PeerFault:
+        except PeerFault as fault:
+            if fault.reason == "protocol_version":  # another version's sums may be others
+                self.refuse(fault)
             return
         now, came = time.monotonic(), edge.planes[plane].came
         came.gap = True

@@ -2,8 +2,9 @@
 
 20 bytes: sequence (u64, 0: not numbered), kind (u16), header bytes (u16), sum (u64), little-endian. Where the header's
 size is given, the body follows it in the same frame; where it is 0, the header is the rest of the frame, and the body,
-if any, is the next frame. A sum covers sequence, header and body. With AES-GCM the body carries its own tag, the
-sequence is the nonce and sequence and header are its associated data; the sum is 0.
+if any, is the next frame. A sum covers sequence, kind, the size as it is given, the header with its length, and the
+body: also where a header ends, and whether there is a sum. Without one, it is 0. With AES-GCM the body carries its own
+tag, the sequence is the nonce and sequence and header are its associated data; the sum is 0.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MAX_SEQUENCE = 1 << 62
 MAX_JOINED_HEADER = (1 << 16) - 1
 """Bytes of a header that a body can follow in the same frame."""
 
-_NUMBERS = struct.Struct("<QQ")
+_NUMBERS = struct.Struct("<QQHHI")
+"""What a sum begins with: sequence, the body's sum, kind, header bytes as given, and as they are."""
 
 
 def body_sum(kind: int, body: Bytes) -> int:
@@ -36,10 +38,10 @@ def body_sum(kind: int, body: Bytes) -> int:
 
 def sealed(sequence: int, header: bytes, kind: int, of_body: int, body: Bytes | None = None) -> bytes:
     """First frame of a message: prefix and header, and behind them `body`, unless it goes into a frame of its own."""
-    sum_ = _sum(kind, sequence, header, of_body)
     if body is None:
-        return PREFIX.pack(sequence, kind, 0, sum_) + header
-    return b"".join((PREFIX.pack(sequence, kind, len(header), sum_), header, body))
+        return PREFIX.pack(sequence, kind, 0, _sum(kind, sequence, 0, header, of_body)) + header
+    size = len(header)
+    return b"".join((PREFIX.pack(sequence, kind, size, _sum(kind, sequence, size, header, of_body)), header, body))
 
 
 def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
@@ -61,16 +63,21 @@ def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
     return sequence, kind, sum_, bytes(frame[PREFIX.size : end]), frame[end:]
 
 
-def verify(sequence: int, kind: int, sum_: int, header: bytes, body: Bytes) -> None:
-    """Raises PeerFault when sequence, header and body are not what was sent."""
-    if kind in (CRC32, XXH3) and sum_ != _sum(kind, sequence, header, body_sum(kind, body)):
+def verify(sequence: int, kind: int, sum_: int, header: bytes, body: Bytes, joined: bool) -> None:
+    """Raises PeerFault when a message is not what was sent, or says that it has no sum and has one.
+
+    joined: the body came in the first frame, as `opened` found it.
+    """
+    if sum_ != _sum(kind, sequence, len(header) if joined else 0, header, body_sum(kind, body)):
         raise PeerFault("checksum_mismatch", f"{len(header)} + {memoryview(body).nbytes} bytes")
 
 
-def _sum(kind: int, sequence: int, header: bytes, of_body: int) -> int:
+def _sum(kind: int, sequence: int, given: int, header: bytes, of_body: int) -> int:
     if kind == XXH3:
-        return xxhash.xxh3_64_intdigest(_NUMBERS.pack(sequence, of_body) + header)
-    return zlib.crc32(header, zlib.crc32(_NUMBERS.pack(sequence, of_body))) if kind == CRC32 else 0
+        return xxhash.xxh3_64_intdigest(_NUMBERS.pack(sequence, of_body, kind, given, len(header)) + header)
+    if kind == CRC32:
+        return zlib.crc32(header, zlib.crc32(_NUMBERS.pack(sequence, of_body, kind, given, len(header))))
+    return 0
 
 
 def nonce(sequence: int) -> bytes:

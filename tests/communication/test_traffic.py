@@ -29,7 +29,7 @@ def test_short_bodies_stand_behind_their_header(size: int, apart: bool) -> None:
     assert (sequence, header, second is not None, found is None) == (7, b"header", apart, apart)
     whole = found if found is not None else buffer(second)  # type: ignore[arg-type]
     assert bytes(whole) == b"b" * size
-    seal.verify(sequence, kind, sum_, header, whole)
+    seal.verify(sequence, kind, sum_, header, whole, not apart)
 
 
 @pytest.mark.parametrize("size", [0, ONE_FRAME_BYTES - TAG_BYTES, ONE_FRAME_BYTES - TAG_BYTES + 1, 1 << 20])

@@ -8,27 +8,27 @@ from decentnode.errors import PeerFault
 from decentnode.wire import seal
 
 GOLDEN = [
-    (seal.NONE, "0700000000000000 0000 {} 0000000000000000 68"),
-    (seal.CRC32, "0700000000000000 0100 {} 34e1519d00000000 68"),
-    (seal.XXH3, "0700000000000000 0200 {} d9428cdccb63ca93 68"),
+    (seal.NONE, "0700000000000000 0000 0000 0000000000000000 68", "0700000000000000 0000 0100 0000000000000000 68"),
+    (seal.CRC32, "0700000000000000 0100 0000 9be0ffa100000000 68", "0700000000000000 0100 0100 2feb880700000000 68"),
+    (seal.XXH3, "0700000000000000 0200 0000 c88aec33e6d63d8e 68", "0700000000000000 0200 0100 9447e364c619e210 68"),
 ]
-"""The bytes of protocol version 4, but for the header's size: a change here needs a new version."""
+"""The bytes of protocol version 6, the body in a frame of its own or in the same: a change needs a new version."""
 
 
-@pytest.mark.parametrize(("kind", "golden"), GOLDEN)
-def test_golden_bytes(kind: int, golden: str) -> None:
+@pytest.mark.parametrize(("kind", "alone", "joined"), GOLDEN)
+def test_golden_bytes(kind: int, alone: str, joined: str) -> None:
     sum_ = seal.body_sum(kind, b"body")
-    alone, joined = (golden.format(size).replace(" ", "") for size in ("0000", "0100"))
-    assert seal.sealed(7, b"h", kind, sum_).hex() == alone
-    assert seal.sealed(7, b"h", kind, sum_, b"body").hex() == joined + b"body".hex()
+    assert seal.sealed(7, b"h", kind, sum_) == bytes.fromhex(alone)
+    assert seal.sealed(7, b"h", kind, sum_, b"body") == bytes.fromhex(joined) + b"body"
 
 
-def split(frame: bytes, rest: bytes | None) -> tuple[int, int, int, bytes, bytes]:
-    """What a receiver makes of a message: sequence, kind, sum, header, body. rest: the second frame."""
+def split(frame: bytes, rest: bytes | None) -> tuple[int, int, int, bytes, bytes, bool]:
+    """What a receiver makes of a message: sequence, kind, sum, header, body, joined. rest: the second frame."""
     *found, body = seal.opened(memoryview(frame))
     if body is not None and rest is not None:
         raise PeerFault("malformed_multipart", "a body in either frame")
-    return (*found, bytes(body if body is not None else rest or b""))  # type: ignore[return-value]
+    joined = body is not None
+    return (*found, bytes(body if body is not None else rest or b""), joined)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -40,15 +40,30 @@ def test_no_flipped_bit_passes(
     frame = seal.sealed(sequence, header, kind, seal.body_sum(kind, body), body if joined else None)
     rest = None if joined else body
     found = split(frame, rest)
-    assert found == (sequence, kind, seal.PREFIX.unpack_from(frame)[3], header, body)
+    assert found == (sequence, kind, seal.PREFIX.unpack_from(frame)[3], header, body, joined)
     seal.verify(*found)
     whole = bytearray(frame + (rest or b""))
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
-    if 64 <= bit < 80:
-        return  # the kind itself: another kind is another promise
     whole[bit >> 3] ^= 1 << (bit & 7)
     with pytest.raises(PeerFault):
         seal.verify(*split(bytes(whole[: len(frame)]), None if rest is None else bytes(whole[len(frame) :])))
+
+
+@pytest.mark.parametrize("kind", [seal.CRC32, seal.XXH3])
+@pytest.mark.parametrize("size", [1, 2, 8, 64, 256, 3, 40])
+@pytest.mark.parametrize("body", [None, b"", b"\0", b"body"])
+def test_no_other_kind_and_no_other_end_of_the_header_passes(kind: int, size: int, body: bytes | None) -> None:
+    """Also where the header's size loses its one bit, and the header takes an empty body with it."""
+    header = bytes(number % 256 for number in range(size))
+    frame = seal.sealed(7, header, kind, seal.body_sum(kind, body or b""), body)
+    seal.verify(*split(frame, None))
+    true_kind, true_size = frame[8:10], frame[10:12]
+    values = {value.to_bytes(2, "little") for value in (*range(len(frame) + 2), *(1 << bit for bit in range(16)))}
+    others = [other + true_size for other in values - {true_kind}]
+    others += [true_kind + other for other in values - {true_size}]
+    for other in others:
+        with pytest.raises(PeerFault):
+            seal.verify(*split(frame[:8] + other + frame[12:], None))
 
 
 @given(st.binary(max_size=60))
