@@ -134,3 +134,8 @@ def spread(call: Callable[..., Any], calls: Iterable[tuple[Any, ...]], threads: 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="loop")
+
+
+if hasattr(os, "register_at_fork"):
+    # A child has none of the parent's threads, but a pool that counts them as idle: its work would wait for ever.
+    os.register_at_fork(after_in_child=_pool.cache_clear)

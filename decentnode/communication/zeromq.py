@@ -171,23 +171,32 @@ class ZeroMQ(Communication):
         for plane, listener in enumerate(self._io.listeners):
             if plan.ipc_dir is not None:
                 local.append(f"ipc://{plan.ipc_dir}/{self.uid}{'cb'[plane]}")
-                listener.bind(local[-1])
+                self._listen(listener, local[-1])
             if plan.port is not None:
-                try:
-                    listen(listener, plan.host, plan.port + plane)
-                except zmq.ZMQError as error:
-                    raise EnvironmentFault(
-                        f"node {self.uid} cannot listen on {endpoint(plan.host, plan.port + plane)}: {error.strerror}; "
-                        f"free the port or choose another (mapping.base_port, mapping.bind)"
-                    ) from error
+                self._listen(listener, plan.host, plan.port + plane)
             elif plan.ipc_dir is None and plan.again:
-                listen(listener, host_of(plan.again[plane]), int(plan.again[plane].rpartition(":")[2]))
+                self._listen(listener, host_of(plan.again[plane]), int(plan.again[plane].rpartition(":")[2]))
             elif plan.ipc_dir is None:
-                listen(listener, plan.host, None)
+                self._listen(listener, plan.host)
             if plan.ipc_dir is None:
                 local.append(listener.getsockopt_string(zmq.LAST_ENDPOINT))
         self._local = (local[CONTROL], local[BULK])
         return self._local
+
+    def _listen(self, listener: zmq.Socket[bytes], host: str, port: int | None = None) -> None:
+        """host: or a whole endpoint ipc://. Raises EnvironmentFault."""
+        try:
+            if host.startswith("ipc://"):
+                listener.bind(host)
+            else:
+                listen(listener, host, port)
+        except zmq.ZMQError as error:
+            where = host if host.startswith("ipc://") else endpoint(host, "*" if port is None else port)
+            before = ", where it did before it was started again" if self._plan.again else ""
+            raise EnvironmentFault(
+                f"node {self.uid} cannot listen on {where}{before}: {error.strerror}; "
+                f"free the port or choose another (mapping.base_port, mapping.bind)"
+            ) from error
 
     def set_peers(self, endpoints: Mapping[int, Endpoints]) -> None:
         """Where every other uid listens; before `start`. Blocking while names are looked up, for a few seconds."""

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -24,6 +25,7 @@ from decentnode.wire import codec, seal
 from decentnode.wire.messages import PROTOCOL_VERSION, Ack, Arrive, Chunk, Hello, Key, Message, Probe, Stop
 from decentnode.wire.session import Session
 from tests.communication.contract import NETWORKED, TRANSPORTS, flat_schema, gossip, nodes, together, values
+from tests.conftest import free_ports
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -232,6 +234,33 @@ def test_a_port_in_use_is_an_environment_fault() -> None:
                 node.bind()
         finally:
             node.close()
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_a_port_that_was_taken_while_its_node_was_gone_is_an_environment_fault(plane: int) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        again = [f"tcp://127.0.0.1:{free_ports(1)}"] * 2
+        again[plane] = f"tcp://127.0.0.1:{port}"
+        plan = BindPlan(again=tuple(again))
+        node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: 0}, schemas=flat_schema(4), digest="d", bind=plan)
+        try:
+            with pytest.raises(EnvironmentFault, match=f"cannot listen on tcp://127.0.0.1:{port}, where it did before"):
+                node.bind()
+        finally:
+            node.close()
+
+
+def test_a_folder_for_sockets_that_is_gone_is_an_environment_fault(tmp_path: Path) -> None:
+    plan = BindPlan(ipc_dir=tmp_path / "gone")
+    node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: 0}, schemas=flat_schema(4), digest="d", bind=plan)
+    try:
+        with pytest.raises(EnvironmentFault, match=r"cannot listen on ipc://.*gone"):
+            node.bind()
+    finally:
+        node.close()
 
 
 FAR_AHEAD = (5_000).to_bytes(8, "little")

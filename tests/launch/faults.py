@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 from decentnode.communication.links import Links
+from decentnode.communication.regroup import Regroup
 from decentnode.component import Config
 from decentnode.training.base import Direction, Update
 from decentnode.training.supervised import Supervised, SupervisedConfig
@@ -37,9 +41,31 @@ class Dies(Faulty):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class StopsConfig(SupervisedConfig):
+    pid_file: str = ""
+
+
 class Hangs(Faulty):
+    """Node 2 hangs in round 3, and leaves its process id."""
+
+    Config: ClassVar[type[Config]] = StopsConfig
+
     def go_wrong(self) -> None:
-        time.sleep(600)
+        if self.config.pid_file:  # type: ignore[attr-defined]
+            Path(self.config.pid_file).write_text(str(os.getpid()))  # type: ignore[attr-defined]
+        threading.Event().wait(600)
+
+
+class Lingers(Faulty):
+    """Node 2 says its last word, and its process does not end."""
+
+    def go_wrong(self) -> None:
+        sys.stdout = NeverFlushed()
+
+
+class NeverFlushed(io.StringIO):
+    def flush(self) -> None:
+        threading.Event().wait(600)
 
 
 class Poisons(Supervised):
@@ -72,10 +98,6 @@ def experiment(**sections: Any) -> dict[str, Any]:
     }
 
 
-class StopsConfig(SupervisedConfig):
-    pid_file: str = ""
-
-
 class Stops(Slow):
     """Node 2 freezes in round 3, until somebody says SIGCONT."""
 
@@ -90,6 +112,8 @@ class Stops(Slow):
 
 class MortalConfig(SupervisedConfig):
     victim: str = ""
+    heard: str = ""
+    """File that a node makes which has heard the victim's word."""
 
 
 class Mortal(Slow):
@@ -107,17 +131,32 @@ class Mortal(Slow):
 
     def _wait_for_word(self) -> None:
         node, word, fault = self.config.victim.split()  # type: ignore[attr-defined]
+        marker = Path(self.config.heard)  # type: ignore[attr-defined]
         if self._uid != int(node):
+            self._tell_when_heard(word, marker)
             return
         say = Links.word
 
         def say_and_die(links: Links, uid: int, message: Message) -> None:
             say(links, uid, message)
             if type(message).__name__ == word:
-                time.sleep(0.05)  # until it has left
+                for _ in range(100):  # until somebody has it; half a second, as it may be for a node that is gone
+                    if marker.exists() or threading.Event().wait(0.005):
+                        break
                 os.kill(os.getpid(), getattr(signal, fault))
 
         Links.word = say_and_die  # type: ignore[method-assign]
+
+    @staticmethod
+    def _tell_when_heard(word: str, marker: Path) -> None:
+        hear = Regroup.heard
+
+        def hear_and_tell(regroup: Regroup, message: Message) -> None:
+            if type(message).__name__ == word:
+                marker.touch()
+            hear(regroup, message)
+
+        Regroup.heard = hear_and_tell  # type: ignore[method-assign]
 
 
 class DiesOnce(Supervised):

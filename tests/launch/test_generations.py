@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from decentnode.launch.outcome import Outcome
 from decentnode.metrics.reader import read_kind
-from tests.conftest import scale
+from tests.conftest import free_ports, scale
 from tests.launch.faults import experiment
 from tests.launch.test_supervisor import Witness, run
 
@@ -79,6 +80,29 @@ def test_the_others_finish_without_a_node_that_dies(tmp_path: Path, way: str) ->
         assert (told["generation"], told["left"], told["members"]) == (1, [2], [0, 1, 3, 4])
         assert 4 <= told["round"] <= 7
     assert any("generation 1: 4 of 5 nodes go on" in text for text in listener.notices)
+
+
+def test_a_node_whose_port_was_taken_meanwhile_does_not_end_the_run(tmp_path: Path) -> None:
+    """Node 2 dies, somebody takes its port, and it is started again in vain."""
+    first = free_ports(10)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        class Thief(Listener):
+            def notice(self, text: str) -> None:
+                super().notice(text)
+                if "is started again" in text:
+                    taken.bind(("127.0.0.1", first + 4))
+                    taken.listen()
+
+        listener = Thief(tmp_path / "pid")
+        outcome = run(
+            tmp_path, listener, node={"rounds": 30, "evaluate_every": 10, "missing": "regroup", "restarts": 1},
+            graph={"name": "complete", "nodes": 5}, mapping={"nodes_per_machine": 5, "base_port": first},
+            training={**experiment()["training"], "name": "tests.launch.faults:Dies"}, communication=COMMUNICATION,
+        )  # fmt: skip
+    assert outcome.exit_code == 0, listener.failures
+    assert "cannot listen on" in outcome.summary["lost"]["2"] and outcome.summary["rounds"] == 30
 
 
 def test_a_node_that_raises_is_left_behind(tmp_path: Path) -> None:
@@ -162,8 +186,9 @@ def test_a_second_node_is_hit_at_a_step_of_the_agreement(
     tmp_path: Path, victim: int, word: str, fault: str
 ) -> None:
     """Over gloo: node 2 dies, and another one dies or freezes just after saying its word; three of five go on."""
-    outcome, listener = go_on(tmp_path, "Mortal", communication={"name": "collective", "timeout_seconds": 4},
-                              keys={"victim": f"{victim} {word} {fault}"})  # fmt: skip
+    keys = {"victim": f"{victim} {word} {fault}", "heard": str(tmp_path / "heard")}
+    communication = {"name": "collective", "timeout_seconds": 4}
+    outcome, listener = go_on(tmp_path, "Mortal", communication=communication, keys=keys)
     assert outcome.exit_code == 0, listener.failures
     left = sorted({0, 1, 3, 4} - {victim})
     if word != "Suspect":  # the process of node 2 is missed at once, by the supervisor's word

@@ -156,6 +156,16 @@ def test_a_node_that_hangs_is_found_out(tmp_path: Path, monkeypatch: pytest.Monk
     assert 2 in outcome.silent
 
 
+def test_a_process_that_does_not_end_after_its_last_word_is_killed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decentnode.launch.supervisor.EXIT_SECONDS", 1.0)
+    outcome = run(tmp_path, **faulty("Lingers"))
+    assert outcome.exit_code == 8 and outcome.failure is not None
+    assert outcome.failure.title.startswith("node 2 finished, then was killed by SIGKILL")
+    assert sorted(outcome.summary["nodes"]) == ["0", "1", "2", "3"]
+
+
 def test_a_part_of_the_users_own_that_cannot_be_made_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"(?s)Traceback.*TypeError") as caught:
         run(tmp_path, model={"name": "tests.launch.faults:Raises"})
