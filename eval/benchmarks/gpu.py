@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-LIMITS = {"ceilings": 30, "mixing": 60, "wrapper": 90, "bits": 90, "rounds": 120, "host": 45, "codecs": 60, "nccl": 45}
+LIMITS = {"ceilings": 30, "mixing": 60, "wrapper": 90, "bits": 90, "rounds": 120, "host": 45, "codecs": 60, "nccl": 45,
+          "staging": 20, "ipc": 60}  # fmt: skip
 """Seconds that a case may take."""
 ABSENT = {
     "batched simulator, 16 to 4,096 nodes": "the package has no batched simulator yet",
@@ -390,9 +391,80 @@ def _self_exchange() -> Iterator[Row]:
         yield Row("nccl", f"100 MB to itself, {what}", 0.2 / milliseconds(call, True) * 1e3, "GB/s", copy)
 
 
+def staging(tiny: bool) -> Iterator[Row]:
+    """A model out to the host's memory and in again through pinned slots, beside torch's own copies."""
+    if not on_gpu(tiny):
+        yield Row("staging", "pinned slots", None, note="needs a GPU")
+        return
+    import torch
+
+    from decentnode.communication.plan import TensorPlan, to_bytes
+    from decentnode.communication.staging import CudaCopies, Staging
+    from decentnode.payload import TensorSpec
+
+    elements = 32_000_000
+    spec, x = TensorSpec(torch.float32, elements), torch.randn(elements, device="cuda")
+    plan, made = TensorPlan("x", spec, 1 << 20), Staging(CudaCopies(torch.device("cuda", 0)), [spec])
+    host, pinned = torch.empty(elements), torch.empty(elements, pin_memory=True)
+
+    def fetch() -> None:
+        fetched = made.fetch(plan, x)
+        assert fetched is not None
+        for chunk in range(plan.count(elements)):
+            fetched.piece(chunk)
+
+    def speed(work: Callable[[], object]) -> float:
+        def ended() -> None:
+            work()
+            torch.cuda.synchronize()
+
+        return 4e-6 * elements / milliseconds(ended, False)
+
+    ceiling = speed(lambda: pinned.copy_(x))
+    for what, work in (("out, pinned slots", fetch), ("out, pageable", lambda: to_bytes(x)),
+                       ("in, pinned slots", lambda: made.lift(host)), ("in, pageable", lambda: host.to("cuda"))):
+        yield Row("staging", f"{4e-6 * elements:.0f} MB {what}", speed(work), "GB/s", ceiling)
+
+
+def ipc(tiny: bool) -> Iterator[Row]:
+    """Mixing straight from the memory of other processes on the same GPU, beside a copy."""
+    if not on_gpu(tiny):
+        yield Row("ipc", "mixing from the neighbors' memory", None, note="needs a GPU")
+        return
+    from tests.gpu.processes import on_one_gpu
+
+    for n in (2, 4):
+        copy, mixed = on_one_gpu(n, IPC_ELEMENTS, _mix_speed)[0]
+        yield Row("ipc", f"mixing from the memory of {n - 1} neighbors", mixed, "GB/s", copy, ">= .80")
+
+
+IPC_ELEMENTS = 64_000_000
+
+
+def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
+    """(GB/s of a copy, GB/s of mixing all neighbors); node 0 alone measures."""
+    import torch
+
+    from decentnode.mixing import mix_into, passes
+    from decentnode.payload import Payload
+
+    others = tuple(uid for uid in range(len(node._machine_of)) if uid != node.uid)
+    x = torch.ones(IPC_ELEMENTS, device=device)
+    for arrival in node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others).arrivals(60):
+        assert not arrival.missing
+    node.barrier("written", 60)  # from here on only node 0 uses the GPU
+    if node.uid:
+        return 0.0, 0.0
+    boards = [node._memory._mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
+    y, weighted = torch.empty_like(x), [(tensor, 1 / (1 + len(others))) for tensor in boards]
+    copy = 8e-6 * IPC_ELEMENTS / milliseconds(lambda: y.copy_(x), True)
+    moved = 4e-6 * IPC_ELEMENTS * passes(len(others), True)
+    return copy, moved / milliseconds(lambda: mix_into(x, x, 0.5, weighted), True)
+
+
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "ceilings": ceilings, "mixing": mixing, "wrapper": wrapper, "bits": bits, "rounds": rounds, "host": host,
-    "codecs": codecs, "nccl": nccl,
+    "codecs": codecs, "nccl": nccl, "staging": staging, "ipc": ipc,
 }  # fmt: skip
 MARK = "row: "
 

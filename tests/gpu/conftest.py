@@ -1,4 +1,4 @@
-"""Tests that need CUDA: skipped by name where there is none. They print what they measured (pytest -m gpu -s)."""
+"""Tests that need CUDA: skipped by name where there is none. What they cost is measured by eval/gpu.sh."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ None of this has run so far: it was written where there is no GPU. Several GPUs 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -80,21 +79,6 @@ def test_gathering_of_one(path: BatchedPath) -> None:
     path.begin_at_once("all_gather", (0, 0), Circle((0,)), {0: payload})
     got = [a.received[0].tensors["x"] for a in InboxExchange(path._inbox, 0, 0, (0,), frozenset({0})).arrivals(30)]
     assert torch.equal(torch.cat(got), payload.tensors["x"])
-
-
-def test_speed_of_an_exchange_with_itself(path: BatchedPath) -> None:
-    x = torch.randn(DENSE.elements, device="cuda")
-    for r in range(60):
-        if r == 10:
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-        path._inbox.advance(r)
-        path.begin((r, 0), [(Payload({"x": x}), [0])], [0])
-        for _ in InboxExchange(path._inbox, r, 0, (0,), frozenset({0})).arrivals(30):
-            pass
-    seconds = (time.perf_counter() - started) / 50
-    print(f"\nNCCL to itself, {4e-6 * DENSE.elements:.0f} MB: {1e3 * seconds:.2f} ms, "
-          f"{4e-9 * DENSE.elements / seconds:.1f} GB/s on {torch.cuda.get_device_name()}")  # fmt: skip
 
 
 def test_one_gpu_is_one_node() -> None:
