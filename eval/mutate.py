@@ -1,0 +1,257 @@
+"""Small mistakes in the code, one at a time, and whether the tests notice; eval/mutate.sh says how to call it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import importlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+
+import cosmic_ray.plugins
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("wire", "communication", "sharing", "node", "graph")
+ELSEWHERE = {"communication/cuda_ipc.py": "needs a GPU"}
+"""Files whose tests do not run here."""
+CORE = {"communication": ("test_exchange", "test_collectives", "test_circle", "test_faults", "test_limits")}
+"""Rooms whose tests take long: beside the tests that name a file, these alone run for it."""
+WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "hypothesis", "pytest", "zmq", "msgpack", "networkx",
+        "pydantic", "yaml", "safetensors.torch")  # fmt: skip
+"""What every test run imports: once here, for the processes that are forked for the runs."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    """Below decentnode/."""
+    line: int
+    operator: str
+    """cosmic-ray's name of it."""
+    occurrence: int
+
+    @property
+    def room(self) -> str:
+        return self.file.split("/")[0]
+
+    @cache  # noqa: B019
+    def code(self) -> str:
+        """The whole file with the mistake in it."""
+        found = mutate_code(source_of(self.file), make_operator(self.operator), self.occurrence)
+        assert found is not None
+        return str(found)
+
+    def diff(self) -> str:
+        lines = difflib.unified_diff(source_of(self.file).splitlines(), self.code().splitlines(), lineterm="", n=0)
+        return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.operator.removeprefix('core/')}"
+
+
+@cache
+def source_of(file: str) -> str:
+    """Read once: the working tree may change while the tests run."""
+    return (ROOT / "decentnode" / file).read_text()
+
+
+def make_operator(name: str) -> object:
+    return cosmic_ray.plugins.get_operator(name)()
+
+
+Span = tuple[tuple[int, int], tuple[int, int]]
+
+
+def spared(source: str) -> list[Span]:
+    """Where a mistake changes nothing that right code does: annotations, what is logged, imports for type checkers, and
+    what guards against our own mistakes: assert, zip(strict=True), dataclass(frozen=True)."""
+    found: list[ast.AST] = []
+    for node in ast.walk(ast.parse(source)):
+        found += [each for each in (getattr(node, "annotation", None), getattr(node, "returns", None)) if each]
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found.append(node)
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.keyword) and node.arg in ("strict", "frozen")):
+            found.append(node)
+        if isinstance(node, ast.Expr) and ast.unparse(node).startswith(("logger.", "logging.")):
+            found.append(node)
+    return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in found if hasattr(n, "lineno")]  # type: ignore[attr-defined, misc]
+
+
+def mutants_of(file: str) -> Iterator[tuple[tuple[int, int], Mutant]]:
+    """(place, mutant): all that cosmic-ray can do to a file."""
+    source = source_of(file)
+    tree = get_ast(source)
+    spans = spared(source)
+    for name in sorted(cosmic_ray.plugins.operator_names()):
+        if cosmic_ray.plugins.get_operator(name).arguments():
+            continue
+        operator = make_operator(name)
+        places = (place for node in ast_nodes(tree) for place in operator.mutation_positions(node))
+        for occurrence, (start, _) in enumerate(places):
+            if any(first <= tuple(start) < last for first, last in spans):
+                continue
+            yield tuple(start), Mutant(file, start[0], name, occurrence)
+
+
+def drawn(count: int, rooms: list[str], seed: int) -> list[Mutant]:
+    """Equal parts from all rooms; in a room every place in the code is as likely as any other, however many mistakes
+    can be made there."""
+    chosen = []
+    for number, room in enumerate(rooms):
+        places: dict[tuple[str, tuple[int, int]], list[Mutant]] = {}
+        for path in sorted((ROOT / "decentnode" / room).glob("*.py")):
+            file = f"{room}/{path.name}"
+            for place, mutant in () if file in ELSEWHERE else mutants_of(file):
+                places.setdefault((file, place), []).append(mutant)
+        draw = random.Random(f"{seed} {room}")
+        share = count // len(rooms) + (number < count % len(rooms))
+        order = draw.sample(sorted(places), len(places))
+        found = (next(filter(compiles, draw.sample(places[place], len(places[place]))), None) for place in order)
+        chosen += islice(filter(None, found), share)
+    return chosen
+
+
+def compiles(mutant: Mutant) -> bool:
+    """cosmic-ray takes the ** of {**x} for a power."""
+    try:
+        ast.parse(mutant.code())
+    except SyntaxError:
+        return False
+    return True
+
+
+def tests_of(file: str) -> list[str]:
+    """The room's tests, or in a room of CORE some of them, those first that name the file's module oftenest."""
+    room, stem = file.removesuffix(".py").split("/")
+    if stem == "__init__":
+        return [f"tests/{room}"]
+    paths = sorted((ROOT / "tests" / room).glob("test_*.py"))
+    named = re.compile(rf"decentnode\.{room}\.{stem}\b|\b{stem}\b")
+    times = {path: len(named.findall(path.read_text())) for path in paths}
+    paths.sort(key=lambda path: (path.stem != f"test_{stem}", -times[path]))
+    return [str(path.relative_to(ROOT)) for path in paths if times[path] or path.stem in CORE.get(room, (path.stem,))]
+
+
+def copy_tree() -> Path:
+    """The files of the working tree that git does not ignore, in a folder of their own."""
+    folder = Path(tempfile.mkdtemp(prefix="mutate-"))
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True,
+                            text=True, check=True).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def run_tests(folder: Path, tests: list[str], log: Path, seconds: float) -> tuple[int | None, float]:
+    """(pytest's exit code, None after `seconds`; seconds it took), in a forked process whose children end with it."""
+    started = time.monotonic()
+    process = os.fork()
+    if process == 0:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.chdir(folder)
+        os.environ["PYTHONPATH"] = str(folder)
+        sys.path[0] = str(folder)
+        sys.dont_write_bytecode = True
+        import pytest
+
+        os._exit(pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=60", *tests]))
+    code = None
+    while time.monotonic() - started < seconds:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            break
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    if code is None:
+        os.waitpid(process, 0)
+    return code, time.monotonic() - started
+
+
+def tried(mutant: Mutant, folders: SimpleQueue[Path], seconds: float) -> tuple[bool, str]:
+    """(whether the tests noticed, how). seconds: how long they may take; one that never ends is noticed."""
+    folder = folders.get()
+    path, log = folder / "decentnode" / mutant.file, folder / "log.txt"
+    try:
+        path.write_text(mutant.code())
+        code, took = run_tests(folder, tests_of(mutant.file), log, seconds)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.MULTILINE)
+    finally:
+        path.write_text(source_of(mutant.file))
+        folders.put(folder)
+    if code == 0:
+        return False, f"no test fails, {took:.0f} s"
+    how = f"no end within {seconds:g} s" if code is None else failed[1] if failed else f"exit code {code}"
+    return True, f"{how}, {took:.0f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("count", nargs="?", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rooms", default=",".join(ROOMS))
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--only", default="", help="FILE:LINE,...: of those drawn, the ones at these places")
+    options = parser.parse_args()
+    rooms = options.rooms.split(",")
+    mutants = drawn(options.count, rooms, options.seed)
+    if options.only:
+        mutants = [m for m in mutants if f"{m.file}:{m.line}" in options.only.split(",")]
+    for name in WARM:
+        importlib.import_module(name)
+    folders: SimpleQueue[Path] = SimpleQueue()
+    copies = [copy_tree() for _ in range(options.jobs)]
+    try:
+        for copy in copies:
+            folders.put(copy)
+        limits = {}
+        for room in sorted({m.room for m in mutants}):
+            whole = [f"tests/{room}/{stem}.py" for stem in CORE.get(room, ())] or [f"tests/{room}"]
+            code, took = run_tests(copies[0], whole, copies[0] / "log.txt", 900)
+            limits[room] = options.seconds + 2 * took
+            print(f"{room}: the tests of the code as it is, {took:.0f} s", flush=True)
+            if code != 0:
+                said = (copies[0] / "log.txt").read_text()[-3000:]
+                sys.exit(f"{said}\n{room}: the tests of the code as it is must pass, got exit code {code}")
+        survivors = []
+        with ThreadPoolExecutor(options.jobs) as pool:
+            outcomes = pool.map(lambda m: tried(m, folders, limits[m.room]), mutants)
+            for number, (mutant, (noticed, how)) in enumerate(zip(mutants, outcomes, strict=True), 1):
+                print(f"{number}/{len(mutants)} {'killed' if noticed else 'SURVIVED'} {mutant}: {how}", flush=True)
+                if not noticed:
+                    survivors.append(mutant)
+    finally:
+        for copy in copies:
+            shutil.rmtree(copy, ignore_errors=True)
+    for mutant in survivors:
+        print(f"\nsurvived: {mutant}\n{mutant.diff()}")
+    print(f"\nseed {options.seed}: {len(mutants) - len(survivors)} of {len(mutants)} killed")
+
+
+if __name__ == "__main__":
+    main()
