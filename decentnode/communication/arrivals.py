@@ -11,8 +11,10 @@ from torch import Tensor
 
 from decentnode.communication.base import Arrival, Exchange, Schema
 from decentnode.communication.inbox import Inbox
-from decentnode.communication.incoming import Incoming
+from decentnode.communication.incoming import Incoming, InSlot
 from decentnode.payload import Payload
+
+_NOBODY: frozenset[int] = frozenset()
 
 
 class InboxExchange(Exchange):
@@ -31,6 +33,8 @@ class InboxExchange(Exchange):
         self._missing: frozenset[int] = frozenset()
         self._rejected: frozenset[int] = frozenset()
         self._began, self._last = time.monotonic(), 0.0
+        self._read_in_place: list[tuple[int, InSlot]] = []
+        """Of the arrival under way: payloads in neighbors' slots that the caller reads where they lie."""
 
     @property
     def seconds(self) -> float:
@@ -50,33 +54,37 @@ class InboxExchange(Exchange):
             arrived = inbox.wait(self._key, chunk, alive, timeout_seconds)
             if len(arrived) < len(alive):
                 self._missing |= set(alive) - arrived.keys()
-                alive = [source for source in alive if source in arrived]
             self._note(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
             if inbox.on_cpu and all(incoming.in_one_piece for incoming in arrived.values()):
                 stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
-            received = {
+            received = self._accepted({
                 source: Payload({plan.name: self._placed(incoming.part(chunk, start, stop))})
                 for source, incoming in arrived.items()
-            }
-            if inbox.reject_non_finite:
-                received = self._accepted(received)
-                alive = [source for source in alive if source in received]
+            }, arrived)
             yield Arrival(start, stop, received, self._missing)
+            alive = [source for source in received if source not in self._missing]
             if stop < schema.elements:  # the rest is let go of as the exchange is finished
                 inbox.release(chunk, arrived)
             chunk += 1
+        self._read_in_place = []
 
     def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
         arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
         self._missing = frozenset(self._expected) - arrived.keys()
         self._note(arrived)
-        whole = {source: incoming.payload() for source, incoming in arrived.items()}
         received = self._accepted({
-            source: Payload({name: self._placed(t) for name, t in payload.tensors.items()}, payload.scalars)
-            for source, payload in whole.items()
-        })
+            source: self._own(incoming) for source, incoming in arrived.items()
+        }, arrived)
         yield Arrival(0, schema.elements, received, self._missing)
+
+    def _own(self, incoming: Incoming) -> Payload:
+        """A whole payload on the device of the models. A rule that mixes whole payloads keeps a state that cannot be
+        taken back, so that it gets none whose bytes may still change: what lies in a slot is copied."""
+        payload = incoming.payload()
+        copied = self._inbox.on_cpu and isinstance(incoming, InSlot) and not incoming.reader.borrows
+        tensors = {name: t.clone() if copied else self._placed(t) for name, t in payload.tensors.items()}
+        return Payload(tensors, payload.scalars)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """On the device of the models; the copy of one that lies elsewhere is complete."""
@@ -85,21 +93,43 @@ class InboxExchange(Exchange):
 
     def _note(self, arrived: dict[int, Incoming]) -> None:
         for incoming in arrived.values():
-            self._last = max(self._last, incoming.arrived)
-            if incoming.enter is not None:
+            if incoming.arrived > self._last:
+                self._last = incoming.arrived
+            if isinstance(incoming, InSlot):
                 incoming.enter()
-                incoming.enter = None
 
-    def _accepted(self, received: dict[int, Payload]) -> dict[int, Payload]:
-        """Without those that hold NaN or infinity, where these are to be rejected."""
-        if not self._inbox.reject_non_finite:
-            return received
-        for source in [source for source, payload in received.items() if not _finite(payload)]:
-            del received[source]
-            self._missing |= {source}
-            self._rejected |= {source}
-            self._inbox.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
+    def _accepted(self, received: dict[int, Payload], arrived: dict[int, Incoming]) -> dict[int, Payload]:
+        """Without those that hold NaN or infinity, where these are to be rejected, and those that are copies of what
+        changed meanwhile."""
+        if self._inbox.reject_non_finite:
+            for source in [source for source, payload in received.items() if not _finite(payload)]:
+                del received[source]
+                self._missing |= {source}
+                self._rejected |= {source}
+                self._inbox.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
+        in_slots = [(s, each) for s, each in arrived.items() if isinstance(each, InSlot) and not each.reader.borrows]
+        if in_slots and not (self._inbox.on_cpu and self._inbox.schemas[self._key[1]].elementwise):
+            for source in self._changed(in_slots):
+                received.pop(source, None)
+            in_slots = []
+        self._read_in_place = in_slots
         return received
+
+    @property
+    def in_place(self) -> bool:
+        return bool(self._read_in_place)
+
+    def spoiled(self) -> frozenset[int]:
+        return frozenset(self._changed(self._read_in_place)) if self._read_in_place else _NOBODY
+
+    def _changed(self, in_slots: list[tuple[int, InSlot]]) -> list[int]:
+        """Sources of payloads that their owners wrote over while they were read: missing from now on."""
+        found = [source for source, each in in_slots if not each.intact()]
+        for source in found:
+            if source not in self._missing:
+                self._missing |= {source}
+                self._inbox.counters.fault("overwritten", source, f"round {self._key[0]}, phase {self._key[1]}")
+        return found
 
     @property
     def missing(self) -> frozenset[int]:

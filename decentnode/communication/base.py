@@ -155,6 +155,17 @@ class Exchange(abc.ABC):
         """
 
     @property
+    def in_place(self) -> bool:
+        """Whether payloads of the slice that was given last lie where a neighbor wrote them: what is made of them is to
+        go to memory of its own, and to be kept only if nothing is `spoiled`."""
+        return False
+
+    def spoiled(self) -> frozenset[int]:
+        """Sources of the slice that was given last whose payload changed while it was read. What was made of it is not
+        to be kept: the slice has to be mixed again without them, from now on they are in `missing`. Not blocking."""
+        return frozenset()
+
+    @property
     def seconds(self) -> float:
         """From the call of `exchange` until the last slice was there; 0 where nothing flies."""
         return 0.0

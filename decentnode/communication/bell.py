@@ -27,7 +27,8 @@ class DatagramBell:
         self._on_datagram = on_datagram
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         """Blocks when received from, for as long as SO_RCVTIMEO says: one call of the system for each datagram."""
-        self._patience = 0.0
+        self._patience = -1.0
+        """What SO_RCVTIMEO was set for last; at first a socket waits for ever."""
         self._paths: dict[int, str] = {}
         self._own = self._path(uid)
         Path(self._own).unlink(missing_ok=True)  # of a process that was killed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -11,10 +10,11 @@ from torch import Tensor
 
 from decentnode.communication.base import Schema
 from decentnode.communication.memory import MemoryPath
-from decentnode.communication.staging import Lease
 from decentnode.communication.status import Status
 
 LEASE_POLL_SECONDS = 100e-6
+PRIVATE_PLACES = 2
+"""Places of nodes without a board."""
 
 
 class Homes:
@@ -24,45 +24,53 @@ class Homes:
         """schema: of phase 0. hurry: asks all peers now what they have of what was sent."""
         self.sent_to: tuple[int, ...] = ()
         """Who may still read what was sent last."""
-        self._schema, self._memory, self._status, self._hurry = schema, memory, status, hurry
+        self._schema, self._memory, self._status = schema, memory, status
+        self._leases = memory.leases
+        self._leases.hurry = hurry
         self._places: list[Tensor] = []
-        self._leases: dict[int, weakref.ref[Lease]] = {}
+        self._late = False
+        """Whether leases on private places were once waited for in vain, and still are held."""
 
     def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
         """What `Communication.claim` does."""
         schema = self._schema
         if not schema.elementwise or len(schema.tensors) != 1:
             return None
+        in_board = bool(self._memory.homes())
         if not self._places:
             (spec,) = schema.tensors.values()
-            self._places = self._memory.homes() or [torch.empty(schema.elements, dtype=spec.dtype) for _ in range(2)]
-        deadline = time.monotonic() + timeout_seconds
+            self._places = self._memory.homes() or [
+                torch.empty(schema.elements, dtype=spec.dtype) for _ in range(PRIVATE_PLACES)
+            ]
         with self._status.waits_for(self.sent_to):
-            for index, place in enumerate(self._places):
-                if place.data_ptr() != current.data_ptr() and self._unused(index, deadline):
-                    return place
-        return torch.empty_like(current)
+            if in_board:
+                slot = self._memory.claim(current, timeout_seconds)
+                place = None if slot is None else self._places[slot]
+            else:
+                place = self._private(current, time.monotonic() + timeout_seconds)
+        return torch.empty_like(current) if place is None else place
 
-    def _unused(self, index: int, deadline: float) -> bool:
-        """Blocking until nobody needs what was sent from a place."""
-        lease = self._leases.get(index)
-        if lease is not None and lease() is not None:
-            self._hurry()
-            while lease() is not None:
-                self._status.raise_if_failed()
-                if time.monotonic() > deadline or self._status.regrouping:
-                    return False
-                time.sleep(LEASE_POLL_SECONDS)
-        return not self._memory.homes() or self._memory.wait_unread(index, max(0.0, deadline - time.monotonic()))
+    def _private(self, current: Tensor, deadline: float) -> Tensor | None:
+        """Blocking: another place than `current` from which no message is sent; None when there is none in time."""
+        places = [place for place in self._places if place.data_ptr() != current.data_ptr()]
+        hurried = False
+        while True:
+            for place in places:
+                if not self._leases.held(place.data_ptr()):
+                    self._late = False
+                    return place
+            self._status.raise_if_failed()
+            if self._late or time.monotonic() > deadline or self._status.regrouping:
+                self._late = True
+                return None
+            if not hurried:
+                self._leases.hurry()
+                hurried = True
+            time.sleep(LEASE_POLL_SECONDS)
 
     def lease(self, tensor: Tensor) -> object:
         """For what is sent from such a place: it may not change until the lease is dropped. None for anything else."""
-        for index, place in enumerate(self._places):
+        for place in self._places:
             if place.data_ptr() == tensor.data_ptr() and tensor.numel():
-                held = self._leases.get(index)
-                lease = held() if held is not None else None
-                if lease is None:
-                    lease = Lease()
-                    self._leases[index] = weakref.ref(lease)
-                return lease
+                return self._leases.take(place)
         return None

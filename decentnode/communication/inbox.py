@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from decentnode.communication.base import Counters, Schema
 from decentnode.communication.board import Reader
-from decentnode.communication.incoming import Chunked, Incoming, Mapped, cut
+from decentnode.communication.incoming import Chunked, Incoming, InSlot, Mapped, cut
 from decentnode.communication.layout import SLOTS
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, plans
 from decentnode.communication.status import STOPPING_TIMEOUT_SECONDS, Status
@@ -70,6 +69,7 @@ class Inbox:
         plan = self._plan(message, buffer)
         key = (message.round, message.phase)
         with self.status.lock:
+            self.status.silent.discard(message.source)
             if message.round < self._floor or key in self._finished:
                 raise PeerFault("stale_round", f"round {message.round} from {message.source}")
             if message.round >= self._end:
@@ -125,8 +125,18 @@ class Inbox:
     ) -> int:
         """Take a payload that lies in a neighbor's board; its bytes. Raises PeerFault as `put` does.
 
-        packed: elements of each tensor, 8 bytes each.
+        packed: elements of each tensor, 8 bytes each. The slot is let go of at once where the payload is not kept.
         """
+        try:
+            return self._put_slot(source, key, slot, use, packed, scalars, reader)
+        except PeerFault:
+            if key[1] < len(self.plans) and not self._holds(source, key[1], slot, use):
+                reader.release(key[1], slot, use)
+            raise
+
+    def _put_slot(
+        self, source: int, key: Key, slot: int, use: int, packed: bytes, scalars: Scalars, reader: Reader
+    ) -> int:
         round, phase = key
         if phase >= len(self.plans):
             raise PeerFault("wrong_shape", f"phase {phase}")
@@ -134,15 +144,13 @@ class Inbox:
         if packed != self._usual[phase]:
             tensors = self._cut(tensors, phase, packed)
             size = sum(tensor.nbytes for tensor in tensors)
-        let_go = functools.partial(reader.release, phase, slot, use)
-        enter = functools.partial(reader.enter, phase, slot) if reader.borrows else None
-        incoming = Mapped(self.plans[phase], tensors, scalars, let_go, enter=enter)
+        incoming = InSlot(self.plans[phase], tensors, scalars, reader, phase, slot, use)
         with self.status.lock:
+            self.status.silent.discard(source)
             if round < self._floor or key in self._finished:
-                let_go()
                 raise PeerFault("stale_round", f"round {round} from {source}")
             if round >= self._end:
-                let_go()
+                incoming.let_go()
                 return size
             sources = self._incoming.get(key)
             if sources is not None and source in sources:
@@ -156,10 +164,17 @@ class Inbox:
             self._wake(key, source, incoming)
         return size
 
+    def _holds(self, source: int, phase: int, slot: int, use: int) -> bool:
+        """Whether a payload is kept that lies in this slot of the source's board, told of by another doorbell."""
+        with self.status.lock:
+            kept = (sources.get(source) for sources in self._incoming.values())
+            return any(isinstance(each, InSlot) and (each.phase, each.slot) == (phase, slot) and each.use <= use
+                       for each in kept)  # fmt: skip
+
     def _held_of(self, source: int, phase: int) -> int:
         """Slots of this source's board that are kept. Rounds whose payload came as chunks are none of them."""
         kept = (sources.get(source) for key, sources in self._incoming.items() if key[1] == phase)
-        return sum(isinstance(each, Mapped) for each in kept)
+        return sum(isinstance(each, InSlot) for each in kept)
 
     def _cut(self, tensors: list[Tensor], phase: int, packed: bytes) -> list[Tensor]:
         """A slot's tensors as long as a doorbell says. Raises PeerFault when they cannot be."""
@@ -236,6 +251,7 @@ class Inbox:
             self._finished.clear()
             self.together.clear()
             self._wanted = set()
+            self.status.silent.clear()
             self._floor, self._end = round, math.inf
 
     def finish(self, key: Key) -> None:
@@ -276,6 +292,8 @@ class Inbox:
             limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if status.stopping else timeout_seconds
             exposed, now = status.exposed_since, time.monotonic()
             remaining = max(last, exposed) + limit - now
+            if remaining <= 0:
+                status.silent.update(waiting)
             if not waiting or remaining <= 0 or status.regrouping:
                 break
             self._wanted, self._wanted_what = set(waiting), (key, chunk)

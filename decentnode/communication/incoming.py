@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from decentnode.communication.board import Reader
 from decentnode.communication.plan import MESSAGE_COST, TensorPlan, from_buffer
 from decentnode.payload import Payload
 from decentnode.wire.messages import Scalars
@@ -21,14 +22,10 @@ def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
 class Incoming(abc.ABC):
     """One source's payload of one round as far as it has come."""
 
-    __slots__ = ("_plans", "arrived", "enter", "scalars")
+    __slots__ = ("_plans", "arrived", "scalars")
 
-    def __init__(
-        self, plans: tuple[TensorPlan, ...], scalars: Scalars, enter: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, plans: tuple[TensorPlan, ...], scalars: Scalars) -> None:
         self._plans, self.scalars = plans, scalars
-        self.enter = enter
-        """What the training thread does once before it reads the payload."""
         self.arrived = 0.0
         """When the last bytes came (monotonic)."""
 
@@ -138,16 +135,16 @@ class Chunked(Incoming):
 
 
 class Mapped(Incoming):
-    """One that lies in the neighbor's shared memory, or in a communicator's buffers."""
+    """One that lies in a communicator's buffers, or in memory that is shared."""
 
     __slots__ = ("_let_go", "pieces", "tensors")
 
     def __init__(
         self, plans: tuple[TensorPlan, ...], tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None],
-        *, pieces: int | None = None, enter: Callable[[], None] | None = None,
+        *, pieces: int | None = None,
     ) -> None:
         """let_go: called once nobody reads `tensors` any more."""
-        self._plans, self.tensors, self.scalars, self._let_go, self.enter = plans, tensors, scalars, let_go, enter
+        self._plans, self.tensors, self.scalars, self._let_go = plans, tensors, scalars, let_go
         self.pieces = pieces
         """How many chunks are there, in the order of the plans; None: all."""
         self.arrived = 0.0
@@ -171,3 +168,30 @@ class Mapped(Incoming):
 
     def let_go(self) -> None:
         self._let_go()
+
+
+class InSlot(Mapped):
+    """One that lies in a slot of a neighbor's board, which its owner may write again once it is let go of."""
+
+    __slots__ = ("_entered", "phase", "reader", "slot", "use")
+
+    def __init__(
+        self, plans: tuple[TensorPlan, ...], tensors: list[Tensor], scalars: Scalars, reader: Reader, phase: int,
+        slot: int, use: int,
+    ) -> None:
+        self._plans, self.tensors, self.scalars, self.pieces, self.arrived = plans, tensors, scalars, None, 0.0
+        self.reader, self.phase, self.slot, self.use = reader, phase, slot, use
+        self._entered = False
+
+    def enter(self) -> None:
+        """Training thread, before it reads the payload."""
+        if self.reader.borrows and not self._entered:
+            self._entered = True
+            self.reader.enter(self.phase, self.slot)
+
+    def intact(self) -> bool:
+        """Whether what was read from it so far is the payload that the doorbell told of."""
+        return self.reader.intact(self.phase, self.slot, self.use)
+
+    def let_go(self) -> None:
+        self.reader.release(self.phase, self.slot, self.use)

@@ -28,7 +28,7 @@ class Layout:
         self.schemas, self.lent = schemas, lent
         self.num_nodes = num_nodes
         self.phases = len(schemas)
-        header = 8 * (1 + num_nodes * self.phases)
+        header = 8 * self.words
         self.header_bytes = -(-header // PAGE) * PAGE
         self.offsets: list[list[list[int]]] = []
         """[phase][slot][tensor]"""
@@ -50,9 +50,18 @@ class Layout:
             position = self.header_bytes + -(-(OFFER_BYTES + HANDLE_BYTES * handles) // PAGE) * PAGE
         self.size = max(position, self.header_bytes + PAGE)
 
-    def counter(self, uid: int, phase: int) -> int:
-        """Which 8-byte word of the header says what `uid` has released of a phase."""
-        return 1 + uid * self.phases + phase
+    @property
+    def words(self) -> int:
+        """8-byte words of the header: a magic number, a sequence number per slot, a counter per reader and slot."""
+        return 1 + SLOTS * self.phases * (1 + self.num_nodes)
+
+    def sequence(self, phase: int, slot: int) -> int:
+        """Which word of the header says what lies in a slot."""
+        return 1 + SLOTS * phase + slot
+
+    def counter(self, uid: int, phase: int, slot: int) -> int:
+        """Which word of the header says what `uid` has released of a slot."""
+        return 1 + SLOTS * (self.phases * (1 + uid) + phase) + slot
 
     def views(self, memory: Any, base: int = 0) -> Slots:
         """[phase][slot][tensor] over a buffer that starts at byte `base`, or over a tensor [slot_bytes] of bytes."""

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from decentnode.communication.base import Counters, Schema
 from decentnode.communication.bell import DatagramBell
-from decentnode.communication.board import Board, Reader, path_of, run_of
+from decentnode.communication.board import LEASED, Board, Reader, path_of, run_of
 from decentnode.communication.inbox import Inbox
 from decentnode.communication.layout import Layout
 from decentnode.communication.lending import Lending
+from decentnode.communication.staging import Leases
 from decentnode.communication.status import Status
 from decentnode.errors import DecentnodeError, EnvironmentFault, PeerFault
 from decentnode.payload import Payload
@@ -54,10 +55,14 @@ class MemoryPath:
         """
         self.readers: frozenset[int] = frozenset()
         """Neighbors that read this node's board."""
+        self.leases = Leases()
+        """Of messages that are sent from where the model lives."""
         self._uid, self._lending = uid, lending
         self._layouts = {lent: Layout(schemas, num_nodes, lent) for lent in (False, True)}
         self._inbox, self._status, self._counters = inbox, status, counters
         self._admit, self._refuse = admit, refuse
+        self._run = ""
+        self._wanted: dict[bool, Collection[int]] = {}
         self._boards: dict[bool, Board] = {}
         """In the host's memory, and lent (True)."""
         self._read_by: dict[bool, frozenset[int]] = {}
@@ -74,34 +79,52 @@ class MemoryPath:
         near: nodes on this node's GPU. A board's name comes from the run's id and the uid, its size from the local
         schema. Raises EnvironmentFault when there is no room for a board and it is `required`.
         """
-        run = run_of(folder, generation)
+        self.make(folder, run_id, generation, {False: others, True: near}, required)
+        try:
+            barrier(STEPS[0])
+            self.map()
+            barrier(STEPS[1])
+        finally:
+            self.hide()
+        self.begin()
+
+    def make(
+        self, folder: Path, run_id: bytes, generation: int, wanted: Mapping[bool, Collection[int]], required: bool
+    ) -> None:
+        """First step of `open`: this node's boards, and its bell. wanted: neighbors by whether the memory is lent."""
+        self._run = run_of(folder, generation)
+        self._wanted = {lent: uids for lent, uids in wanted.items() if uids}
         self._doorbells = Doorbells(self._uid, run_id, generation, self._admit)
         self._bell = DatagramBell(folder, self._uid, self._on_datagram)
-        wanted = {lent: uids for lent, uids in ((False, others), (True, near)) if uids}
-        for lent, uids in wanted.items():
+        for lent, uids in self._wanted.items():
             try:
-                self._boards[lent] = self._made(run, lent, uids)
+                self._boards[lent] = self._made(self._run, lent, uids)
             except EnvironmentFault as error:
                 if required:
                     raise
                 logger.warning("payloads leave over ipc: %s", error)
-        try:
-            barrier(STEPS[0])
-            for lent, uids in wanted.items():
-                self._map(run, lent, uids)
-            barrier(STEPS[1])
-        finally:
-            for board in self._boards.values():
-                board.unlink()
+
+    def map(self) -> None:
+        """Second step, once everybody has made theirs: the others' boards."""
+        for lent, uids in self._wanted.items():
+            self._map(self._run, lent, uids)
+
+    def hide(self) -> None:
+        """Third step, once everybody has mapped them: a crash from here on leaves no file behind."""
+        for board in self._boards.values():
+            board.unlink()
+
+    def begin(self) -> None:
+        """Last step: who could map this node's boards is sent payloads through them."""
         for lent, board in self._boards.items():
-            self._read_by[lent] = frozenset(uid for uid in wanted[lent] if board.attached(uid))
+            self._read_by[lent] = frozenset(uid for uid in self._wanted[lent] if board.attached(uid))
         self.readers = frozenset().union(*self._read_by.values())
         self._status.bell = self._bell
 
     def _made(self, run: str, lent: bool, readers: Collection[int]) -> Board:
         layout = self._layouts[lent]
         if not lent:
-            return Board(path_of(run, self._uid), layout)
+            return Board(path_of(run, self._uid), layout, leases=self.leases)
         assert self._lending is not None, "only nodes on one GPU are near"
         return Board(path_of(run, self._uid, lent), layout, self._lending.lend(layout, readers))
 
@@ -116,29 +139,39 @@ class MemoryPath:
     def publish(
         self, payload: Payload, uids: list[int], round: int, phase: int, timeout_seconds: float,
         send_control: Callable[[int, int, int, bytes], None],
-    ) -> bool:
+    ) -> list[int]:
         """Write a payload into the boards and ring at `uids`; send_control(uid, slot, use, totals) where the bell's
-        queue is full.
+        queue is full. Those that were told of it: the others have to get chunks.
 
-        False when a reader still holds an earlier payload after the time-out: the slot must not change under it, so
-        everybody gets chunks from then on.
+        Readers that still hold an earlier payload after the time-out are not waited for again, nor told of anything,
+        until they have released all that they were told of. While they hold every slot, nobody is told.
         """
         deadline, told = time.monotonic() + timeout_seconds, []
         for lent, board in self._boards.items():
             read_by = self._read_by[lent]
             mine = uids if read_by.issuperset(uids) else [uid for uid in uids if uid in read_by]
+            if board.late or self._status.silent:
+                board.judge(self._status.silent)
+                mine = [uid for uid in mine if uid not in board.late]
+            late = board.late
             try:
                 if mine:
                     told.append((mine, *board.publish(phase, payload, mine, deadline, self._gone)))
             except TimeoutError as error:
-                self.readers = frozenset()
-                logger.warning("node %d still reads an earlier payload after %g s: payloads leave as chunks from now "
-                               "on", error.args[0], timeout_seconds)  # fmt: skip
-                return False
+                if board.late != late:
+                    self._warn_of(error.args[0], timeout_seconds)
+        if not told:
+            return []
         totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
         for mine, slot, use in told:
             self._ring(payload, mine, round, phase, slot, use, totals, send_control)
-        return True
+        return told[0][0] if len(told) == 1 else [uid for mine, _, _ in told for uid in mine]
+
+    @staticmethod
+    def _warn_of(holder: int, timeout_seconds: float) -> None:
+        who = "a message is still sent from" if holder == LEASED else f"node {holder} still reads"
+        logger.warning("%s an earlier payload after %g s: payloads leave as chunks until it is released", who,
+                       timeout_seconds)  # fmt: skip
 
     def _ring(
         self, payload: Payload, uids: list[int], round: int, phase: int, slot: int, use: int, totals: bytes,
@@ -164,13 +197,11 @@ class MemoryPath:
         """The slots of phase 0, where a payload of one tensor needs no copy; empty without a board."""
         return [] if not self.readers or False not in self._boards else [s[0] for s in self._boards[False].slots[0]]
 
-    def wait_unread(self, home: int, timeout_seconds: float) -> bool:
-        """Blocking until nobody reads slot `home` of phase 0; False after the time-out."""
-        try:
-            self._boards[False].wait_released(0, home, time.monotonic() + timeout_seconds, self._gone)
-        except TimeoutError:
-            return False
-        return True
+    def claim(self, current: Tensor, timeout_seconds: float) -> int | None:
+        """Blocking: the slot among `homes` that the model may go to from `current`; None after the time-out."""
+        board = self._boards[False]
+        board.judge(self._status.silent)
+        return board.claim(current.data_ptr(), time.monotonic() + timeout_seconds, self._gone)
 
     def _gone(self, uid: int) -> bool:
         """Whether a reader said goodbye. Raises what every wait raises once the run has failed."""
@@ -213,8 +244,7 @@ class MemoryPath:
             self._drain(self._boards[True])
         if self._bell is not None:
             self._bell.close()
-        for board in self._boards.values():
-            board.unlink()
+        self.hide()
         self._boards = {}
         self._mapped.clear()
 

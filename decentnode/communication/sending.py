@@ -53,19 +53,18 @@ class Sending:
     def send(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
         """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
         self.homes.sent_to = tuple(outgoing)
-        by_memory: list[int] = []
+        told: Collection[int] = ()
         if self.memory.readers:
             by_memory = [uid for uid in outgoing if uid in self.memory.readers and uid not in self._status.departed]
-            alike = len({id(outgoing[uid]) for uid in by_memory}) == 1
-            if not alike or not self._by_memory(outgoing[by_memory[0]], by_memory, round, phase):
-                by_memory = []
-        if len(by_memory) < len(outgoing):
-            rest = {uid: outgoing[uid] for uid in outgoing if uid not in by_memory} if by_memory else outgoing
+            if len({id(outgoing[uid]) for uid in by_memory}) == 1:
+                told = self._by_memory(outgoing[by_memory[0]], by_memory, round, phase)
+        if len(told) < len(outgoing):
+            rest = {uid: outgoing[uid] for uid in outgoing if uid not in told} if told else outgoing
             for payload, uids in grouped(rest):
                 self._by_messages(payload, uids, round, phase)
 
-    def _by_memory(self, payload: Payload, uids: list[int], round: int, phase: int) -> bool:
-        """Hand a payload to neighbors on this host; False when they have to get chunks."""
+    def _by_memory(self, payload: Payload, uids: list[int], round: int, phase: int) -> Collection[int]:
+        """Hand a payload to neighbors on this host; those that it reached: the others have to get chunks."""
         self.checked(payload, phase)
 
         def send_control(uid: int, slot: int, use: int, totals: bytes) -> None:

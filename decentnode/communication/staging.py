@@ -99,6 +99,30 @@ class Lease:
     """Held by every message whose bytes lie in a slot, or in the model itself."""
 
 
+class Leases:
+    """Those on places that the model lives in: the bytes there must not change while one is held."""
+
+    def __init__(self) -> None:
+        self.hurry: Callable[[], None] = lambda: None
+        """Asks all peers now what they have of what was sent."""
+        self._held: dict[int, weakref.ref[Lease]] = {}
+
+    def take(self, place: Tensor) -> Lease:
+        """One for all messages that are sent from a place at a time."""
+        address = place.data_ptr()
+        found = self._held.get(address)
+        lease = found() if found is not None else None
+        if lease is None:
+            lease = Lease()
+            self._held[address] = weakref.ref(lease)
+        return lease
+
+    def held(self, address: int) -> bool:
+        """Whether a message is still sent from the place at this address."""
+        found = self._held.get(address)
+        return found is not None and found() is not None
+
+
 class Fetched:
     """A tensor on its way to the host."""
 

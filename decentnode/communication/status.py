@@ -48,6 +48,8 @@ class Status:
     stopping: bool = False
     departed: dict[int, int] = field(default_factory=dict)
     """Rounds that a departed uid took part in."""
+    silent: set[int] = field(default_factory=set)
+    """Neighbors that were waited for in vain and of which nothing came since: to send to them, nobody waits."""
     failure: Exception | None = None
     """What every wait raises from now on."""
     regrouping: str = ""

@@ -55,6 +55,7 @@ EVENTS: dict[str, str] = {
     "wrong_size": "a chunk with too few or too many bytes",
     "malformed": "a payload over torch.distributed that is not what was announced",
     "send_window": "a payload was dropped because the peer takes none",
+    "overwritten": "a payload changed in shared memory while it was read; it counted as missing",
     "no_board": "a doorbell of a node whose shared memory is not mapped here",
     "wrong_board": "shared memory that is not what the schema says",
     "malformed_payload": "a payload that cannot be decoded; it counted as missing",

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -336,16 +336,25 @@ class Node:
     def _mix_buffers(self, now: RoundView) -> None:
         if self._buffers is None:
             return
-        flat = self.training.model.buffers
-        for arrival in self._buffers.arrivals(self.schedule.timeout_seconds(self.sharing.phases - 1)):
-            weights = now.without(arrival.missing).weights
+        flat, exchange = self.training.model.buffers, self._buffers
+        for arrival in exchange.arrivals(self.schedule.timeout_seconds(self.sharing.phases - 1)):
             part = flat[arrival.start : arrival.stop]
             if arrival.total is not None:
                 self.sharing.mix_sum(part, part, arrival.total, now)
                 continue
-            part.mul_(weights[self.uid])
-            for uid, payload in arrival.received.items():
-                part.add_(payload.tensors["x"], alpha=weights[uid])
+            received, missing = dict(arrival.received), arrival.missing
+            mixed = self._mixed_buffers(part, received, now.without(missing))
+            while spoiled := exchange.spoiled() & received.keys():
+                received, missing = {u: p for u, p in received.items() if u not in spoiled}, missing | spoiled
+                mixed = self._mixed_buffers(part, received, now.without(missing))
+            part.copy_(mixed)
+
+    def _mixed_buffers(self, part: Tensor, received: Mapping[int, Payload], now: RoundView) -> Tensor:
+        """part [n]: of this node's buffers. A tensor of its own."""
+        mixed = part * now.weights[self.uid]
+        for uid, payload in received.items():
+            mixed.add_(payload.tensors["x"], alpha=now.weights[uid])
+        return mixed
 
     # -- evaluation -------------------------------------------------------------------------------------------
 

@@ -67,18 +67,36 @@ class _Slice:
     stop: int
     received: Mapping[int, Payload]
     view: RoundView
+    exchange: Exchange
     total: Tensor | None = None
 
-    def mix(self, sharing: Sharing, model: Tensor, place: Tensor | None = None) -> None:
-        """Into `model` [P], or from there into `place` [P]."""
+    def mix(self, sharing: Sharing, model: Tensor, place: Tensor | None = None) -> RoundView:
+        """Into `model` [P], or from there into `place` [P]. By which view: that of fewer sources where payloads changed
+        while they were read."""
         part = slice(self.start, self.stop)
         x = model[part]
+        out = x if place is None else place[part]
         if self.total is not None:
-            sharing.mix_sum(x if place is None else place[part], x, self.total, self.view)
+            sharing.mix_sum(out, x, self.total, self.view)
+        elif self.exchange.in_place:
+            return self._mix_apart(sharing, x, out)
         elif place is None:
             sharing.mix(x, self.received, self.view)
         else:
-            sharing.mix_into(place[part], x, self.received, self.view)
+            sharing.mix_into(out, x, self.received, self.view)
+        return self.view
+
+    def _mix_apart(self, sharing: Sharing, x: Tensor, out: Tensor) -> RoundView:
+        """Into memory of its own while the payloads may change, so that it can be done again without one that did."""
+        received, view = self.received, self.view
+        apart = torch.empty_like(x) if out is x else out
+        sharing.mix_into(apart, x, received, view)
+        while spoiled := self.exchange.spoiled() & received.keys():
+            received, view = {uid: p for uid, p in received.items() if uid not in spoiled}, view.without(spoiled)
+            sharing.mix_into(apart, x, received, view)
+        if out is x:
+            x.copy_(apart)
+        return view
 
 
 class Schedule(abc.ABC):
@@ -167,19 +185,20 @@ class Schedule(abc.ABC):
             if arrival.missing != missing:
                 missing, now = arrival.missing, view.without(arrival.missing)
             if arrival.total is not None:
-                yield _Slice(arrival.start, arrival.stop, {}, now, arrival.total)
+                yield _Slice(arrival.start, arrival.stop, {}, now, exchange, arrival.total)
             elif self.sharing.elementwise:
                 cuts = list(blocks(arrival.start, arrival.stop))
                 if len(cuts) == 1:
-                    yield _Slice(arrival.start, arrival.stop, arrival.received, now)
+                    yield _Slice(arrival.start, arrival.stop, arrival.received, now, exchange)
                 else:
                     flats = {uid: payload.tensors["x"] for uid, payload in arrival.received.items()}
                     for a, b in cuts:
                         part = slice(a - arrival.start, b - arrival.start)
-                        yield _Slice(a, b, {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}, now)
+                        received = {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}
+                        yield _Slice(a, b, received, now, exchange)
             else:
                 received = self._unpacked(arrival.received, view)
-                yield _Slice(arrival.start, arrival.stop, received, now.without(self._refused))
+                yield _Slice(arrival.start, arrival.stop, received, now.without(self._refused), exchange)
             waiting = time.perf_counter()
         times.wait += wait + time.perf_counter() - waiting
 
@@ -312,8 +331,8 @@ class Overlapped(Schedule):
         def mix() -> None:
             with torch.no_grad():
                 for each in self._slices(exchange, view, RoundTimes()):
-                    each.mix(self.sharing, before, mixed)
-                    spans.append((each.start, each.stop, each.view))
+                    seen = each.mix(self.sharing, before, mixed)
+                    spans.append((each.start, each.stop, seen))
 
         self.communication.exposed_since = math.inf
         self._mixing = Behind(mix)
@@ -363,9 +382,8 @@ class Overlapped(Schedule):
             for each in self._slices(self._exchange, view, self.times):
                 x, was = model[each.start : each.stop], before[each.start : each.stop]
                 delta = x - was
-                x.copy_(was)
-                each.mix(self.sharing, model)
-                self.sharing.advance(x, delta, each.view)
+                seen = each.mix(self.sharing, before, model)
+                self.sharing.advance(x, delta, seen)
         self.times.mix += time.perf_counter() - started - (self.times.wait - waited)
 
 

@@ -8,12 +8,18 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from decentnode.communication.links import Links
 from decentnode.communication.regroup import Regroup
 from decentnode.component import Config
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload
+from decentnode.sharing.full import Full
 from decentnode.training.base import Direction, Update
 from decentnode.training.supervised import Supervised, SupervisedConfig
 from decentnode.wire.messages import Message
@@ -108,6 +114,30 @@ class Stops(Slow):
             Path(self.config.pid_file).write_text(str(os.getpid()))  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().local_update(round, direction)
+
+
+class Marks(Stops):
+    """As Stops; and what leaves in a round says whose it is and of which round."""
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        update = super().local_update(round, direction)
+        self.model.parameters.fill_(mark(self._uid, round))
+        return update
+
+
+def mark(uid: int, round: int) -> float:
+    return 1.0 + uid + 100 * round
+
+
+class ChecksMarks(Full):
+    """With Marks: a node that is given anything but its neighbors' models of the round fails."""
+
+    def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        for uid, payload in received.items():
+            if not bool((payload.tensors["x"] == mark(uid, view.round)).all()):
+                raise RuntimeError(f"round {view.round}: node {uid} sent {mark(uid, view.round)}, here is "
+                                   f"{payload.tensors['x'].unique().tolist()}")  # fmt: skip
+        super().mix_into(out, model, received, view)
 
 
 class MortalConfig(SupervisedConfig):

@@ -1,0 +1,58 @@
+"""End to end: a node freezes for longer than the others wait, they go on without it, and it thaws."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decentnode.metrics.reader import read_kind
+from tests.launch.faults import ROUND, UID, experiment
+from tests.launch.test_supervisor import Witness, run
+
+NEIGHBORS = (1, 3)
+"""Of the node that freezes, on a ring of four."""
+PATIENCE, AWAY, ROUNDS = 1.0, 3, 16
+"""Seconds that a payload is waited for, how many such waits the frozen node stays away, and rounds of the run."""
+
+
+class Thaws(Witness):
+    """Wakes the node that froze once its neighbors have waited for it in vain in so many rounds."""
+
+    def __init__(self, pid_file: Path) -> None:
+        super().__init__()
+        self._pid_file = pid_file
+        self._reached = dict.fromkeys(NEIGHBORS, 0)
+
+    def progress(self, uid: int, record: dict[str, Any]) -> None:
+        super().progress(uid, record)
+        if uid in self._reached:
+            self._reached[uid] = record.get("round", 0)
+        if min(self._reached.values()) >= ROUND + AWAY and self._pid_file.exists():
+            os.kill(int(self._pid_file.read_text()), signal.SIGCONT)
+            self._pid_file.unlink()
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "auto", "zeromq"])
+def test_who_was_frozen_is_given_the_models_of_its_rounds_or_none(tmp_path: Path, way: str) -> None:
+    pid_file = tmp_path / "pid"
+    witness = Thaws(pid_file)
+    outcome = run(
+        tmp_path, witness, sharing={"name": "tests.launch.faults:ChecksMarks"},
+        training={**experiment()["training"], "name": "tests.launch.faults:Marks", "pid_file": str(pid_file)},
+        communication={"name": way, "timeout_seconds": PATIENCE},
+        node={"rounds": ROUNDS, "evaluate_every": 0, "missing": "return_weight"},
+    )
+    assert outcome.exit_code == 0, witness.failures
+    assert not pid_file.exists() and outcome.run_dir is not None
+    rounds = {
+        uid: list(read_kind(outcome.run_dir / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")) for uid in range(4)
+    }
+    assert all(len(each) == ROUNDS for each in rounds.values())
+    for uid in NEIGHBORS:
+        without = [each["round"] for each in rounds[uid] if UID in each.get("missing", ())]
+        assert len(without) >= AWAY and without[0] == ROUND, without
+        assert without[-1] < ROUNDS - 1, "it caught up"
