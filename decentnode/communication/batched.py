@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.circle import Turn
-from decentnode.communication.clique import CliquePath
+from decentnode.communication.clique import SEND_WINDOW, CliquePath
 from decentnode.communication.communicator import Communicator
 from decentnode.communication.inbox import Key
 from decentnode.communication.landing import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
@@ -135,6 +135,9 @@ class BatchedPath(CliquePath):
         self, key: Key, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
     ) -> frozenset[int]:
         plans, gone = self._inbox.plans[key[1]], self._status.departed
+        late = [uid for uid in sources if self._due.get(uid, 0) >= SEND_WINDOW]
+        if late:  # as for sends: their memory is all taken by rounds that are over
+            raise PeerLost(f"nothing came from node {late[0]} in {SEND_WINDOW} rounds, last {key[0]}", late)
         coming = [self._coming_from(uid, key) for uid in sources if gone.get(uid, key[0] + 1) > key[0]]
         dropped: set[int] = set()
         sending = []
@@ -143,7 +146,8 @@ class BatchedPath(CliquePath):
             dropped |= set(uids) - set(open_)
             if open_:
                 sending.append(self._sending(payload, plans, open_, key))
-        self._expecting(len(coming))
+        for each in coming:
+            self._expecting(1, each.uid)
         self._inbox.together[key] = frozenset(c.uid for c in coming).union(*(s.uids for s in sending))
         self._rounds.put(_Round(key, plans, sending, coming, self._marked()))
         return frozenset(dropped)
@@ -291,13 +295,13 @@ class BatchedPath(CliquePath):
         self._count_received(coming.uid, each.key[1], coming.totals, len(coming.parts))
         self._inbox.landed(each.key, coming.uid, last=True)
         coming.buffers.done()
+        self._expecting(-1, coming.uid)
 
     def _over(self, each: _Round) -> None:
         for sending in each.sending:
             sending.let_go()
             for uid in sending.uids:
                 self._sent(uid)
-        self._expecting(-len(each.coming))
 
     # -- the end ----------------------------------------------------------------------------------------------
 

@@ -49,7 +49,9 @@ class CliquePath(abc.ABC):
         self._blocked = 0
         """Calls that wait for what is under way; others need not be woken by it."""
         self._coming = 0
-        """Receives under way."""
+        """Receives under way, calls of all members among them."""
+        self._due: dict[int, int] = {}
+        """By peer: payloads that are still to come."""
 
     @abc.abstractmethod
     def begin(
@@ -136,10 +138,12 @@ class CliquePath(abc.ABC):
             if self._blocked:
                 self._status.notify()
 
-    def _expecting(self, count: int) -> None:
-        """Any thread: so many more receives are under way, or fewer."""
+    def _expecting(self, count: int, uid: int | None = None) -> None:
+        """Any thread: so many more receives are under way, or fewer, from `uid` where it is one peer's."""
         with self._status.changed:
             self._coming += count
+            if uid is not None:
+                self._due[uid] = self._due.get(uid, 0) + count
             if self._blocked:
                 self._status.notify()
 

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 from decentnode.communication.circle import Turn
-from decentnode.communication.clique import CliquePath
+from decentnode.communication.clique import SEND_WINDOW, CliquePath
 from decentnode.communication.gloo import Clique
 from decentnode.communication.inbox import Key
 from decentnode.communication.landing import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
 from decentnode.payload import Payload
+
+MAX_RECEIVES = 10_000
+"""Payloads of one peer that are still to come, all but SEND_WINDOW of them without memory; nothing more is expected of
+a peer that is further behind."""
 
 
 class TaggedPath(CliquePath):
@@ -82,15 +86,24 @@ class TaggedPath(CliquePath):
             self._clique.line(uid, out=True).put(_Over(self._sent, uid, waits, buffers, lease))
 
     def _receive(self, uid: int, key: Key) -> None:
-        """Post what is known to come; the peer's line waits for it and posts the rest."""
+        """Post what is known to come; the peer's line waits for it and posts the rest. Where SEND_WINDOW receives of a
+        peer are under way, which is all that it has under way to here, the line posts this one after them."""
+        due = self._due.get(uid, 0)
+        if due >= MAX_RECEIVES:
+            self._counters.fault("receive_window", uid, f"round {key[0]}")
+            return
+        self._expecting(1, uid)
+        job = self._posted(uid, key) if due < SEND_WINDOW else lambda: self._posted(uid, key)()
+        self._clique.line(uid, out=False).put(job)
+
+    def _posted(self, uid: int, key: Key) -> Callable[[], None]:
+        """Post a receive; what the peer's line does about it: blocking until everything is there."""
         plans, buffers = self._inbox.plans[key[1]], Buffers(self._pool, self._inbox.plans[key[1]], users=2)
         totals = [plan.spec.max_elements for plan in plans]
-        self._expecting(1)
         if not self._has_header(key[1]):
             waits = self._post(uid, key, buffers, totals)
             self._inbox.put_landing(key, uid, buffers.cut(totals), {}, buffers.done)
-            self._clique.line(uid, out=False).put(lambda: self._take(uid, key, buffers, totals, waits))
-            return
+            return lambda: self._take(uid, key, buffers, totals, waits)
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         head = self._clique.receive(uid, header, self._tag(key))
         posted = self._post(uid, key, buffers, totals) if self._is_exact(key[1]) else None
@@ -106,7 +119,7 @@ class TaggedPath(CliquePath):
             self._inbox.put_landing(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
             self._take(uid, key, buffers, totals, waits)
 
-        self._clique.line(uid, out=False).put(open_)
+        return open_
 
     def _post(self, uid: int, key: Key, buffers: Buffers, totals: list[int]) -> list[Callable[[], object]]:
         parts = pieces(self._inbox.plans[key[1]], buffers.cut(totals))
@@ -124,7 +137,7 @@ class TaggedPath(CliquePath):
         self._count_received(uid, key[1], totals, len(waits))
         self._inbox.landed(key, uid, last=True)
         buffers.done()
-        self._expecting(-1)
+        self._expecting(-1, uid)
 
 
 class _Over:

@@ -56,6 +56,7 @@ EVENTS: dict[str, str] = {
     "malformed": "a payload over torch.distributed that is not what was announced",
     "send_window": "a payload was dropped because the peer takes none",
     "overwritten": "a payload changed in shared memory while it was read; it counted as missing",
+    "receive_window": "a payload is no longer expected because the peer is too far behind",
     "no_board": "a doorbell of a node whose shared memory is not mapped here",
     "wrong_board": "shared memory that is not what the schema says",
     "malformed_payload": "a payload that cannot be decoded; it counted as missing",

@@ -36,6 +36,30 @@ def test_a_sender_far_ahead_is_held_back_by_the_window() -> None:
             assert torch.equal(arrival.received[0].tensors["x"], payload.tensors["x"])
 
 
+def test_receives_of_a_peer_that_is_far_behind_take_memory_for_a_window_of_them() -> None:
+    """Node 1 is at its 40th round when node 0 begins: what it is sent is of rounds that are over, and none is mixed."""
+    rounds, elements = 40, 1 << 16
+    with nodes("collective", 2, flat_schema(elements), timeout_seconds=30) as made:
+        ahead = made[1]
+        assert isinstance(ahead, Collective) and isinstance(ahead._path, TaggedPath)
+        taken, take = [0], ahead._path._pool.take
+
+        def count(*what: object) -> torch.Tensor:
+            taken[0] += 1
+            return take(*what)  # type: ignore[arg-type]
+
+        ahead._path._pool.take = count  # type: ignore[method-assign,assignment]
+        for r in range(rounds):
+            (nothing,) = ahead.exchange(r, {}, (0,)).arrivals(0.0)
+            assert nothing.missing == {0}
+        assert taken[0] == SEND_WINDOW
+        last = ahead.exchange(rounds, {}, (0,))
+        for r in range(rounds + 1):
+            made[0].exchange(r, {1: Payload({"x": torch.full((elements,), float(r))})}, ())
+        (arrival,) = last.arrivals(30)
+        assert bool((arrival.received[0].tensors["x"] == rounds).all())
+
+
 def test_what_comes_too_late_never_reaches_a_later_round() -> None:
     with nodes("collective", 2, flat_schema(3)) as made:
         (nothing,) = made[1].exchange(0, {}, (0,)).arrivals(0.1)
