@@ -25,8 +25,6 @@ import warnings
 from collections.abc import Callable, Collection, Set
 from pathlib import Path
 
-from torch import Tensor
-
 from decentnode.communication.layout import SLOTS, Layout
 from decentnode.communication.lending import Borrowed, Lending, Lent
 from decentnode.communication.staging import Leases

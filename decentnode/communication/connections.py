@@ -23,6 +23,8 @@ notices from its acknowledgements when nothing comes through, and makes a new co
 HANDSHAKE_MS, CONNECT_MS = 5000, 5000
 RECONNECT_MS = (50, 2000)
 BACKLOG = 1024
+RECEIVE_MESSAGES = 1000
+"""Messages of one connection that wait to be received, before the sender's side fills."""
 
 
 def listen(socket_: zmq.Socket[bytes], host: str, port: int | None) -> None:
@@ -58,7 +60,7 @@ def listener(
     """
     made = context.socket(zmq.ROUTER)
     made.maxmsgsize = max_bytes
-    made.rcvhwm = 1000
+    made.rcvhwm = RECEIVE_MESSAGES
     made.linger = 0
     made.setsockopt(zmq.BACKLOG, BACKLOG)
     _watch_for_silence(made)

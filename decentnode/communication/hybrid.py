@@ -190,17 +190,19 @@ class Hybrid(ZeroMQ):
         for payload, _ in grouped(outgoing):
             self._sending.checked(payload, phase)
         kind = None if circle is None else self._at_once(circle, outgoing, phase)
-        self.counters.sent(outgoing)
         if circle is not None and kind is not None:
+            self.counters.sent(outgoing)
             path.begin_at_once(kind, (round, phase), circle, outgoing)
             if kind != "all_gather":
                 return SumExchange(self._inbox, (round, phase), expected)
             return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
         inside = self._inside & outgoing.keys()
-        self._sending.send(round, {uid: p for uid, p in outgoing.items() if uid not in inside}, phase)
+        outside = {uid: p for uid, p in outgoing.items() if uid not in inside}
+        dropped = self._sending.send(round, outside, phase)
         sources = self._inside.intersection(expected)
         groups = grouped({uid: outgoing[uid] for uid in sorted(inside)})
-        dropped = path.begin((round, phase), groups, sorted(sources))
+        dropped |= path.begin((round, phase), groups, sorted(sources))
+        self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped} if dropped else outgoing)
         return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), dropped)
 
     def _at_once(self, circle: Circle, outgoing: Mapping[int, Payload], phase: int) -> Kind | None:

@@ -19,6 +19,8 @@ from decentnode.errors import PeerFault
 from decentnode.wire.messages import Chunk, Scalars
 
 Key = tuple[int, int]  # round, phase
+MAX_SKIPS = 64
+"""Stretches of payloads that do not come, kept of one source."""
 SUM = -1
 """The source of what a whole circle adds up; nobody in particular is waited for."""
 
@@ -50,6 +52,8 @@ class Inbox:
         self._incoming: dict[Key, dict[int, Incoming]] = {}
         self.together: dict[Key, frozenset[int]] = {}
         """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
+        self._skips: dict[int, list[tuple[Key, Key]]] = {}
+        """By source: from which (round, phase) to which nothing comes of it."""
         self._floor = 0
         self._end = math.inf
         """This node takes part in no round from this one on, so that nothing of theirs is kept."""
@@ -171,6 +175,20 @@ class Inbox:
             return any(isinstance(each, InSlot) and (each.phase, each.slot) == (phase, slot) and each.use <= use
                        for each in kept)  # fmt: skip
 
+    def skip(self, source: int, first: Key, last: Key) -> None:
+        """I/O thread: a source says that its payloads from `first` to `last` do not come. Raises PeerFault for more of
+        such words than anybody needs."""
+        with self.status.lock:
+            self.status.silent.discard(source)
+            known = [each for each in self._skips.get(source, ()) if each[1][0] >= self._floor]
+            if first > last or len(known) >= MAX_SKIPS:
+                raise PeerFault("malformed_header", f"payloads {first} to {last} of {source} are skipped")
+            self._skips[source] = [*known, (first, last)]
+            self.status.notify()
+
+    def _is_skipped(self, source: int, key: Key) -> bool:
+        return any(first <= key <= last for first, last in self._skips.get(source, ()))
+
     def _held_of(self, source: int, phase: int) -> int:
         """Slots of this source's board that are kept. Rounds whose payload came as chunks are none of them."""
         kept = (sources.get(source) for key, sources in self._incoming.items() if key[1] == phase)
@@ -250,6 +268,7 @@ class Inbox:
             self._incoming.clear()
             self._finished.clear()
             self.together.clear()
+            self._skips.clear()
             self._wanted = set()
             self.status.silent.clear()
             self._floor, self._end = round, math.inf
@@ -289,6 +308,8 @@ class Inbox:
             status.raise_if_failed()
             if status.departed:
                 waiting = [s for s in waiting if not self._departed(s, key) and not self._held_up(s, key)]
+            if self._skips:
+                waiting = [s for s in waiting if not self._is_skipped(s, key)]
             limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if status.stopping else timeout_seconds
             exposed, now = status.exposed_since, time.monotonic()
             remaining = max(last, exposed) + limit - now

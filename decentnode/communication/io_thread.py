@@ -24,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from decentnode.communication import connections
 from decentnode.communication.helm import Helm, SocketBell
 from decentnode.communication.security import Door, Keyring, Pass
+from decentnode.errors import NodeFailed
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ Endpoints = tuple[str, str]
 CONTROL, BULK = 0, 1
 SEND_MESSAGES = 1000
 """Messages that wait in one socket for a peer, before it is full."""
+MAX_CALLS = 10_000
+"""Calls that wait for the thread at the sockets; each other thread makes a few per round."""
 RECEIVE_BURST = 64
 """Messages taken from one socket before the others are looked at; fewer when the training thread has to be let in or
 out."""
@@ -146,7 +149,10 @@ class IoThread(threading.Thread):
     # -- any thread -------------------------------------------------------------------------------------------
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` soon on the thread at the sockets; not blocking."""
+        """Run `function` soon on the thread at the sockets; not blocking. Raises NodeFailed when that thread no longer
+        comes to it."""
+        if len(self._calls) >= MAX_CALLS:
+            raise NodeFailed(f"{self.name}: the sockets' thread is {MAX_CALLS} calls behind")
         self._calls.append(function)
         self._wake()
         self._helm.rouse()

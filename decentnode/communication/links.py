@@ -18,7 +18,7 @@ from decentnode.communication.handshakes import Handshakes
 from decentnode.communication.io_thread import BULK, CONTROL, IoThread, Security
 from decentnode.communication.plan import MESSAGE_COST
 from decentnode.communication.security import Cipher, Pass
-from decentnode.communication.traffic import Edge, Outgoing, Plane
+from decentnode.communication.traffic import MAX_PAYLOADS, Edge, Key, Outgoing, Plane
 from decentnode.errors import PeerFault
 from decentnode.metrics.figures import Purpose
 from decentnode.wire import codec, messages, seal
@@ -28,15 +28,16 @@ from decentnode.wire.messages import (
     Bye,
     Credit,
     Hello,
-    Key,
     Message,
     Probe,
+    Skipped,
 )
+from decentnode.wire.messages import Key as PassKey
 from decentnode.wire.session import Session
 
 logger = logging.getLogger(__name__)
 
-EDGE_KINDS = frozenset({Ack, Probe, Credit, Ask, Key, Bye})
+EDGE_KINDS = frozenset({Ack, Probe, Credit, Ask, PassKey, Bye})
 """What an edge's two ends say to each other about the edge."""
 BULK_KINDS, UNNUMBERED, MEMBERSHIP = map(frozenset, (messages.BULK, messages.UNNUMBERED, messages.MEMBERSHIP))
 MAX_QUEUED = 20_000
@@ -79,6 +80,8 @@ class Links:
         self._broken: set[tuple[int, int]] = set()
         """(uid, plane) of connections to make again at the next tick."""
         self._handshakes = Handshakes(session, self.io.endpoints)
+        self.on_room: Callable[[int], None] = lambda _uid: None
+        """With `lock` held: a peer for which MAX_PAYLOADS waited takes payloads again."""
 
     # -- sending ----------------------------------------------------------------------------------------------
 
@@ -115,12 +118,27 @@ class Links:
             plane.urgent.append((header, purpose))
         self._pump(uid, edge, CONTROL)
 
+    def takes(self, uid: int) -> bool:
+        """Any thread: whether one more payload may wait for this peer. What is sent to one that is gone is dropped."""
+        edge = self._edges.get(uid)
+        return edge is None or edge.queued < MAX_PAYLOADS
+
+    def withhold(self, uid: int, key: Key) -> None:
+        """With `lock` held: the payload of this (round, phase) is not sent. The peer is told as soon as it takes
+        anything, so that it does not wait for what will not come."""
+        edge = self._edge(uid)
+        if not edge.gone:
+            edge.withheld = (key if edge.withheld is None else edge.withheld[0], key)
+            if edge.queued < MAX_PAYLOADS:
+                self._has_room(uid, edge)
+
     def bulk(self, uid: int, message: Outgoing) -> None:
         """Send now, or as soon as the peer's window and the socket allow."""
         edge = self._edge(uid)
         if edge.gone:
             return
         edge.planes[BULK].queue.append(message)
+        edge.queued += message.last
         if edge.needs_pass and not edge.asked:
             edge.asked = True
             self.control(uid, self._message(Ask))
@@ -181,13 +199,29 @@ class Links:
             message = queue[0]
             if number == BULK and edge.sent + message.cost > edge.allowed:
                 return
-            first, body = message.frames(out.following, edge.outwards)
-            if not self.io.send(uid, number, first, body, edge.log_in):
+            sealed = plane.sealed
+            if sealed is None:
+                lease = message.lease if edge.outwards is None else None  # what is encrypted is a copy
+                sealed = plane.sealed = (*message.frames(out.following, edge.outwards), lease)
+            if not self.io.send(uid, number, sealed[0], sealed[1], edge.log_in):
                 return
-            out.keep(message, time.monotonic())
+            out.keep(sealed, time.monotonic())
+            plane.sealed = None
             queue.popleft()
             edge.sent += message.cost
-            message.count(self._counters.edge(uid), first, body)
+            message.count(self._counters.edge(uid), sealed[0], sealed[1])
+            if message.last:
+                edge.queued -= 1
+                if edge.queued == MAX_PAYLOADS - 1:
+                    self._has_room(uid, edge)
+
+    def _has_room(self, uid: int, edge: Edge) -> None:
+        """A peer that had too many payloads waiting takes some again: tell it which ones it need not wait for."""
+        if edge.withheld is not None:
+            (round, phase), last = edge.withheld
+            edge.withheld = None
+            self.control(uid, self._message(Skipped, round, phase, *last))
+        self.on_room(uid)
 
     def _pump_urgent(self, uid: int, edge: Edge, number: int, plane: Plane) -> bool:
         """Send what is not numbered, and what was lost; False when the socket is full."""
@@ -203,15 +237,15 @@ class Links:
             else:
                 counted.framing_bytes_sent += len(first)
         while plane.again:
-            sequence = plane.again[0]
+            sequence = next(iter(plane.again))
             if sequence in plane.out.kept:
-                first, body = plane.out.kept[sequence][0].frames(sequence, edge.outwards)
+                first, body, _ = plane.out.kept[sequence][0]
                 if not self.io.send(uid, number, first, body, edge.log_in):
                     return False
                 plane.out.sent_again(sequence)
                 counted.resends += 1
                 counted.framing_bytes_sent += len(first) + (0 if body is None else len(body))
-            plane.again.popleft()
+            del plane.again[sequence]
         return True
 
     # -- receiving --------------------------------------------------------------------------------------------
@@ -314,9 +348,9 @@ class Links:
         edge = self._edge(uid)
         if isinstance(message, Ack):
             flow = edge.planes[message.plane]
-            flow.again.extend(
+            flow.again.update(dict.fromkeys(
                 flow.out.acknowledged(message.first_missing, message.ahead, message.probe, time.monotonic())
-            )
+            ))
             if message.gap:
                 flow.out.ask()
                 self._probe(uid, edge, message.plane, time.monotonic())
@@ -333,8 +367,8 @@ class Links:
             if not self._needs_pass:
                 raise PeerFault("unexpected_message", "Ask, but bulk needs no pass here")
             given = self.passes.setdefault(uid, Pass())
-            self.control(uid, self._message(Key, given.token, given.key))
-        elif isinstance(message, Key):
+            self.control(uid, self._message(PassKey, given.token, given.key))
+        elif isinstance(message, PassKey):
             if not edge.asked:
                 raise PeerFault("unexpected_message", "Key without having asked")
             if edge.passes is None:

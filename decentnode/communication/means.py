@@ -12,6 +12,9 @@ from decentnode.errors import PeerFault
 from decentnode.wire.messages import Part
 from decentnode.wire.session import Tree
 
+MAX_OVER = 1024
+"""Means that are remembered, so that what still comes of them is dropped."""
+
 
 @dataclass(frozen=True)
 class Outgoing:
@@ -62,7 +65,8 @@ class Means:
         self._chunk_bytes = chunk_bytes
         self._running: dict[str, _Mean] = {}
         self._early: dict[str, list[tuple[Part, memoryview]]] = {}
-        self._over: set[str] = set()
+        self._over: dict[str, None] = {}
+        """Means that are over, the last MAX_OVER of them."""
         self.done: dict[str, tuple[Tensor, int]] = {}
         self.consumed: list[tuple[int, int]] = []
         """(uid, bytes) that were used up since the caller last looked."""
@@ -84,7 +88,7 @@ class Means:
         """Forget a mean; what still comes of it is dropped."""
         self._running.pop(key, None)
         self.done.pop(key, None)
-        self._over.add(key)
+        self._end(key)
         for message, buffer in self._early.pop(key, []):
             self.consumed.append((message.source, buffer.nbytes + MESSAGE_COST))
 
@@ -92,8 +96,13 @@ class Means:
         """The result, once."""
         result = self.done.pop(key, None)
         if result is not None:
-            self._over.add(key)
+            self._end(key)
         return result
+
+    def _end(self, key: str) -> None:
+        self._over[key] = None
+        if len(self._over) > MAX_OVER:
+            del self._over[next(iter(self._over))]
 
     def waiting_for(self, key: str) -> list[int]:
         """Who has to act next: children that have not delivered, or the parent."""

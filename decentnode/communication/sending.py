@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 
 from torch import Tensor
@@ -49,19 +50,59 @@ class Sending:
         """By plane: peers that are not behind a Unix socket."""
         self._uid, self._config, self._session, self._links, self._plans = uid, config, session, links, plans
         self._status, self._counters, self._security = status, counters, security
+        links.on_room = self._takes_again
 
-    def send(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> None:
-        """Through shared memory where the neighbor reads the board, as chunks everywhere else."""
+    def send(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> frozenset[int]:
+        """Through shared memory where the neighbor reads the board, as chunks everywhere else. Those to whom nothing
+        was sent, because too much waits for them already. Blocking as `_may_send` and `MemoryPath.publish` do."""
         self.homes.sent_to = tuple(outgoing)
         told: Collection[int] = ()
+        dropped: Collection[int] = ()
         if self.memory.readers:
             by_memory = [uid for uid in outgoing if uid in self.memory.readers and uid not in self._status.departed]
             if len({id(outgoing[uid]) for uid in by_memory}) == 1:
                 told = self._by_memory(outgoing[by_memory[0]], by_memory, round, phase)
         if len(told) < len(outgoing):
             rest = {uid: outgoing[uid] for uid in outgoing if uid not in told} if told else outgoing
+            for payload, _ in grouped(rest):
+                self.checked(payload, phase)
+            taking = [uid for uid in rest if self._may_send(uid, round, phase)]
+            if len(taking) < len(rest):
+                dropped, rest = rest.keys() - taking, {uid: rest[uid] for uid in taking}
             for payload, uids in grouped(rest):
                 self._by_messages(payload, uids, round, phase)
+            return frozenset(dropped)
+        return frozenset()
+
+    def _may_send(self, uid: int, round: int, phase: int) -> bool:
+        """Blocking while MAX_PAYLOADS wait for a peer, unless it is silent; False when that stays so for a time-out:
+        the payload is not sent, and once the peer takes any it is told so."""
+        links, status = self._links, self._status
+        if links.takes(uid):
+            return True
+        deadline = time.monotonic() + self._config.timeout_seconds
+        with status.changed, status.waits_for([uid]):
+            while not links.takes(uid):
+                status.raise_if_failed()
+                remaining = deadline - time.monotonic()
+                if status.regrouping or status.departed.get(uid, round + 1) <= round:
+                    return False
+                if remaining <= 0 or uid in status.silent:
+                    status.silent.add(uid)
+                    break
+                status.wait(min(remaining, 1.0))
+            else:
+                return True
+        with links.lock:
+            links.withhold(uid, (round, phase))
+        self._counters.fault("send_window", uid, f"round {round}")
+        return False
+
+    def _takes_again(self, uid: int) -> None:
+        """With `Links.lock` held."""
+        with self._status.changed:
+            self._status.silent.discard(uid)
+            self._status.notify()
 
     def _by_memory(self, payload: Payload, uids: list[int], round: int, phase: int) -> Collection[int]:
         """Hand a payload to neighbors on this host; those that it reached: the others have to get chunks."""
@@ -89,7 +130,7 @@ class Sending:
         return plans
 
     def _by_messages(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
-        plans, links = self.checked(payload, phase), self._links
+        plans, links = self._plans[phase], self._links
         scalars: Scalars = payload.scalars
         sums = self.sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
@@ -103,7 +144,8 @@ class Sending:
                 body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
                 header = self.header(Chunk, round, phase, index, chunk, total, scalars)
                 scalars = {}
-                message = Bulk.bulk(header, body, sums, lease)
+                last = index + 1 == len(plans) and chunk + 1 == plan.count(total)
+                message = Bulk.bulk(header, body, sums, lease, last=last)
                 with links.lock:
                     for uid in uids:
                         links.bulk(uid, message)

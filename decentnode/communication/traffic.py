@@ -14,6 +14,13 @@ from decentnode.metrics.figures import Purpose
 from decentnode.wire import seal
 from decentnode.wire.stream import ReceiveStream, SendStream
 
+Key = tuple[int, int]
+"""Round and phase."""
+MAX_PAYLOADS = 4
+"""Payloads of rounds that wait for one peer, with anything of them not handed to the socket yet; further ones are not
+sent to it, and count as undelivered."""
+MAX_URGENT = 64
+"""Messages that are not numbered and wait for one peer's socket."""
 ONE_FRAME_BYTES = 16 * 1024
 """Bodies up to this size, as sent, travel in one frame with their header.
 
@@ -40,19 +47,22 @@ class Outgoing:
     """Kept alive as long as the body's memory may not change."""
     purpose: Purpose = "control"
     """What its first sending counts for: the whole message, or, of one with a body, that."""
+    last: bool = False
+    """Whether it is the last of a round's payload."""
 
     @classmethod
     def bulk(
-        cls, header: bytes, body: memoryview, kind: int, lease: object = None, purpose: Purpose = "data"
+        cls, header: bytes, body: memoryview, kind: int, lease: object = None, purpose: Purpose = "data", *,
+        last: bool = False,
     ) -> Outgoing:
         """A message with a copy of `body`, or with `body` itself where it is long and does not change while the lease
         is held."""
         size = body.nbytes
         if size <= ONE_FRAME_BYTES:
             short = bytes(body)
-            return cls(header, short, size + MESSAGE_COST, kind, seal.body_sum(kind, short), purpose=purpose)
+            return cls(header, short, size + MESSAGE_COST, kind, seal.body_sum(kind, short), None, purpose, last)
         frame = zmq.Frame(body, copy=lease is None)
-        return cls(header, frame, size + MESSAGE_COST, kind, seal.body_sum(kind, frame.buffer), lease, purpose)
+        return cls(header, frame, size + MESSAGE_COST, kind, seal.body_sum(kind, frame.buffer), lease, purpose, last)
 
     def count(self, edge: EdgeCounters, first: bytes, body: zmq.Frame | bytes | None) -> None:
         """With `Links.lock` held: this message, as `frames` made it, was sent for the first time."""
@@ -81,14 +91,24 @@ class Outgoing:
         return seal.sealed(sequence, header, kind, of_body), body
 
 
+Sealed = tuple[bytes, zmq.Frame | bytes | None, object]
+"""A message as it travels to one peer: first frame, second frame or None, and the lease on what these bytes lie in."""
+
+
 @dataclass
 class Plane:
     """One direction of one plane: what leaves here, and what came."""
 
-    out: SendStream[Outgoing] = field(default_factory=SendStream)
-    urgent: deque[tuple[bytes, Purpose]] = field(default_factory=deque)
-    """Headers of messages that are not numbered, and what they are for."""
-    again: deque[int] = field(default_factory=deque)
+    out: SendStream[Sealed] = field(default_factory=SendStream)
+    """Kept as they left, so that what is sent again is the same to the last bit."""
+    sealed: Sealed | None = None
+    """The first of `queue` under the number that follows, where the socket had no room for it. So each number is sealed
+    once: under AES-GCM, where it is the nonce, no key ever meets two plaintexts with one nonce."""
+    urgent: deque[tuple[bytes, Purpose]] = field(default_factory=lambda: deque(maxlen=MAX_URGENT))
+    """Headers of messages that are not numbered, and what they are for; the oldest are dropped, as they are said again
+    or out of date."""
+    again: dict[int, None] = field(default_factory=dict)
+    """Numbers of messages, among those that are kept, that have to be sent again; in this order, each once."""
     queue: deque[Outgoing] = field(default_factory=deque)
     came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
 
@@ -102,6 +122,10 @@ class Edge:
         """Cost of the bulk messages sent so far."""
         self.allowed = window
         """What the peer lets `sent` grow to."""
+        self.queued = 0
+        """Payloads of rounds of which something waits in the bulk plane's queue."""
+        self.withheld: tuple[Key, Key] | None = None
+        """The first and the last (round, phase) of payloads that were not sent, until the peer is told."""
         self.came = 0
         """Cost of the bulk messages that came."""
         self.needs_pass = needs_pass
@@ -125,7 +149,9 @@ class Edge:
     def forget(self) -> None:
         """Nothing is owed to this peer any more."""
         self.gone = True
+        self.queued, self.withheld = 0, None
         for plane in self.planes:
+            plane.sealed = None
             plane.queue.clear()
             plane.urgent.clear()
             plane.again.clear()

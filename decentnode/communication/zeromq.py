@@ -51,7 +51,7 @@ from decentnode.mapping.hosts import endpoint, host_of
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Slot
+from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Skipped, Slot
 from decentnode.wire.session import (
     Event,
     Joined,
@@ -304,10 +304,9 @@ class ZeroMQ(Communication):
         if self._status.regrouping:
             return InboxExchange(self._inbox, round, phase, expected, frozenset())
         self._inbox.advance(round)
-        if outgoing:
-            self._sending.send(round, outgoing, phase)
-            self.counters.sent(outgoing)
-        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing))
+        dropped = self._sending.send(round, outgoing, phase) if outgoing else frozenset[int]()
+        self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped} if dropped else outgoing)
+        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), dropped)
 
     def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
         return self._sending.homes.claim(current, timeout_seconds)
@@ -498,6 +497,9 @@ class ZeroMQ(Communication):
                 for event in self._session.receive(message):
                     if isinstance(event, Slot):
                         self._memory.take(event)
+                    elif isinstance(event, Skipped):
+                        first, last = (event.round, event.phase), (event.last_round, event.last_phase)
+                        self._inbox.skip(event.source, first, last)
                     else:
                         self._on_event(event)
             finally:

@@ -361,6 +361,18 @@ class Denied(Message):
     reason: str = text()
 
 
+@dataclass(frozen=True)
+class Skipped(Message):
+    """To a neighbor: none of my payloads from (round, phase) to (last_round, last_phase) comes, as you took none for so
+    long; those before and after do."""
+
+    TYPE: ClassVar[int] = 33
+    round: int = number(MAX_ROUND)
+    phase: int = number(256)
+    last_round: int = number(MAX_ROUND)
+    last_phase: int = number(256)
+
+
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
@@ -396,6 +408,7 @@ MESSAGES: dict[int, type[Message]] = {
         Pong,
         Current,
         Denied,
+        Skipped,
     )
 }
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)

@@ -33,6 +33,7 @@ from decentnode.wire.messages import (
     Refused,
     Reject,
     Report,
+    Skipped,
     Slot,
     Start,
     Stop,
@@ -108,7 +109,7 @@ class PeerDeparted:
 Event = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | Message
 
 _ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
-IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Ask, Key})
+IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Skipped, Ask, Key})
 """What any member may say to any other, once it knows the run; Arrive along the tree alone."""
 
 TRANSITIONS: dict[str, frozenset[type[Message]]] = {

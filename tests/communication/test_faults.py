@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
 import threading
 import time
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from zmq import Frame
 
+from decentnode.communication.io_thread import BULK
 from decentnode.communication.zeromq import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
+from decentnode.wire import seal
 from tests.communication.contract import flat_schema, make, together, values
 from tests.communication.relay import Relay
 from tests.conftest import scale
@@ -88,6 +92,51 @@ def test_cut_anywhere_every_model_arrives_once_and_bit_exact(transport: str, see
         assert sum(relay.cut_count for relay in relays) >= 2 * cuts
         assert sum(edge.resends for node in made for edge in node.counters.edges.values()) > 0
         assert not {"stale_round", "duplicate_chunk", "window_exceeded"} & {k for n in made for k in n.counters.faults}
+
+
+def watch_numbers(node: ZeroMQ, seen: dict[tuple[int, int], bytes]) -> list[int]:
+    """Whatever `node` gives its bulk sockets under a number goes to `seen`, by peer and number; how often one came
+    again. Fails where the bytes are others than before."""
+    send, again = node._io.send, [0]
+
+    def watched(uid: int, plane: int, first: bytes, body: Frame | bytes | None, token: bytes = b"") -> bool:
+        sequence = seal.opened(memoryview(first))[0]
+        if plane == BULK and sequence:
+            second = b"" if body is None else bytes(body if isinstance(body, bytes) else body.buffer)
+            digest = hashlib.sha256(first + second).digest()
+            again[0] += (uid, sequence) in seen
+            assert seen.setdefault((uid, sequence), digest) == digest, "one number, and nonce, for two messages"
+        return send(uid, plane, first, body, token)
+
+    node._io.send = watched  # type: ignore[method-assign]
+    return again
+
+
+@pytest.mark.parametrize("transport", ["tcp", "tcp+aes-gcm"])
+@pytest.mark.timeout(300)
+def test_what_is_sent_again_is_what_was_sent_although_the_model_goes_on(transport: str) -> None:
+    """Models live in places that the transport sends from; connections are cut, so that much is sent again."""
+    elements, rounds = 2 * BLOCK_ELEMENTS, scale(20, 200)
+    settings = {"cut_every_bytes": 1 << 20, "cuts": scale(5, 60)}
+    with over_relays(transport, 2, elements, settings, chunk_bytes=1 << 20) as (made, relays):
+        again = [watch_numbers(node, {}) for node in made]
+
+        def run(node: ZeroMQ) -> None:
+            other, model = 1 - node.uid, torch.zeros(elements)
+            for r in range(rounds):
+                model.fill_(10.0 * r + node.uid)  # the local steps, where the model lives
+                exchange = node.exchange(r, {other: Payload({"x": model})}, (other,))
+                place = node.claim(model, 60)
+                assert place is not None
+                for arrival in exchange.arrivals(60):
+                    got = arrival.received[other].tensors["x"]
+                    assert bool((got == 10.0 * r + other).all())
+                    place[arrival.start : arrival.stop] = -1.0
+                model = place
+
+        together(made, run, 200)  # type: ignore[arg-type]
+        assert sum(relay.cut_count for relay in relays) > 0 and sum(count for (count,) in again) > 0
+        assert not {"checksum_mismatch", "duplicate_chunk"} & {k for node in made for k in node.counters.faults}
 
 
 @pytest.mark.parametrize("transport", ["tcp", "tcp+aes-gcm"])

@@ -248,6 +248,26 @@ def test_a_payload_that_is_written_over_while_it_is_read_counts_as_missing(folde
     close(owner, reader)
 
 
+def test_the_number_says_that_a_slot_is_being_written_before_its_first_byte_is(folder: Path) -> None:
+    owner, reader = owner_and_reader(folder)
+    board = owner.memory._boards[False]
+    seen: list[list[int]] = []
+
+    class Watched:
+        def __getitem__(self, part: slice) -> Watched:
+            return self
+
+        def copy_(self, tensor: Tensor) -> None:
+            seen.append([board._words[board.layout.sequence(0, slot)] for slot in range(SLOTS)])
+
+    slot, use = board.publish(0, Payload({"x": torch.ones(ELEMENTS)}), [], 0.0, lambda _uid: False)
+    assert board._words[board.layout.sequence(0, slot)] == use
+    board.slots[0] = [[Watched()] for _ in range(SLOTS)]  # type: ignore[list-item]
+    uses = [board.publish(0, Payload({"x": torch.ones(ELEMENTS)}), [], 0.0, lambda _uid: False) for _ in range(3)]
+    assert [numbers[slot] for numbers, (slot, _) in zip(seen, uses, strict=True)] == [0, 0, 0]
+    close(owner, reader)
+
+
 def test_no_name_is_left_once_everybody_has_the_memory(folder: Path) -> None:
     ends = [End(uid, 2, flat_schema(ELEMENTS)) for uid in range(2)]
     step = threading.Barrier(2, timeout=20)
@@ -291,7 +311,8 @@ class Protocol(RuleBasedStateMachine):
         """(reader, round, slot) that was told, and is not released."""
         self.rounds, self.reading = {1: 0, 2: 0}, dict[int, Reading]()
         self.messages: list[tuple[Tensor, float, object]] = []
-        self.kept = 0
+        self.values: list[Tensor] = []
+        """By round: what left."""
         if self.rogue:
             self.owner.breaks_rules = True
             self.owner.memory._boards[False]._holder = lambda *_: None  # type: ignore[method-assign,assignment]
@@ -306,12 +327,14 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: not self.sent)
     @rule(copied=st.booleans())
     def publish(self, copied: bool) -> None:
-        """The local steps write where the model lives; then it leaves, or a copy of it."""
+        """The local steps write where the model lives; then it leaves, or something else that is copied to a slot."""
         owner = self.owner
         owner.model.fill_(self.round + 1.0)
-        payload = Payload({"x": owner.model.clone() if copied else owner.model})
+        self.values.append(-owner.model.clone() if copied else owner.model.clone())
+        payload = Payload({"x": self.values[-1].clone() if copied else owner.model})
         before = self._numbers()
         told = owner.send(self.round, [1, 2], payload)
+        assert bool((owner.model == self.round + 1.0).all()), "something was copied over the model"
         if told:
             (slot,) = [slot for slot, (now, then) in enumerate(zip(self._numbers(), before, strict=True)) if now > then]
             self._not_read_any_more(slot)
@@ -376,8 +399,8 @@ class Protocol(RuleBasedStateMachine):
             reading.halves.append(float(part))
             return
         if not reading.exchange.spoiled():
-            assert reading.halves == [self.rounds[uid] + 1.0] * 2, "kept what it was not told of"
-            self.kept += 1
+            sent = float(self.values[self.rounds[uid]][0])
+            assert reading.halves == [sent, sent], "kept what it was not told of"
         else:
             assert self.rogue, "an owner that keeps to the rules spoils nothing"
         self.reading.pop(uid)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
-from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS, ReceiveStream, SendStream
+from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS, STUCK_SECONDS, ReceiveStream, SendStream
 from tests.conftest import scale
 
 
@@ -107,6 +107,16 @@ def test_a_silent_receiver_is_asked_less_and_less_often() -> None:
     gaps = [b - a for a, b in itertools.pairwise(asked)]
     assert asked[0] == pytest.approx(PROBE_SECONDS[0], abs=0.2) and max(gaps) < PROBE_SECONDS[1] + 0.2
     assert gaps == sorted(gaps) or max(abs(a - b) for a, b in zip(gaps, sorted(gaps), strict=True)) < 0.2
+
+
+def test_a_connection_that_stays_stuck_is_renewed_less_and_less_often() -> None:
+    sender, renewed, now = SendStream[str](), [], 0.0
+    sender.keep("a", now)
+    while now < 16 * STUCK_SECONDS:
+        now += 0.25
+        if sender.stuck(now):
+            renewed.append(now)
+    assert renewed == [STUCK_SECONDS * total for total in (1, 3, 7, 15)]
 
 
 def test_numbers_are_bounded() -> None:

@@ -1,0 +1,63 @@
+"""Queues are bounded: what becomes of payloads for a neighbor that takes none, on every transport."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decentnode.communication.base import Communication
+from decentnode.communication.layout import SLOTS
+from decentnode.communication.traffic import MAX_PAYLOADS, MAX_URGENT, Edge
+from decentnode.communication.zeromq import ZeroMQ
+from decentnode.payload import Payload
+from decentnode.tensors import BLOCK_ELEMENTS
+from tests.communication.contract import flat_schema, nodes, together
+
+ELEMENTS, ROUNDS = 4 * BLOCK_ELEMENTS, 20
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "hybrid"])
+def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(transport: str) -> None:
+    """Node 0 is at its 20th round before node 1 begins its first."""
+    options = {"edges": [], "cliques": []} if transport == "hybrid" else {}
+    with nodes(
+        transport, 2, flat_schema(ELEMENTS), chunk_bytes=1 << 20, window_bytes=1 << 20, timeout_seconds=0.3, **options
+    ) as made:
+        ahead, behind = made
+        assert isinstance(ahead, ZeroMQ)
+
+        def send(round: int) -> bool:
+            payload = Payload({"x": torch.full((ELEMENTS,), float(round))})
+            exchange = ahead.exchange(round, {1: payload}, ())
+            for _ in exchange.arrivals(0.0):
+                pass
+            return not exchange.undelivered
+
+        sent = [send(round) for round in range(ROUNDS)]
+        count = sum(sent)
+        assert sent == [True] * count + [False] * (ROUNDS - count), "none is dropped between two that leave"
+        in_window = -(-ahead._links.window // (4 * ELEMENTS))
+        assert MAX_PAYLOADS <= count <= MAX_PAYLOADS + in_window + SLOTS
+        edge = ahead._links._edges[1]
+        assert edge.queued <= MAX_PAYLOADS and len(edge.planes[1].queue) <= 4 * MAX_PAYLOADS
+        assert ahead.counters.faults == {"send_window": ROUNDS - count}
+
+        def take(node: Communication, round: int) -> None:
+            exchange = node.exchange(round, {}, (0,))
+            for arrival in exchange.arrivals(600):  # far longer than the test may take
+                assert set(arrival.received) == ({0} if round < count or round >= ROUNDS else set())
+                assert all(bool((p.tensors["x"] == round).all()) for p in arrival.received.values())
+            assert (not exchange.missing) == (round < count or round >= ROUNDS)
+
+        together([behind], lambda node: [take(node, round) for round in range(ROUNDS)])
+        for round in range(ROUNDS, ROUNDS + 3):
+            assert send(round)
+            together([behind], lambda node, round=round: take(node, round))  # type: ignore[misc]
+        assert not behind.counters.faults and edge.queued == 0 and edge.withheld is None
+
+
+def test_messages_without_numbers_for_a_peer_that_takes_none_are_bounded() -> None:
+    urgent = Edge(1 << 20, needs_pass=False).planes[0].urgent
+    for number in range(3 * MAX_URGENT):
+        urgent.append(b"%d" % number)
+    assert len(urgent) == MAX_URGENT and urgent[-1] == b"%d" % (3 * MAX_URGENT - 1), "the newest are kept"
