@@ -1,0 +1,42 @@
+"""docs/queues.rst: its bounds are those of the code, and no queue of the code is missing there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from decentnode.communication.zeromq_config import ZeroMQConfig
+
+ROOT = Path(__file__).parents[1]
+PAGE = " ".join((ROOT / "docs" / "queues.rst").read_text().split())
+CONSTANTS = re.findall(r"``([a-z_.]+):([A-Z_]+)`` = (\d+)", PAGE)
+KEYS = re.findall(r"key ``communication\.([a-z_]+)`` = (\d+)", PAGE)
+MADE = re.compile(r"(?:self\.)?(\w+)(?::[^=\n]*)? = (?:field\(default_factory=(?:lambda: )?)?(?:queue\.)?"
+                  r"(?:deque|SimpleQueue|Queue)\b")  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name", "value"), CONSTANTS)
+def test_bounds_are_as_the_page_says(module: str, name: str, value: str) -> None:
+    assert getattr(importlib.import_module(f"decentnode.{module}"), name) == int(value)
+
+
+@pytest.mark.parametrize(("key", "value"), KEYS)
+def test_keys_have_the_default_that_the_page_says(key: str, value: str) -> None:
+    assert getattr(ZeroMQConfig(name="zeromq"), key) == int(value)
+
+
+def test_every_queue_of_the_code_stands_on_the_page() -> None:
+    assert len(CONSTANTS) > 20 and KEYS
+    found = 0
+    for path in sorted((ROOT / "decentnode").rglob("*.py")):
+        text, name = path.read_text(), str(path.relative_to(ROOT / "decentnode"))
+        made = MADE.findall(text)
+        assert len(made) == len(re.findall(r"\b(?:deque\(|default_factory=deque|SimpleQueue\()", text)), name
+        for attribute in made:
+            assert re.search(rf"``{re.escape(name)}`` ``(?:\w+\.)?{attribute}``", PAGE) or re.search(
+                rf"``{re.escape(name)}`` ``(?:\w+\.)?\w+`` and ``{attribute}``", PAGE), f"{name}: {attribute}"
+            found += 1
+    assert found > 8
