@@ -89,7 +89,7 @@ class MemoryPath:
         self.begin()
 
     def make(
-        self, folder: Path, run_id: bytes, generation: int, wanted: Mapping[bool, Collection[int]], required: bool
+        self, folder: Path, run_id: bytes, generation: Name, wanted: Mapping[bool, Collection[int]], required: bool
     ) -> None:
         """First step of `open`: this node's boards, and its bell. wanted: neighbors by whether the memory is lent."""
         self._run = run_of(folder, generation)

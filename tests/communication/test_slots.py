@@ -24,6 +24,7 @@ from decentnode.communication.memory import MemoryPath
 from decentnode.communication.status import Status
 from decentnode.errors import PeerFault
 from decentnode.payload import Payload
+from decentnode.wire.generation import FIRST
 from tests.communication.contract import flat_schema
 from tests.conftest import scale
 
@@ -75,7 +76,7 @@ def open_all(n: int, schemas: tuple[Schema, ...], folder: Path) -> list[End]:
     """Every node has the boards of all others."""
     ends = [End(uid, n, schemas) for uid in range(n)]
     for end in ends:
-        end.memory.make(folder, RUN, 0, {False: [uid for uid in range(n) if uid != end.uid]}, True)
+        end.memory.make(folder, RUN, FIRST, {False: [uid for uid in range(n) if uid != end.uid]}, True)
     for end in ends:
         end.memory.map()
     for end in ends:
@@ -273,7 +274,7 @@ def test_no_name_is_left_once_everybody_has_the_memory(folder: Path) -> None:
     step = threading.Barrier(2, timeout=20)
     threads = [
         threading.Thread(target=lambda end=end: end.memory.open(  # type: ignore[misc]
-            folder, RUN, 0, [1 - end.uid], True, lambda _name: step.wait()))
+            folder, RUN, FIRST, [1 - end.uid], True, lambda _name: step.wait()))
         for end in ends
     ]  # fmt: skip
     for thread in threads:
