@@ -99,6 +99,8 @@ FIGURES = (
            "consensus rms", digits=3, of=("consensus_rms",), how=_first),
     Figure("consensus_distance", "1", "consensus_rms / ||mean x||: relative to the size of the mean model",
            "Node.evaluate", "consensus distance", digits=4, of=("consensus_distance",), how=_first),
+    Figure("evaluated_round", "rounds", "after which the figures above were found; not the last where a run failed",
+           "Node.evaluate", "evaluated after", digits=0, of=("evaluated_round",), how=_least),
     Figure("rounds", "rounds", "that every node finished", "Node.run", "rounds", digits=0, of=("rounds",),
            how=_rounds),
     Figure("round_seconds_median", "s", "from the begin of a round to its end, median over rounds, then over nodes",

@@ -429,6 +429,7 @@ class Node:
         ordered = sorted(self._round_seconds)
         return {
             "uid": self.uid, "rounds": self.round, **self._evaluation,
+            **({"evaluated_round": self._evaluated} if self._evaluation else {}),
             "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
             "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
             "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(ordered)),

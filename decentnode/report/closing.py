@@ -33,10 +33,13 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
 def _accuracy(summary: Mapping[str, Any]) -> str:
     if summary["accuracy_mean"] is None:
         return ""
+    evaluated, when = summary.get("evaluated_round"), ""
+    if evaluated is not None and evaluated < summary["rounds"]:
+        when = f"after round {evaluated:.0f} "
     told = {uid: f["accuracy"] for uid, f in summary["nodes"].items() if f.get("accuracy") is not None}
     low, high = min(told, key=told.__getitem__), max(told, key=told.__getitem__)
     return (
-        f": mean test accuracy {summary['accuracy_mean']:.3f} (min {told[low]:.3f} node {low}, "
+        f": {when}mean test accuracy {summary['accuracy_mean']:.3f} (min {told[low]:.3f} node {low}, "
         f"max {told[high]:.3f} node {high}), merged model {number(summary['accuracy_merged'], '.3f')}, "
         f"consensus distance {number(summary['consensus_distance'], '.1e')}"
     )

@@ -129,7 +129,7 @@ def test_records_and_figures() -> None:
     distance = math.sqrt(((x - x.mean(0)) ** 2).sum(1).mean()) / np.linalg.norm(x.mean(0))
     figures = built[0].figures()
     assert figures["consensus_distance"] == pytest.approx(distance, rel=1e-4)
-    assert figures["rounds"] == 7 and figures["bytes_data"] == 7 * 2 * 160
+    assert figures["rounds"] == figures["evaluated_round"] == 7 and figures["bytes_data"] == 7 * 2 * 160
     assert list(built[0].reports) == [0, 1, 2, 3] and not built[1].reports
 
 

@@ -100,6 +100,12 @@ def test_the_closing_says_who_waited_for_whom() -> None:
     assert "31 % of the nodes' time; longest was node 1 for node 0: 500 ms" in text
 
 
+def test_the_closing_of_a_failed_run_says_after_which_round_it_was_evaluated() -> None:
+    failed = summary(status="failed", rounds=7, evaluated_round=5)
+    assert closing(failed)[0].startswith("failed after round 7 of 10, 14.2 s: after round 5 mean test accuracy 0.750 ")
+    assert ": mean test accuracy" in closing(summary(evaluated_round=10))[0]
+
+
 def test_the_closing_of_a_run_that_failed_early() -> None:
     early = summary(status="failed", rounds=0, accuracy_mean=None, nodes={}, waiting={"share": 0.0})
     assert closing(early) == ["failed after round 0 of 10, 14.2 s"]
