@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # bash eval/bench.sh rounds [CASE...]    time per round, start, memory; with the compute floor of the same run beside it
+# bash eval/bench.sh pairs --before CHECKOUT [CASE...]  rounds of this commit beside another's, in turn: the ratio's interval
 # bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
 # bash eval/bench.sh digits_table [ARM...]  accuracies of configs/compare/digits_*, beside a NumPy simulation's
 # bash eval/bench.sh overlap             two machines on a slow link: exposed communication by schedule (needs root)
@@ -14,7 +15,7 @@ what=${1:-rounds}
 script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] ||
   [ "$what" = digits_reference ]; then
-  echo "unknown benchmark '$what'; there is: collective, ddp, digits_table, link, overlap, rounds, sharing" >&2
+  echo "unknown benchmark '$what'; there is: collective, ddp, digits_table, link, overlap, pairs, rounds, sharing" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

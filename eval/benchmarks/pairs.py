@@ -1,0 +1,86 @@
+"""Rounds of this checkout beside those of another one, in turn: whether a change made rounds slower.
+
+bash eval/bench.sh pairs --before FOLDER [CASE...]: FOLDER is a checkout of the other commit (git worktree add). Each pair
+is one run of either, in an order that changes from pair to pair; the ratio is this checkout's median time of a round to
+the other's. Printed are the median ratio and its 95 % interval, from order statistics: with 15 pairs the 4th and the
+12th, whatever the distribution is. The floor, the same local steps without any exchange, is measured in the same minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import CONFIG, floor_seconds, machine, round_records
+from rounds import CASES
+
+
+def interval(pairs: int, confidence: float = 0.95) -> tuple[int, int]:
+    """Indices of the smallest and largest of `pairs` sorted values between which the median lies."""
+    below, k = 0.0, 0
+    while k < pairs // 2 and below + math.comb(pairs, k) / 2**pairs <= (1 - confidence) / 2:
+        below += math.comb(pairs, k) / 2**pairs
+        k += 1
+    return max(0, k - 1), pairs - max(1, k)
+
+
+def round_seconds(checkout: Path, overrides: list[str]) -> float:
+    """Median time of a round, over the nodes' medians, of a run by that checkout's own code."""
+    with tempfile.TemporaryDirectory() as folder:
+        sets = [part for override in overrides for part in ("--set", override)]
+        command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", folder, "--plain", *sets]
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=checkout, env=environment)
+        if done.returncode:
+            raise SystemExit(f"{checkout}: a run ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        latest = next(Path(folder).glob("*/latest"))
+        return statistics.median(
+            statistics.median(record["seconds"] for record in records) for records in round_records(latest) if records
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=["lenet-16", "mlp1m-16", "mlp25m-4"],
+                        help=f"any of {', '.join(CASES)}")  # fmt: skip
+    parser.add_argument("--before", type=Path, required=True, help="checkout of the other commit")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed on to the runs")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    here, before = Path(__file__).resolve().parents[2], options.before.resolve()
+    if not (before / "decentnode").is_dir():
+        parser.error(f"{before} is no checkout: it has no decentnode/")
+    print(machine(), flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=before)
+    print(f"before: commit {commit.stdout.strip()}; {options.pairs} pairs, ratio: this / before\n")
+    print(f"{'case':10} {'before':>10} {'this':>10} {'ratio':>6} {'95 % interval':>16} {'floor':>10}")
+    first, last = interval(options.pairs)
+    for name in options.cases:
+        model, nodes, degree, rounds, *_ = CASES[name]
+        overrides = [f"graph={{name: regular, nodes: {nodes}, degree: {degree}}}", f"mapping.nodes_per_machine={nodes}",
+                     f"model={model}", f"node.rounds={rounds}", *options.overrides]  # fmt: skip
+        times: dict[Path, list[float]] = {here: [], before: []}
+        for pair in range(options.pairs):
+            for checkout in (here, before) if pair % 2 else (before, here):
+                times[checkout].append(round_seconds(checkout, overrides))
+        ratios = sorted(a / b for a, b in zip(times[here], times[before], strict=True))
+        floor = floor_seconds(overrides, nodes, max(4, rounds // 2))
+        medians = {checkout: statistics.median(found) for checkout, found in times.items()}
+        if options.json:
+            print(json.dumps({"case": name, "ratios": ratios, "floor": floor, "this": times[here],
+                              "before": times[before]}))  # fmt: skip
+            continue
+        print(f"{name:10} {1e3 * medians[before]:7.1f} ms {1e3 * medians[here]:7.1f} ms {statistics.median(ratios):6.3f} "
+              f"{f'[{ratios[first]:.3f}, {ratios[last]:.3f}]':>16} {1e3 * floor:7.1f} ms", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
