@@ -1,9 +1,9 @@
 """Rounds of this checkout beside those of another one, in turn: whether a change made rounds slower.
 
-bash eval/bench.sh pairs --before FOLDER [CASE...]: FOLDER is a checkout of the other commit (git worktree add). Each pair
+bash eval/bench.sh pairs --before FOLDER [CASE...]: FOLDER is a checkout of the other commit (git worktree add). A pair
 is one run of either, in an order that changes from pair to pair; the ratio is this checkout's median time of a round to
-the other's. Printed are the median ratio and its 95 % interval, from order statistics: with 15 pairs the 4th and the
-12th, whatever the distribution is. The floor, the same local steps without any exchange, is measured in the same minute.
+the other's. Printed are the median ratio and its 95 % interval from order statistics: with 15 pairs, the 4th and the
+12th, whatever the distribution is. The floor, the same local steps without any exchange, is measured beside.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def main() -> None:
             print(json.dumps({"case": name, "ratios": ratios, "floor": floor, "this": times[here],
                               "before": times[before]}))  # fmt: skip
             continue
-        print(f"{name:10} {1e3 * medians[before]:7.1f} ms {1e3 * medians[here]:7.1f} ms {statistics.median(ratios):6.3f} "
-              f"{f'[{ratios[first]:.3f}, {ratios[last]:.3f}]':>16} {1e3 * floor:7.1f} ms", flush=True)  # fmt: skip
+        median, bounds = statistics.median(ratios), f"[{ratios[first]:.3f}, {ratios[last]:.3f}]"
+        print(f"{name:10} {1e3 * medians[before]:7.1f} ms {1e3 * medians[here]:7.1f} ms {median:6.3f} {bounds:>16} "
+              f"{1e3 * floor:7.1f} ms", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
