@@ -4,6 +4,8 @@ import contextlib
 import os
 import random
 import socket
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +15,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share two c
 def scale(small: int, full: int) -> int:
     """The count of a stress test: small by default, full under `bash tests/run.sh --stress`."""
     return full if os.environ.get("DECENTNODE_STRESS") else small
+
+
+def wait_until(condition: Callable[[], object], what: object = "it did not come about", seconds: float = 20) -> None:
+    """Look until `condition` holds. what: said where it does not in time; a function is called for it then."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what() if callable(what) else what
+        time.sleep(0.002)
 
 
 def free_ports(count: int) -> int:

@@ -89,11 +89,7 @@ def nodes(
                 together(made, lambda node: node.start(20))
             yield made
         finally:
-            closing = [threading.Thread(target=node.close) for node in made]
-            for thread in closing:
-                thread.start()
-            for thread in closing:
-                thread.join(30)
+            together(made, lambda node: node.close(), 30)
 
 
 def together(

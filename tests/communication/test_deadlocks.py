@@ -27,7 +27,7 @@ from decentnode.errors import PeerLost
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import BATCHED, flat_schema, gossip, nodes, ring, together
-from tests.conftest import scale
+from tests.conftest import scale, wait_until
 
 OPEN = (Schema(64, {"values": TensorSpec(torch.float32, 64, False), "at": TensorSpec(torch.int32, 64, False)}, False),)
 
@@ -193,8 +193,7 @@ def test_a_departed_peer_is_left_out_on_both_sides() -> None:
     with nodes(BATCHED, 3, flat_schema(10)) as made:
         payload = Payload({"x": torch.ones(10)})
         made[2].depart(0, (0, 1))
-        while not all(2 in node._status.departed for node in made[:2] if isinstance(node, Hybrid)):
-            time.sleep(0.01)
+        wait_until(lambda: all(2 in node._status.departed for node in made[:2] if isinstance(node, Hybrid)))
 
         def run(node: Communication) -> None:
             if node.uid == 2:
@@ -213,8 +212,9 @@ def test_control_never_rides_on_a_communicator(monkeypatch: pytest.MonkeyPatch) 
     """H1, H3: while a clique hangs in an exchange that has no other side, barriers and means go on without it."""
     witness, payload = Witness(monkeypatch), Payload({"x": torch.ones(1 << 18)})
     with nodes(BATCHED, 3, flat_schema(1 << 18)) as made:
+        before = len(witness.launches[0])
         made[0].exchange(0, {1: payload}, (2,))
-        time.sleep(0.05)
+        wait_until(lambda: len(witness.launches[0]) > before, "node 0 launched nothing")
         launched = {uid: len(mine) for uid, mine in witness.launches.items()}
 
         def control(node: Communication) -> None:
@@ -224,8 +224,7 @@ def test_control_never_rides_on_a_communicator(monkeypatch: pytest.MonkeyPatch) 
 
         together(made, control)
         made[2].announce_stop()
-        while not all(node.stopping for node in made):
-            time.sleep(0.01)
+        wait_until(lambda: all(node.stopping for node in made))
         assert launched == {uid: len(mine) for uid, mine in witness.launches.items()}
         io_threads = {node._io.ident for node in made if isinstance(node, Hybrid)}
         assert not io_threads & {launch.thread for mine in witness.launches.values() for launch in mine}

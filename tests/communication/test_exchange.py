@@ -11,6 +11,7 @@ import torch
 
 from decentnode.communication.base import Communication, Schema
 from decentnode.communication.board import FOLDER
+from decentnode.communication.io_thread import BULK
 from decentnode.communication.plan import MESSAGE_COST
 from decentnode.communication.zeromq import ZeroMQ
 from decentnode.errors import PeerLost
@@ -27,6 +28,7 @@ from tests.communication.contract import (
     together,
     values,
 )
+from tests.conftest import scale, wait_until
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8]
 SIZES = [1, 7, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 13]
@@ -158,7 +160,9 @@ def test_a_silent_neighbor_is_missing_and_named(transport: str) -> None:
 def test_a_departed_neighbor_is_not_waited_for(transport: str) -> None:
     with nodes(transport, 2, flat_schema(10)) as made:
         made[1].depart(0, (0,))
-        time.sleep(0.2)
+        hearer = made[0]
+        assert isinstance(hearer, ZeroMQ)
+        wait_until(lambda: 1 in hearer._status.departed, "node 0 did not hear that node 1 departed")
         exchange = made[0].exchange(0, {1: Payload({"x": torch.ones(10)})}, (1,))
         started = time.monotonic()
         (arrival,) = exchange.arrivals(30)
@@ -245,10 +249,15 @@ def test_a_receiver_that_never_reads_holds_one_window() -> None:
     elements = 40 * BLOCK_ELEMENTS
     with nodes("ipc", 2, flat_schema(elements), window_bytes=4 << 20) as made:
         made[0].exchange(0, {1: Payload({"x": torch.ones(elements)})}, ())
-        time.sleep(0.7)
-        receiver = made[1]
-        assert isinstance(receiver, ZeroMQ)
-        window = receiver._links.window
+        sender, receiver = made
+        assert isinstance(sender, ZeroMQ) and isinstance(receiver, ZeroMQ)
+        window, bulk = receiver._links.window, sender._links._edges[1].planes[BULK]
+
+        def all_that_may_leave_has_arrived() -> bool:
+            with sender._links.lock:
+                return bool(bulk.queue) and not bulk.out.kept
+
+        wait_until(all_that_may_leave_has_arrived, lambda: receiver.counters.edge(0))
         assert window / 2 < receiver.counters.edge(0).payload_bytes_received <= window
         exchange = receiver.exchange(0, {}, (0,))
         assert sum(a.stop - a.start for a in exchange.arrivals(20)) == elements
@@ -286,8 +295,6 @@ def test_payloads_for_rounds_that_a_node_leaves_out_do_not_hold_up_closing_means
 
 def test_start_and_close_leak_nothing() -> None:
     import psutil
-
-    from tests.conftest import scale
 
     process = psutil.Process()
     before = None

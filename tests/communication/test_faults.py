@@ -21,7 +21,7 @@ from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire import seal
 from tests.communication.contract import flat_schema, make, together, values
 from tests.communication.relay import Relay
-from tests.conftest import scale
+from tests.conftest import scale, wait_until
 
 
 def port_of(endpoint: str) -> int:
@@ -160,10 +160,7 @@ def test_a_control_message_is_not_lost_when_the_connection_is() -> None:
         for relay in relays:
             relay.cut()
         made[2].announce_stop()
-        deadline = time.monotonic() + 10
-        while not all(node.stopping for node in made):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: all(node.stopping for node in made))
 
 
 def test_a_slow_link_slows_nobody_but_its_ends() -> None:

@@ -8,7 +8,6 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from decentnode.wire import codec, seal
 from decentnode.wire.messages import Chunk, Stop
 from tests.communication.contract import flat_schema, gossip, make, nodes, together
 from tests.communication.test_faults import one_round
+from tests.conftest import wait_until
 
 
 def test_keys_are_private_and_complete(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_who_overhears_a_login_does_not_get_in(bulk: str, tmp_path: Path) -> Non
                 thief.connect(victim._local[1])
                 with suppress(zmq.Again):
                     thief.send(b"let me in", zmq.NOBLOCK)
-                wait_for(lambda: victim.counters.faults, lambda: victim.counters.faults.get("replayed_login"))
+                wait_until(lambda: victim.counters.faults.get("replayed_login"), lambda: victim.counters.faults)
             one_round(made, 8, 2)
             assert victim.counters.faults["replayed_login"] == 1
             assert victim.counters.faults.keys() <= {"replayed_login", "handshake_failed"}
@@ -365,13 +365,6 @@ def test_who_overhears_a_login_does_not_get_in(bulk: str, tmp_path: Path) -> Non
             for node in made:
                 node.close()
             ear.close()
-
-
-def wait_for(shown: Callable[[], object], condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, shown()
-        time.sleep(0.01)
 
 
 def test_secrets_never_reach_logs_or_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

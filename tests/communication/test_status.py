@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from decentnode.communication.status import Status
+from tests.conftest import wait_until
 
 
 class CountingBell:
@@ -25,6 +25,12 @@ class CountingBell:
         self.listening -= 1
 
 
+def sleeping(status: Status) -> int:
+    """How many threads wait to be notified, away from the bell."""
+    with status.changed:
+        return len(status.changed._waiters)  # type: ignore[attr-defined]
+
+
 def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
     bell = CountingBell()
     status = Status(bell=bell)
@@ -37,18 +43,16 @@ def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
         done.append(name)
 
     threads = [threading.Thread(target=wait, args=(name,), daemon=True) for name in wanted]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.1)
+    threads[0].start()
+    wait_until(lambda: bell.listening)
+    threads[1].start()
+    wait_until(lambda: sleeping(status) == 1)
     with status.changed:
         wanted["a"] = True  # the one at the bell, which the other then takes over
         status.notify()
     threads[0].join(10)
     assert done == ["a"]
-    deadline = time.monotonic() + 10
-    while bell.visits < 2:
-        assert time.monotonic() < deadline, "nobody took the bell over"
-        time.sleep(0.001)
+    wait_until(lambda: bell.visits == 2, "nobody took the bell over")
     with status.changed:
         wanted["b"] = True
         status.notify()
@@ -67,7 +71,7 @@ def test_without_a_bell_both_wait_to_be_notified() -> None:
     threads = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
-    time.sleep(0.1)
+    wait_until(lambda: sleeping(status) == 2)
     with status.changed:
         status.notify()
     for thread in threads:
