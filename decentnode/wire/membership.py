@@ -258,14 +258,15 @@ class Membership:
         if _name(join) != self.generation.name:
             self._tell_current(join)
             return
-        if join.source in self._joiners or self.stopping:
+        if join.source in self._joiners:
             return
-        self._joiners.add(join.source)
+        if not self.stopping:  # else nobody is let in any more
+            self._joiners.add(join.source)
         self.left.discard(join.source)
         self.failed.discard(join.source)
         if join.source in self.generation.members:  # its old process is gone
             self._suspect({join.source}, now, f"{self._describe(join.source)} was started again")
-        if self.stage == "short":
+        if self.stage == "short" and self._joiners:
             self._turn(now)
         self._admit(now)
 
@@ -312,8 +313,7 @@ class Membership:
             self._tell_current(prepare)
             return
         if name < self.promised or name[0] <= self.generation.number:
-            if name != self.generation.name:  # else a late copy
-                self._say_promise(prepare.source)
+            self._say_promise(prepare.source)
             return
         if self.stage == "steady":
             self._break(f"{self._describe(prepare.source)} prepares generation {prepare.generation}")
