@@ -32,6 +32,7 @@ from decentnode.problems import Problem, raised
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.rounds import exchange_rounds, unheard
+from decentnode.sharing.step_size import largest_step
 from decentnode.training.supervised import SupervisedConfig
 
 if TYPE_CHECKING:
@@ -269,6 +270,24 @@ def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
                       "would do, with node.check_finite: true", other=("sharing",))  # fmt: skip
 
 
+def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
+    """Warns of a step of an error-feedback rule with which nodes do not come together without gradients."""
+    config: Any = experiment.sharing
+    step, graph = getattr(config, "step_size", None), _graph(experiment)
+    if step is None or graph is None:
+        return
+    rule = load_class(config.name, SHARINGS, "sharing")
+    with contextlib.suppress(UsageError):
+        largest = largest_step(rule, config, graph)
+        if largest is not None and step > largest:
+            default = rule.step_search(config).default(largest)
+            logger.warning(
+                "sharing.step_size %g of %s is more than %g, the largest that brought nodes together on this graph "
+                "with this compression; without the key it is %g", step, config.name, largest, default,
+            )  # fmt: skip
+    yield from ()
+
+
 def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
     """The rule without its compression, told of the machines; None where another check has its problem."""
     mapping = _mapping(experiment)
@@ -331,6 +350,7 @@ CHECKS: tuple[Check, ...] = (
     groups_suit_the_graph,
     everybody_hears_of_everybody,
     losses_can_be_borne,
+    step_brings_nodes_together,
     inproc_is_one_machine,
     edges_have_their_ways,
     generations_can_be_had,

@@ -29,6 +29,8 @@ from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
 from decentnode.problems import explain
 from decentnode.sharing import SHARINGS
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.step_size import largest_step
 from decentnode.training import TRAININGS
 from decentnode.yaml_source import Item, Place, assignments, merge, parse, problem, read, replace
 
@@ -255,6 +257,7 @@ def load(
     experiment._files = tuple(files)
     if "mapping" not in tree.value:
         experiment = _with_mapping(experiment)
+    experiment = _with_step_size(experiment)
     if check:
         problems = [found for one in CHECKS for found in one(experiment)]
         if problems:
@@ -315,6 +318,24 @@ def _outsiders(item: Item) -> Iterator[Item]:
             yield from _outsiders(below)
     elif isinstance(item.value, str) and re.fullmatch(r"[\w.]+:\w+", item.value):
         yield item
+
+
+def _with_step_size(experiment: Experiment) -> Experiment:
+    """The step of an error-feedback rule that was left out, so that the resolved file and the digest have it; as it is
+    where that cannot be found, because of a graph that the checks have something to say about."""
+    config: Any = experiment.sharing
+    rule: type[Sharing] = load_class(config.name, SHARINGS, "sharing")
+    if getattr(config, "step_size", 0.0) is not None:
+        return experiment
+    try:
+        largest = largest_step(rule, config, experiment.make_graph())
+    except UsageError:
+        return experiment
+    search = None if largest is None else rule.step_search(config)
+    if largest is None or search is None:
+        return experiment
+    chosen = config.model_copy(update={"step_size": search.default(largest)})
+    return experiment.model_copy(update={"sharing": chosen})
 
 
 def _with_name(tree: Item, source: str) -> Item:

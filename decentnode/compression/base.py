@@ -36,6 +36,11 @@ class Codec(Component, abc.ABC):
     def __init__(self, config: Config) -> None:
         self.config = config
 
+    @property
+    def lossy(self) -> Codec | None:
+        """The codec that takes something away: this one, the one within it, or none."""
+        return self
+
     @abc.abstractmethod
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """The coded tensors of `count` values: their exact sizes, or bounds where a spec is not `exact`."""

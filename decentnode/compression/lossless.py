@@ -50,6 +50,10 @@ class Lossless(Codec):
         self.unbiased = bool(self.inner and self.inner.unbiased)
         self.variance = self.inner.variance if self.inner else 0.0
 
+    @property
+    def lossy(self) -> Codec | None:
+        return self.inner
+
     @abc.abstractmethod
     def squeeze(self, raw: bytes | memoryview) -> bytes:
         """The compressor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, dtype
@@ -14,6 +14,9 @@ from decentnode.compression import CODECS
 from decentnode.graph.base import EQUAL, RoundView
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from decentnode.sharing.step_size import Search
 
 
 class SharingConfig(Config):
@@ -62,6 +65,11 @@ class Sharing(Component, abc.ABC):
     that serve a whole clique at once carry none, so that rules with any never go through them."""
     compresses: ClassVar[bool] = False
     """Whether it applies its `compression` itself; otherwise whoever makes the rule wraps it (compressed.py)."""
+
+    @classmethod
+    def step_search(cls, config: Any) -> Search | None:  # noqa: ARG003
+        """For rules whose Config has a `step_size` that may be left out: what is tried to find it (step_size.py)."""
+        return None
 
     def locate(self, machines: Sequence[Sequence[int]]) -> None:
         """Once, before everything else: the uids on every machine, ascending."""

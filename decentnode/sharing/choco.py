@@ -17,6 +17,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.operator import Operator, add_at
+from decentnode.sharing.step_size import Compress, Search
 from decentnode.tensors import as_bytes
 
 
@@ -25,8 +26,9 @@ class ChocoConfig(SharingConfig):
     """Part of the entries of a difference that is sent."""
     choose: Literal["largest", "random", "all"] = "largest"
     """Which entries: the largest, random ones, or all (for a compression of values alone)."""
-    step_size: float = Field(0.4, gt=0, le=1)
-    """How far a node goes toward its neighbors' public copies in a round (gamma); less for coarser compression."""
+    step_size: float | None = Field(None, gt=0, le=1)
+    """How far a node goes toward its neighbors' public copies in a round (gamma). Left out: four fifths of the largest
+    step that brings nodes together on this graph with this compression (sharing/step_size.py)."""
 
 
 class Choco(Sharing):
@@ -53,7 +55,7 @@ class Choco(Sharing):
         codec = make_codec(config.compression) if config.compression else None
         self.config: component.Config = config
         self.operator = self.make_operator(config, codec)
-        self.step_size = config.step_size
+        self.step_size = config.step_size or self.step_search(config).without_graph()
         self.public: Tensor | None = None
         """h_i [P]."""
         self.copies: dict[int, Tensor] = {}
@@ -69,8 +71,15 @@ class Choco(Sharing):
         self._sent: tuple[Tensor, Tensor] | None = None
         self._start = -1
 
-    def make_operator(self, config: ChocoConfig, codec: Codec | None) -> Operator:
+    @classmethod
+    def make_operator(cls, config: ChocoConfig, codec: Codec | None) -> Operator:
         return Operator(config.fraction, config.choose, codec)
+
+    @classmethod
+    def step_search(cls, config: Any) -> Search:
+        """Nodes begin alike, with zeros as public copies, and are apart from then on."""
+        codec = make_codec(config.compression) if config.compression else None
+        return Search(_all_at_once, cls.make_operator(config, codec))
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
         if self.public is None:
@@ -174,6 +183,11 @@ class Choco(Sharing):
         self.copies = {int(uid): copy.clone() for uid, copy in state["copies"].items()}
         self.pulled = {int(uid): float(weight) for uid, weight in state["pulled"].items()}
         self.asked, self.started = set(state["asked"]), bool(state["started"])
+
+
+def _all_at_once(models: Tensor, public: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
+    public.add_(compress(models - public))
+    models.add_(pull @ public, alpha=step)
 
 
 def _checksum(tensor: Tensor) -> int:

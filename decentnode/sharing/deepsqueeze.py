@@ -15,6 +15,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.operator import Operator, add_at
+from decentnode.sharing.step_size import Compress, Search
 
 
 class DeepSqueezeConfig(SharingConfig):
@@ -22,8 +23,9 @@ class DeepSqueezeConfig(SharingConfig):
     """Part of the entries that is sent."""
     choose: Literal["largest", "random", "all"] = "largest"
     """Which entries: the largest, random ones, or all (for a compression of values alone)."""
-    step_size: float = Field(0.4, gt=0, le=1)
-    """How far a node goes toward the average in a round (gamma); far less for coarse compression."""
+    step_size: float | None = Field(None, gt=0, le=1)
+    """How far a node goes toward the average in a round (gamma). Left out: four fifths of the largest step that brings
+    nodes together on this graph with this compression (sharing/step_size.py)."""
 
 
 class DeepSqueeze(Sharing):
@@ -38,13 +40,20 @@ class DeepSqueeze(Sharing):
 
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, DeepSqueezeConfig)
-        codec = make_codec(config.compression) if config.compression else None
+        search = self.step_search(config)
         self.config = config
-        self.operator = Operator(config.fraction, config.choose, codec)
-        self.step_size = config.step_size
+        self.operator = search.operator
+        self.step_size = config.step_size or search.without_graph()
         self.error: Tensor | None = None
         self._sent: tuple[Tensor, Tensor] | None = None
         self._elements = 0
+
+    @classmethod
+    def step_search(cls, config: Any) -> Search:
+        """What is left of a distance is never less than about step size times the operator's error of the models
+        themselves: a tenth is taken, with models that are as large as they are apart."""
+        codec = make_codec(config.compression) if config.compression else None
+        return Search(_all_at_once, Operator(config.fraction, config.choose, codec), enough=0.1, common=1.0)
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._elements = model.numel()
@@ -78,3 +87,10 @@ class DeepSqueeze(Sharing):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.error = state["error"].clone() if "error" in state else None
+
+
+def _all_at_once(models: Tensor, error: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
+    whole = models + error
+    sent = compress(whole)
+    torch.sub(whole, sent, out=error)
+    models.add_(pull @ sent, alpha=step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -62,6 +62,36 @@ class Operator:
     def _values(self, parts: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
         assert self.codec is not None
         return self.codec.decode(parts, count, dtype).div_(1.0 + self.codec.variance)
+
+    def compressor(self) -> Callable[[Tensor], Tensor]:
+        """C on many vectors at once, [N, D] -> [N, D], as receivers would read each; draws go on from call to call,
+        always the same. Blocks of a codec may span vectors."""
+        draws = torch.Generator().manual_seed(0)
+        codec = self.codec.lossy if self.codec else None
+
+        def compress(vectors: Tensor) -> Tensor:
+            at = self._chosen(vectors, draws)
+            values = vectors if at is None else vectors.gather(1, at)
+            values = self.of_chosen(values)
+            if codec is not None:
+                flat = values.reshape(-1)
+                coded = codec.encode(flat, draws if codec.unbiased else None)
+                values = codec.decode(coded, flat.numel(), flat.dtype).div_(1.0 + codec.variance).view(values.shape)
+            return values if at is None else torch.zeros_like(vectors).scatter_(1, at, values)
+
+        return compress
+
+    def _chosen(self, vectors: Tensor, draws: torch.Generator) -> Tensor | None:
+        """[N, K] int64: which entries of each vector go; None for all of them. At random it is as many of each."""
+        count = select.count_of(self.fraction, vectors.shape[1])
+        if count == vectors.shape[1]:
+            return None
+        scores = torch.rand(vectors.shape, generator=draws) if self.choose == "random" else vectors.abs()
+        return scores.topk(count, dim=1, sorted=False).indices
+
+    def of_chosen(self, values: Tensor) -> Tensor:
+        """[N, K] of values [N, K]: what is left of chosen entries before the codec."""
+        return values
 
     def decode(self, coded: Mapping[str, Tensor], elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(positions, values). Raises PeerFault."""

@@ -17,8 +17,6 @@ class QSGDGossipConfig(ChocoConfig):
     """Part of the entries of a difference that is sent."""
     choose: Literal["largest", "random", "all"] = "all"
     """Which entries: the largest, random ones, or all."""
-    step_size: float = Field(0.4, gt=0, le=1)
-    """How far a node goes toward its neighbors' public copies in a round (gamma)."""
     compression: Annotated[Config, section(CODECS, "compression")] | None = Field(
         default_factory=lambda: section(CODECS, "compression").validate({"name": "qsgd"})
     )

@@ -14,8 +14,6 @@ from decentnode.sharing.qsgd import QSGDGossipConfig
 
 
 class SignGossipConfig(QSGDGossipConfig):
-    step_size: float = Field(0.45, gt=0, le=1)
-    """How far a node goes toward its neighbors' public copies in a round (gamma)."""
     compression: Annotated[Config, section(CODECS, "compression")] | None = Field(
         default_factory=lambda: section(CODECS, "compression").validate({"name": "sign"})
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -18,13 +18,15 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import TensorSpec
 from decentnode.sharing.choco import Choco, ChocoConfig
 from decentnode.sharing.operator import Operator
+from decentnode.sharing.step_size import Search
 
 
 class STCConfig(Config):
     fraction: float = Field(0.05, gt=0, le=1)
     """Part of the entries of an update that is sent."""
-    step_size: float = Field(0.4, gt=0, le=1)
-    """How far a node goes toward its neighbors' public copies in a round."""
+    step_size: float | None = Field(None, gt=0, le=1)
+    """How far a node goes toward its neighbors' public copies in a round (gamma). Left out: four fifths of the largest
+    step that brings nodes together on this graph with this compression (sharing/step_size.py)."""
 
 
 class Ternary(Operator):
@@ -50,6 +52,9 @@ class Ternary(Operator):
         values = torch.where(up, size, -size)
         return {"indices": indices.encode(at, vector.numel()), "signs": bits.pack(up), "size": size}, at, values
 
+    def of_chosen(self, values: Tensor) -> Tensor:
+        return values.sign() * values.abs().mean(1, keepdim=True)
+
     def decode(self, coded: Mapping[str, Tensor], elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         at = indices.decode(coded["indices"], elements)
         if coded["signs"].numel() != -(-at.numel() // 8) or coded["size"].numel() != 1:
@@ -69,9 +74,17 @@ class STC(Choco):
 
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, STCConfig)
-        inner = ChocoConfig.model_validate({"fraction": config.fraction, "step_size": config.step_size})
-        super().__init__(inner)
+        super().__init__(_as_choco(config))
         self.config = config
 
-    def make_operator(self, config: ChocoConfig, codec: Codec | None) -> Operator:  # noqa: ARG002
+    @classmethod
+    def make_operator(cls, config: ChocoConfig, codec: Codec | None) -> Operator:  # noqa: ARG003
         return Ternary(config.fraction)
+
+    @classmethod
+    def step_search(cls, config: Any) -> Search:
+        return super().step_search(_as_choco(config))
+
+
+def _as_choco(config: STCConfig | ChocoConfig) -> ChocoConfig:
+    return ChocoConfig.model_validate({"fraction": config.fraction, "step_size": config.step_size})
