@@ -31,8 +31,11 @@ class NodeConfig(Settings):
     never both go on."""
     restarts: int = Field(0, ge=0)
     """With regroup: how many times a machine starts each of its nodes again that died."""
-    buffers: Literal["average", "local"] = "average"
-    """Float buffers of the model (BatchNorm statistics): averaged with the neighbors' or kept local."""
+    buffers: Literal["average", "local", "recompute"] = "average"
+    """Float buffers of the model (BatchNorm statistics): averaged with the neighbors' in every round; kept local; or
+    recompute: kept local, and for every evaluation and the models that a run leaves those of BatchNorm are measured
+    anew, of the merged model over the data of all nodes. The mean of variances is too small where nodes have unequal
+    data, by the variance of their means."""
     check_finite: bool = True
     """Stop with exit code 6 when a model holds NaN or infinity after its local steps."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -373,12 +374,16 @@ class Node:
         self.doing = "evaluation"
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
         timeout = self.communication.config.timeout_seconds
-        model = self.training.model
+        model, measured = self.training.model, self._measure()
+        if measured.numel():
+            self.training.load_statistics(measured)
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
         pending = self.communication.mean(f"{key}/model", own, closing)
         local = self.training.evaluate("test")  # while the mean is on its way
         yield from self._until_ready(pending)
         self.merged, contributors = pending.wait(timeout)
+        if measured.numel():
+            self.merged = yield from self._recomputed(self.merged, f"{key}/statistics", closing)
         merged = self._evaluate_merged(self.merged)
         distance, norm = _squares(own[: model.num_parameters], self.merged[: model.num_parameters])
         sums = torch.tensor(
@@ -401,6 +406,18 @@ class Node:
             self._evaluation |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
         self.record({"kind": "evaluation", "round": self.round, "time": time.time(), **self._evaluation})
 
+    def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Generator[None, None, Tensor]:
+        """The merged model [P + B] with the statistics that it has over the data of all nodes."""
+        with self._holding(merged):
+            measured = self._measure()
+        pending = self.communication.mean(key, measured, closing)
+        yield from self._until_ready(pending)
+        mean, _ = pending.wait(self.communication.config.timeout_seconds)
+        with self._holding(merged):
+            self.training.load_statistics(mean)
+            model = self.training.model
+            return torch.cat([model.parameters, model.buffers.to(model.dtype)])
+
     def _until_ready(self, pending: Pending) -> Iterator[None]:
         """Steps for others to come as far as this node; after a stop they may have all phases of a round to go."""
         yield
@@ -410,13 +427,25 @@ class Node:
 
     def _evaluate_merged(self, merged: Tensor) -> Evaluation:
         """The merged model on this member's part of the test set; the node's own model is restored."""
+        with self._holding(merged):
+            members = self.generation.members
+            return self.training.evaluate("test", (members.index(self.uid), len(members)))
+
+    def _measure(self) -> Tensor:
+        """Statistics of the model as it is now over the node's own samples; empty where buffers are not recomputed."""
+        if self.config.buffers != "recompute":
+            return torch.zeros(0, dtype=torch.float64)
+        return self.training.measure_statistics()
+
+    @contextlib.contextmanager
+    def _holding(self, merged: Tensor) -> Iterator[None]:
+        """The training's model is `merged` [P + B] meanwhile."""
         model = self.training.model
         parameters, buffers = model.parameters.clone(), model.buffers.clone()
         model.parameters.copy_(merged[: model.num_parameters])
         model.buffers.copy_(merged[model.num_parameters :])
         try:
-            members = self.generation.members
-            return self.training.evaluate("test", (members.index(self.uid), len(members)))
+            yield
         finally:
             model.parameters.copy_(parameters)
             model.buffers.copy_(buffers)

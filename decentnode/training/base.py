@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from decentnode.component import Component
@@ -65,6 +66,15 @@ class Training(Component, abc.ABC):
 
         part: (index, count) evaluates every count-th sample from index on; no samples give zeros.
         """
+
+    def measure_statistics(self) -> Tensor:
+        """Float64 moments of what batch normalization sees when this node's training samples go through the model as it
+        is now; the model is unchanged. They add up over nodes. Empty where there is nothing to measure."""
+        return torch.zeros(0, dtype=torch.float64)
+
+    def load_statistics(self, moments: Tensor) -> None:
+        """Let the model's statistics be those of `moments`, in place; never called with empty ones."""
+        raise NotImplementedError(f"{type(self).__name__} measures statistics but cannot load them")
 
     @property
     @abc.abstractmethod

@@ -1,0 +1,75 @@
+"""Statistics of batch normalization, measured anew from data in place of the running ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def normalizations(module: nn.Module) -> list[_BatchNorm]:
+    """The layers of batch normalization that keep running statistics, in the order of the module."""
+    return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.running_mean is not None]
+
+
+def measure(module: nn.Module, batches: Iterable[Tensor]) -> Tensor:
+    """What enters every layer of batch normalization while `batches` go through: its moments, float64 [sum (1 + 2 C)].
+
+    Per layer with C channels how many values a channel had, their sums [C] and sums of squares [C]; so moments of
+    several data sets may be added, or averaged. As in training, layers normalize by the batch, and as in evaluation
+    nothing is dropped out; parameters, running statistics and modes stay as they are. A batch of one sample is
+    normalized by the running statistics. Empty for a module without such layers.
+    """
+    layers = normalizations(module)
+    if not layers:
+        return torch.zeros(0, dtype=torch.float64)
+    moments = [layer.running_mean.new_zeros(1 + 2 * layer.num_features, dtype=torch.float64)  # type: ignore[union-attr]
+               for layer in layers]  # fmt: skip
+    modes = [(part, part.training) for part in module.modules()]
+    hooks = [layer.register_forward_pre_hook(_adds_to(total)) for layer, total in zip(layers, moments, strict=True)]
+    module.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                for layer in layers:  # which then neither uses nor changes its running statistics
+                    layer.training, layer.track_running_stats = len(batch) > 1, len(batch) == 1
+                module(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in layers:
+            layer.track_running_stats = True
+        for part, mode in modes:
+            part.training = mode
+    return torch.cat(moments)
+
+
+def _adds_to(total: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # noqa: ARG001
+        x = inputs[0].transpose(0, 1).flatten(1).double()  # [C, values]
+        total[0] += x.shape[1]
+        total[1 : 1 + len(x)] += x.sum(1)
+        total[1 + len(x) :] += x.square().sum(1)
+
+    return note
+
+
+def load(module: nn.Module, moments: Tensor) -> None:
+    """Let the running statistics be the mean and variance that `moments` (of `measure`) has; in place."""
+    for layer, part in _parts(module, moments):
+        channels = layer.num_features
+        mean = part[1 : 1 + channels] / part[0]
+        variance = (part[1 + channels :] / part[0] - mean.square()).clamp(min=0)
+        assert layer.running_mean is not None and layer.running_var is not None
+        layer.running_mean.copy_(mean)
+        layer.running_var.copy_(variance)
+
+
+def _parts(module: nn.Module, moments: Tensor) -> Iterator[tuple[_BatchNorm, Tensor]]:
+    start = 0
+    for layer in normalizations(module):
+        stop = start + 1 + 2 * layer.num_features
+        yield layer, moments[start:stop]
+        start = stop
