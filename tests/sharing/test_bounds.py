@@ -1,0 +1,52 @@
+"""What a setting of a rule may be: its edges are taken, what lies past them is refused before a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from decentnode.component import load_class
+from decentnode.sharing import SHARINGS
+
+SHARE = ([1e-9, 1], [0, -0.5, 1.001])
+"""In (0, 1]: (taken, refused)."""
+PORTION = ([0, 1], [-0.001, 1.001])
+MOMENTUM = ([0, 0.999], [-0.001, 1])
+COUNT = ([1, 1000], [0, -1])
+POSITIVE = ([1e-9, 100], [0, -1])
+BOUNDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
+    "ac": {"factor": PORTION, "final": PORTION, "rounds": COUNT},
+    "choco": {"fraction": SHARE, "step_size": SHARE}, "deepsqueeze": {"fraction": SHARE, "step_size": SHARE},
+    "diloco": {"every": COUNT, "outer_lr": POSITIVE, "outer_momentum": MOMENTUM},
+    "elastic": {"every": COUNT, "pull": ([1e-9, 0.999], [0, 1])}, "fft": {"fraction": SHARE},
+    "jwins": {"full_from": SHARE}, "leader": {"every": COUNT, "pull": SHARE, "average": PORTION},
+    "local_sgd": {"every": COUNT}, "momentum_tracking": {"momentum": MOMENTUM},
+    "moshpit": {"dimensions": ([1, 16], [0, 17])},
+    "noloco": {"every": COUNT, "momentum": MOMENTUM, "pull": SHARE},
+    "powergossip": {"rank": ([1, 64], [0, 65])}, "qg_momentum": {"momentum": MOMENTUM},
+    "qsgd": {"fraction": SHARE, "step_size": SHARE}, "sign": {"step_size": SHARE},
+    "slowmo": {"every": COUNT, "outer_lr": POSITIVE, "outer_momentum": MOMENTUM},
+    "stc": {"fraction": SHARE, "step_size": SHARE}, "subsample": {"fraction": SHARE},
+    "topk": {"fraction": SHARE, "full_from": SHARE}, "wavelet": {"level": ([1, 16], [0, 17])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_edges_are_taken_and_what_lies_past_them_is_refused(name: str) -> None:
+    config = load_class(name, SHARINGS, "sharing").Config
+    for key, (taken, refused) in BOUNDS[name].items():
+        for value in taken:
+            assert getattr(config.model_validate({"name": name, key: value}), key) == value
+        for value in refused:
+            with pytest.raises(ValidationError, match=key):
+                config.model_validate({"name": name, key: value})
+
+
+@pytest.mark.parametrize("name", SHARINGS)
+def test_defaults_are_within_their_own_bounds(name: str) -> None:
+    config = load_class(name, SHARINGS, "sharing").Config
+    given = config.model_validate({"name": name})
+    again = {key: getattr(given, key) for key in config.model_fields if isinstance(getattr(given, key), int | float)}
+    assert config.model_validate({"name": name, **again}) == given
