@@ -137,18 +137,37 @@ def test_a_failure_in_the_local_steps_leaves_no_thread_behind() -> None:
             assert not thread.is_alive()
 
 
+class Watched(Status):
+    """Says when somebody waits for the first time, and when a wait of longer than `DEADLINE` was looked at again."""
+
+    DEADLINE = 0.05
+
+    def watch(self) -> Watched:
+        self.waits, self.waited = threading.Event(), threading.Event()
+        self._began = 0.0
+        return self
+
+    def wait(self, timeout_seconds: float) -> None:
+        if not self.waits.is_set():
+            self._began = time.monotonic()
+        elif time.monotonic() - self._began > 2 * self.DEADLINE:
+            self.waited.set()
+        self.waits.set()
+        super().wait(min(timeout_seconds, self.DEADLINE))
+
+
 def inbox_of(status: Status) -> Inbox:
     schema = Schema(10, {"x": TensorSpec(torch.float32, 10)}, True)
     return Inbox((schema,), CHUNK_BYTES, status, Counters(), lambda _uid, _size: None)
 
 
 def test_a_deadline_runs_once_the_training_thread_waits_too() -> None:
-    status = Status(exposed_since=math.inf)
+    status = Watched(exposed_since=math.inf).watch()
     inbox = inbox_of(status)
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(inbox.wait((0, 0), 0, [3], 0.05)))
+    waiter = threading.Thread(target=lambda: found.append(inbox.wait((0, 0), 0, [3], status.DEADLINE)))
     waiter.start()
-    time.sleep(0.4)
+    assert status.waited.wait(10), "it goes on waiting after the deadline"
     assert waiter.is_alive() and status.waiting is None, "whom nobody waits for is not told as waited for"
     status.exposed_since = exposed = time.monotonic()
     waiter.join(10)
@@ -157,11 +176,11 @@ def test_a_deadline_runs_once_the_training_thread_waits_too() -> None:
 
 
 def test_waits_behind_the_local_steps_are_not_counted() -> None:
-    status = Status(exposed_since=math.inf)
+    status = Watched(exposed_since=math.inf).watch()
     inbox = inbox_of(status)
     waiter = threading.Thread(target=lambda: inbox.wait((0, 0), 0, [3], 20))
     waiter.start()
-    time.sleep(0.1)
+    assert status.waits.wait(10)
     inbox.put(Chunk(bytes(8), 0, 3, 0, 0, 0, 0, 10, {}), memoryview(bytearray(40)))
     waiter.join(10)
     assert not waiter.is_alive() and inbox.counters.edge(3).wait_seconds == 0

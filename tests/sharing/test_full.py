@@ -8,6 +8,7 @@ import torch
 
 from decentnode.graph.base import view
 from decentnode.payload import Payload
+from decentnode.sharing import SHARINGS
 from decentnode.sharing.full import Full
 from tests.graph.contract import make
 from tests.sharing import contract
@@ -40,3 +41,9 @@ def test_three_lines_of_arithmetic() -> None:
 def test_one_payload_for_all_is_encoded_once() -> None:
     outgoing = Full(Full.Config()).outgoing(torch.ones(3), view(make("star", nodes=5), 0, 0))
     assert len({id(payload) for payload in outgoing.values()}) == 1
+
+
+def test_every_rule_has_its_name() -> None:
+    for name, make_rule in contract.RULES.items():
+        found = contract.name_of(make_rule)
+        assert found in SHARINGS and name.startswith(found), (name, found)
