@@ -28,7 +28,8 @@ class JWINSConfig(WaveletConfig):
 class JWINS(Wavelet):
     """Wavelet coefficients ranked by their accumulated change, with a random cut-off (Dhasade et al., ICDCS 2023, 4).
 
-    The default configuration is the one decentralizepy ships.
+    Fractions, wavelet, level and `full_from` are the ones decentralizepy ships; its order of clearing scores,
+    with which other coefficients go, is `cleared: before_mixing`.
     """
 
     Config: ClassVar[type[component.Config]] = JWINSConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -43,8 +44,18 @@ class TopKConfig(SharingConfig):
     accumulate: Literal["all", "training", "none"] = "all"
     """Which changes of an entry since it was last sent make its score: all (by training and by mixing), training alone,
     or none but those of this round."""
+    cleared: Literal["after_mixing", "before_mixing"] = "after_mixing"
+    """With accumulate all: when the score of what was sent begins anew. after_mixing: at zero in the next round, as
+    neighbors know the value that was sent. before_mixing: the order of decentralizepy's code, in which the whole
+    round's change, what was just sent included, counts again for the next choice."""
     full_from: float = Field(1.0, gt=0, le=1)
     """From this fraction on the whole model is sent, without indices."""
+
+    @pydantic.model_validator(mode="after")
+    def _order_matters(self) -> TopKConfig:
+        if self.cleared == "before_mixing" and self.accumulate != "all":
+            raise ValueError(f"must have accumulate all with cleared before_mixing, got {self.accumulate}")
+        return self
 
 
 class TopK(Tensors, Sharing):
@@ -54,7 +65,7 @@ class TopK(Tensors, Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = TopKConfig
-    TENSORS: ClassVar[tuple[str, ...]] = ("reference", "changes")
+    TENSORS: ClassVar[tuple[str, ...]] = ("reference", "changes", "previous")
 
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, TopKConfig)
@@ -62,6 +73,8 @@ class TopK(Tensors, Sharing):
         self.accumulate = config.accumulate
         self.reference: Tensor | None = None
         """Coefficients of the mixed model when each was last sent; with training or none, those of the last round."""
+        self.previous: Tensor | None = None
+        """With before_mixing: coefficients of the model as the last round left it."""
         self.changes: Tensor | None = None
         """With training: summed changes by training since each was last sent."""
         self._own = torch.empty(0)
@@ -100,12 +113,14 @@ class TopK(Tensors, Sharing):
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
         if self.reference is None:
             self.reference = self.transform(model).clone()
+            self.previous = self.reference.clone() if self.config.cleared == "before_mixing" else None
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._own = own = self.transform(model)
         self._in_model = own is model
         if self.reference is None:
             self.reference = torch.zeros_like(own)
+            self.previous = self.reference.clone() if self.config.cleared == "before_mixing" else None
         change = own - self.reference
         if self.accumulate == "training":
             self.changes = change.clone() if self.changes is None else self.changes.add_(change)
@@ -144,7 +159,10 @@ class TopK(Tensors, Sharing):
             self.changes[self._sent] = 0
         if self.accumulate == "all":
             assert self.reference is not None
-            self.reference.index_copy_(0, self._sent, own.index_select(0, self._sent))
+            known = own if self.previous is None else self.previous
+            self.reference.index_copy_(0, self._sent, known.index_select(0, self._sent))
+            if self.previous is not None:
+                self.previous = own.clone()
         else:
             self.reference = own.clone()
         if arrived and not self._in_model:

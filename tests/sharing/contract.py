@@ -48,6 +48,7 @@ RULES["full+zstd of int4"] = rule("full", compression={"name": "zstd", "of": {"n
 RULES |= {f"{name} {form}": rule(name, form=form) for name in ("gradient_tracking", "momentum_tracking")
           for form in ("dsgt", "atc")}  # fmt: skip
 RULES["elastic after"] = rule("elastic", force="after")
+RULES["topk cleared before"] = rule("topk", cleared="before_mixing")
 RULES["powergossip of rank 1"] = rule("powergossip", rank=1)
 RULES["deepsqueeze of all"] = rule("deepsqueeze", choose="all", compression={"name": "int4"}, step_size=0.1)
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)

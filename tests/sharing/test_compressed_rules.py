@@ -27,7 +27,7 @@ from tests.graph.contract import make
 from tests.sharing.contract import Make, bound, draw, gossip, one_round, rule
 
 ROOT = Path(__file__).parents[2]
-RING = make("ring", nodes=8)
+RING, RING4 = make("ring", nodes=8), make("ring", nodes=4)
 
 
 def spread(models: list[Tensor]) -> float:
@@ -209,6 +209,42 @@ def test_topk_accumulates_as_told() -> None:
             chosen.append(int(each._sent))  # type: ignore[attr-defined]
             each.mix(models[0], {}, seen)
         assert chosen == expected, accumulate
+
+
+@pytest.mark.parametrize("name", ["topk", "wavelet"])
+def test_the_score_of_what_was_sent_is_cleared_before_or_after_mixing(name: str) -> None:
+    """Against both orders written out: scores A; sent S = top |x - x' + A|; A[S] = 0 before, or after, A += x'' - x',
+    with x' the model before the round and x'' after it."""
+    chosen: dict[str, list[Tensor]] = {}
+    for cleared in ("after_mixing", "before_mixing"):
+        models = [torch.zeros(64, dtype=torch.float64) for _ in range(4)]
+        rules = bound(rule(name, fraction=0.2, cleared=cleared), models)
+        scores, draws = torch.zeros(64, dtype=torch.float64), torch.Generator().manual_seed(1)
+        steps = torch.randn(12, 4, 64, generator=draws, dtype=torch.float64)
+        for r in range(12):
+            transform: Callable[[Tensor], Tensor] = rules[0].transform  # type: ignore[attr-defined]
+            before = transform(models[0]).clone()
+            expected = (transform(models[0] + steps[r, 0]) - before + scores).abs().topk(13).indices.sort().values
+            one_round(rules, models, RING4, r, step=lambda uid, model, now=steps[r]: model.add_(now[uid]))
+            sent = _last_sent(rules[0])
+            assert torch.equal(sent, expected)
+            chosen.setdefault(cleared, []).append(sent)
+            if cleared == "before_mixing":
+                scores[sent] = 0
+            scores += transform(models[0]) - before
+            if cleared == "after_mixing":
+                scores[sent] = 0
+    assert any(not torch.equal(a, b) for a, b in zip(*chosen.values(), strict=True))
+
+
+def _last_sent(each: object) -> Tensor:
+    sent: Tensor = each._sent  # type: ignore[attr-defined]
+    return sent
+
+
+def test_an_order_without_accumulated_scores_is_refused() -> None:
+    with pytest.raises(ValueError, match="accumulate all with cleared before_mixing"):
+        rule("topk", accumulate="none", cleared="before_mixing")()
 
 
 def test_subsample_draws_layers_apart() -> None:

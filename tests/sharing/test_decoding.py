@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from decentnode.communication.base import Arrival, Counters
+from decentnode.communication.base import Arrival, Counters, Exchange
 from decentnode.errors import Interrupted, PeerFault
 from decentnode.node.schedule import Sequential
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
@@ -31,6 +31,18 @@ MUTATIONS = scale(2000, 200_000) // len(VIA_UNPACK) + 1
 SCALARS = (0, 1, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, -0.5, 1e308, float("nan"), float("inf"), -float("inf"))
 
 
+class Arrived(Exchange):
+    """All payloads at once, from everybody."""
+
+    missing = departed = undelivered = frozenset()
+
+    def __init__(self, received: Mapping[int, Payload]) -> None:
+        self._received = received
+
+    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
+        yield Arrival(0, ELEMENTS, self._received, frozenset())
+
+
 class Line:
     """What a schedule needs of a transport; node 0 hears of the others what `sent` holds."""
 
@@ -40,11 +52,7 @@ class Line:
         self.sent: dict[int, Payload] = {}
 
     def exchange(self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], *_: object) -> Any:
-        received = {uid: self.sent[uid] for uid in expected}
-        return SimpleNamespace(
-            arrivals=lambda _: iter([Arrival(0, ELEMENTS, received, frozenset())]),
-            missing=frozenset(), departed=frozenset(), undelivered=frozenset(), seconds=0.0,
-        )  # fmt: skip
+        return Arrived({uid: self.sent[uid] for uid in expected})
 
 
 class Run:
