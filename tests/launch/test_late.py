@@ -15,7 +15,7 @@ from tests.launch.test_supervisor import Witness, run
 
 NEIGHBORS = (1, 3)
 """Of the node that freezes, on a ring of four."""
-PATIENCE, AWAY, ROUNDS = 1.0, 3, 16
+PATIENCE, AWAY, ROUNDS = 3.0, 3, 16
 """Seconds that a payload is waited for, how many such waits the frozen node stays away, and rounds of the run."""
 
 
