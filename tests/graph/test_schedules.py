@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from decentnode.graph.base import view
 from decentnode.graph.topology import Topology
 from tests.graph.contract import make
 
@@ -88,3 +89,12 @@ def test_far_rounds_cost_no_memory() -> None:
     for r in range(1000, 1300):
         graph.lists(r)
     assert len(graph._out) <= 64 and graph.lists(3) == early
+
+
+def test_a_round_may_have_the_edges_of_another() -> None:
+    """Rounds in which nobody exchanges are no rounds of the graph."""
+    graph = make("one_peer_exponential", nodes=8)
+    seen, plain = view(graph, 0, 5, at=1), view(graph, 0, 5)
+    assert seen.round == plain.round == 5
+    assert seen.neighbors == graph.neighbors(0, 1) != graph.neighbors(0, 5) == plain.neighbors
+    assert seen.weights == graph.weights(0, 1) and plain.weights == graph.weights(0, 5)
