@@ -27,7 +27,7 @@ UNFINISHED_SECONDS = 3600.0
 """Age at which a folder without a lock is taken for one whose run was killed while it made it."""
 
 _RANDOM = re.compile(r"[a-z0-9_]{8}")  # what tempfile.mkdtemp puts behind a prefix
-_BOARD = re.compile(r"-\d+-\d+(-lent)?")
+_BOARD = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as path_of in communication/board.py
 
 
 class SocketDir:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from decentnode.communication.board import path_of, run_of
 from decentnode.launch import environment, sockets
 from decentnode.launch.channel import Channel
 from decentnode.launch.messages import (
@@ -34,6 +35,7 @@ from decentnode.launch.outcome import Ledger, first_cause, summary
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.sockets import UNFINISHED_SECONDS, SocketDir, remove_stale
 from decentnode.launch.waiting import names, waiting_for
+from decentnode.wire.generation import FIRST, Name, new_origin
 
 FACTS = Facts(
     "ring", "abc", "runs", "", "", "", "", 10, 5, False, 60.0, 60.0, 0, [[0, 1], [2, 3, 5]], ["10.0.0.1", "10.0.0.2"],
@@ -140,9 +142,13 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return base
 
 
-def test_socket_folders_of_killed_runs_are_removed_by_the_next(shared: Path) -> None:
+@pytest.mark.parametrize("generation", [FIRST, (12, new_origin(3))], ids=["first", "later"])
+@pytest.mark.parametrize("lent", [False, True])
+def test_socket_folders_and_boards_of_killed_runs_are_removed_by_the_next(
+    shared: Path, generation: Name, lent: bool
+) -> None:
     alive, killed = SocketDir(), SocketDir()
-    boards = [sockets.BOARDS / f"{Path(each.path).name}-0-3" for each in (alive, killed)]
+    boards = [sockets.BOARDS / path_of(run_of(Path(each.path), generation), 3, lent).name for each in (alive, killed)]
     for board in boards:
         board.touch()
     os.close(killed._lock)  # what the system does with the files of a killed process
@@ -153,6 +159,7 @@ def test_socket_folders_of_killed_runs_are_removed_by_the_next(shared: Path) -> 
     assert not boards[0].exists()
     alive.remove()
     assert not Path(alive.path).exists()
+
 
 def test_a_run_that_is_just_starting_is_not_taken_for_gone(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run starts before and after every step of the start."""
@@ -188,7 +195,7 @@ def test_a_run_that_is_just_starting_is_not_taken_for_gone(shared: Path, monkeyp
 
 def test_names_and_links_in_the_shared_folder_are_not_trusted(shared: Path, tmp_path: Path) -> None:
     boards = tmp_path / "shm"
-    live = boards / "decentnode-abcd1234-0-0"
+    live = boards / "decentnode-abcd1234-0-00-0"
     mine = tmp_path / "mine"
     mine.write_text("keep")
     for name in ("decentnode-*", "decentnode-abcd12?4", "decentnode-abcd123", "decentnode-"):
@@ -206,8 +213,8 @@ def test_names_and_links_in_the_shared_folder_are_not_trusted(shared: Path, tmp_
     stale.mkdir()
     (stale / "lock").touch()
     (stale / "link").symlink_to(elsewhere)
-    others = [live, boards / "decentnode-stale000-x", boards / "decentnode-stale0001-0-0"]
-    its = [boards / "decentnode-stale000-0-3", boards / "decentnode-stale000-1-3-lent"]
+    others = [live, boards / "decentnode-stale000-x", boards / "decentnode-stale0001-0-00-0"]
+    its = [boards / "decentnode-stale000-0-00-3", boards / "decentnode-stale000-1-0a-3-lent"]
     for board in others + its:
         board.touch()
     before = {path for path in shared.iterdir() if path != stale}
@@ -226,7 +233,7 @@ def test_what_another_user_made_is_left_alone(shared: Path, tmp_path: Path) -> N
     gone = shared / "decentnode-gone0000"
     gone.mkdir()
     (gone / "lock").touch()
-    theirs = tmp_path / "shm" / "decentnode-gone0000-0-0"
+    theirs = tmp_path / "shm" / "decentnode-gone0000-0-00-0"
     theirs.touch()
     os.chown(theirs, 12345, 12345)
     remove_stale(shared)
