@@ -18,6 +18,7 @@ from decentnode.experiment import load
 from decentnode.graph.base import view
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.step_size import (
+    OWN_MATRIX,
     STEPS,
     Search,
     distance_left,
@@ -51,8 +52,9 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
     "deepsqueeze of all in int8": {"name": "deepsqueeze", "choose": "all", "compression": {"name": "int8"}},
     "deepsqueeze of all in sign": {"name": "deepsqueeze", "choose": "all", "compression": {"name": "sign"}},
 }  # fmt: skip
-GRAPHS = {"ring of 8": ("ring", 8), "ring of 16": ("ring", 16), "torus": ("torus", 16)}
-QUICK = {("choco", "torus"), ("stc", "torus"), ("stc", "ring of 16")}
+GRAPHS = {"ring of 8": ("ring", 8), "ring of 16": ("ring", 16), "torus": ("torus", 16),
+          "star of 8": ("star", 8)}  # fmt: skip
+QUICK = {("choco", "torus"), ("stc", "torus"), ("stc", "ring of 16"), ("choco", "star of 8"), ("stc", "star of 8")}
 """With 16 nodes the default run takes these; --stress takes all, for all the rounds."""
 
 
@@ -196,6 +198,15 @@ def test_an_experiment_has_the_step_in_its_resolved_file(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         load(QUICKSTART, ["sharing={name: stc, step_size: 0.4}", *sets])
     assert "step_size 0.4 of stc is more than 0.2" in caplog.text and "without the key it is 0.16" in caplog.text
+
+
+def test_a_large_star_takes_the_step_of_a_rule_without_a_graph() -> None:
+    """Its eigenvalues are those of a graph that bears several times as much."""
+    found, config, search = parts({"name": "choco"})
+    star = make("star", nodes=OWN_MATRIX + 1)
+    largest = largest_step(found, config, star)
+    assert largest is not None and largest == search.without_graph() < search.largest(matrices_of(star))
+    assert search.default(largest) < largest
 
 
 def test_no_step_where_there_is_nothing_to_find() -> None:
