@@ -16,6 +16,8 @@ from decentnode.metrics import summary as summaries
 
 NO_PART_OF_IT = ("seed", "name", "run")
 """Keys that make no other experiment: the seed repeats it, the name is the row's, and `run` says where results go."""
+DERIVED = ("sharing.step_size",)
+"""Keys that a run finds a value for where its config leaves them out."""
 EDGES = "graph.edges"
 """Stands for what a graph file holds, which may change while its name does not."""
 
@@ -32,6 +34,8 @@ class Ran:
     status: str
     """finished, interrupted, failed; "not finished" where there is no summary."""
     summary: Mapping[str, Any]
+    follows: frozenset[str] = frozenset()
+    """Keys of `config` whose values came of others: of a random graph they may be others for every seed."""
 
     @property
     def finished(self) -> bool:
@@ -57,11 +61,21 @@ def read(path: Path) -> Ran:
     if "graph.file" in config:
         edges = path / "graph.edges"
         config[EDGES] = hashlib.sha256(edges.read_bytes()).hexdigest()[:12] if edges.is_file() else ""
+    follows = _derived(path).intersection(config)
     try:
         summary = summaries.read(path / "summary.json")
     except (OSError, ValueError):
-        return Ran(path, name, seed, config, "not finished", {})
-    return Ran(path, name, seed, config, str(summary.get("status", "not finished")), summary)
+        return Ran(path, name, seed, config, "not finished", {}, follows)
+    return Ran(path, name, seed, config, str(summary.get("status", "not finished")), summary, follows)
+
+
+def _derived(path: Path) -> frozenset[str]:
+    """Those of DERIVED that nobody wrote; none where config.yaml, which has what was written, cannot be read."""
+    try:
+        written = dict(_flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")), ""))
+    except (OSError, ValueError, yaml.YAMLError):
+        return frozenset()
+    return frozenset(key for key in DERIVED if written.get(key, "null") == "null")
 
 
 def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
@@ -73,13 +87,23 @@ def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
         yield key, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
+Key = tuple[str, frozenset[tuple[str, str]]]
+"""A run's name and config."""
+
+
+def _key(run: Ran, without: frozenset[str] = frozenset()) -> Key:
+    return run.name, frozenset((key, value) for key, value in run.config.items() if key not in without)
+
+
 def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
     """(groups of repeats, what was left out and why).
 
-    Groups stand in the order of their first runs. Runs that did not finish are left out, as are those whose seed a
-    later run of the group has again: the same numbers twice are no two samples.
+    Groups stand in the order of their first runs. A value that follows from the others makes no group of its own, and
+    who wrote the value that another run found is that run's repeat. Runs that did not finish are left out, as are those
+    whose seed a later run of the group has again: the same numbers twice are no two samples.
     """
-    groups: dict[tuple[str, frozenset[tuple[str, str]]], list[Ran]] = {}
+    groups: dict[Key, list[Ran]] = {}
+    less = {_key(each): _key(each, each.follows) for each in found if each.follows}
     said: list[str] = []
     seen: set[Path] = set()
     for each in found:
@@ -91,7 +115,7 @@ def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
             continue
         if lost := each.summary.get("lost"):
             said.append(f"{each.path} ended without node {', '.join(lost)}")
-        groups.setdefault((each.name, frozenset(each.config.items())), []).append(each)
+        groups.setdefault(less.get(_key(each), _key(each)), []).append(each)
     kept = []
     for group in groups.values():
         by_seed: dict[str, Ran] = {}

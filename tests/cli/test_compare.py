@@ -43,6 +43,18 @@ def test_a_failed_run_is_named_with_its_seed(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "with seed 1 ended with exit code 2" in result.output
 
 
+def test_a_step_that_follows_from_a_random_graph_makes_no_other_experiment(tmp_path: Path) -> None:
+    """Every seed draws a graph of its own, with a step of its own. A run that is repeated from its folder has it
+    written down; another step than any that was found is another experiment."""
+    for seed, step, written in ((1, 0.16, False), (2, 0.2, False), (3, 0.2, True), (4, 0.5, True)):
+        folder = finished(tmp_path / f"exp/{seed}", seed, 0.5, sharing={"name": "deepsqueeze", "step_size": step})
+        sharing = {"name": "deepsqueeze", **({"step_size": step} if written else {})}
+        (folder / "config.yaml").write_text(json.dumps({"seed": seed, "sharing": sharing}))
+    result = CliRunner().invoke(main, ["compare", str(tmp_path / "exp"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert sorted(row["runs"] for row in json.loads(result.stdout).values()) == [1, 3]
+
+
 def finished(
     folder: Path, seed: int, accuracy: float, status: str = "finished", edges: str = "", **config: object
 ) -> Path:
