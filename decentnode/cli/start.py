@@ -81,13 +81,16 @@ def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str
     """The file that a user means, and the variables that it reads.
 
     A run's folder (or that of an experiment, its latest run) stands for that run with every value it had: the
-    environment of today changes nothing, --set does. Raises UsageError for another folder.
+    environment of today changes nothing, --set does. What becomes of a run that was copied without the folder of its
+    experiment stands beside it too. Raises UsageError for another folder.
     """
     if not os.path.isdir(given):
         return given, variables
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.run_dir import home_of, resolve
 
-    return os.path.relpath(resolve(given) / RESOLVED), {}
+    folder = resolve(given)
+    home = home_of(folder)
+    return os.path.relpath(folder / RESOLVED), {} if home is None else {"DECENTNODE__RUN__DIR": str(home)}
 
 
 def environ() -> dict[str, str]:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import yaml
+
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.entry import node_dir
 from decentnode.launch.messages import Facts
@@ -85,6 +87,16 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
         if (candidate / "nodes").is_dir():
             return candidate.resolve()
     raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'")
+
+
+def home_of(run: Path) -> Path | None:
+    """The folder beside a run that lies in no folder of its experiment, as one that was copied alone; None for others,
+    whose config says it (`run.dir` is two folders up)."""
+    try:
+        name = yaml.safe_load((run / "config.resolved.yaml").read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return None
+    return None if run.parent.name == name else run.parent
 
 
 def resolve_all(what: str | Path, runs: Path) -> list[Path]:

@@ -97,6 +97,19 @@ def test_other_code_of_decentnode_is_said(tmp_path: Path) -> None:
     assert f"run {path.parent.relative_to(tmp_path)} --set node.rounds=4" in done.stdout
 
 
+def test_what_comes_of_a_run_copied_alone_stands_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(node={"rounds": 1})))
+    assert decentnode(tmp_path, "run", "tiny.yaml").returncode == 0
+    lone = tmp_path / "far" / "from" / "home"
+    shutil.copytree((tmp_path / "runs" / "tiny" / "latest").resolve(), lone)
+    done = decentnode(tmp_path, "run", str(lone))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in lone.parent.iterdir()) == ["home", "tiny"]
+    assert [path.name for path in lone.parent.parent.iterdir()] == ["from"]
+    done = decentnode(tmp_path, "run", str(lone), "--run-dir", str(tmp_path / "chosen"))
+    assert done.returncode == 0 and (tmp_path / "chosen" / "tiny").is_dir(), done.stderr
+
+
 def test_a_folder_that_is_no_run_is_wrong_input(tmp_path: Path) -> None:
     done = decentnode(tmp_path, "run", str(tmp_path))
     assert done.returncode == 2 and "no run in" in done.stderr
