@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -101,8 +101,10 @@ class Exchange:
         flight = self._flights[bucket.index] = Flight(self._step)
         members = self._mean_group(self._step)
         if members is not None:
-            work = dist.all_reduce(bucket.slot(0), group=self._groups[members], async_op=True)
-            flight.works.append((work, [peer for peer in members if peer != self.rank]))
+            others = [peer for peer in members if peer != self.rank]
+            with self._blamed(self._step, others):
+                work = dist.all_reduce(bucket.slot(0), group=self._groups[members], async_op=True)
+            flight.works.append((work, others))
             self.bytes_sent += 2 * bucket.size_bytes * (len(members) - 1) // len(members)
             return
         operations, whom = [], []
@@ -116,8 +118,9 @@ class Exchange:
             if peer in view.sources:
                 operations.append(dist.P2POp(dist.irecv, bucket.received[peer], peer))
                 whom.append([peer])
-        works = dist.batch_isend_irecv(operations)
         everybody = sorted({*view.neighbors, *view.sources})
+        with self._blamed(self._step, everybody):  # a connection that is known to be broken is told of at once
+            works = dist.batch_isend_irecv(operations)
         flight.works = list(zip(works, whom if len(works) == len(whom) else [everybody] * len(works), strict=True))
 
     def _mean_group(self, step: int) -> tuple[int, ...] | None:
@@ -159,18 +162,24 @@ class Exchange:
     def _wait(self, flight: Flight) -> None:
         started = time.perf_counter()
         for work, peers in flight.works:
-            try:
+            with self._blamed(flight.step, peers):
                 if dist.get_backend() == "nccl":
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=self.timeout_seconds))
-            except RuntimeError as error:
-                who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
-                raise PeerLost(
-                    f"rank {self.rank}: the exchange of step {flight.step} with {who} failed or took longer than "
-                    f"{self.timeout_seconds:g} s: {error}", peers,
-                ) from error
         self.wait_seconds += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def _blamed(self, step: int, peers: list[int]) -> Iterator[None]:
+        """What torch.distributed raises inside becomes PeerLost with the ranks that it may be about."""
+        try:
+            yield
+        except RuntimeError as error:
+            who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
+            raise PeerLost(
+                f"rank {self.rank}: the exchange of step {step} with {who} failed or took longer than "
+                f"{self.timeout_seconds:g} s: {error}", peers,
+            ) from error
 
     def drain(self) -> None:
         """Blocking: wait for what is in flight and use none of it."""

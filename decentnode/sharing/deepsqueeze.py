@@ -19,7 +19,7 @@ from decentnode.sharing.step_size import Compress, Search
 
 
 class DeepSqueezeConfig(SharingConfig):
-    fraction: float = Field(0.5, gt=0, le=1)
+    fraction: float = Field(0.7, gt=0, le=1)
     """Part of the entries that is sent."""
     choose: Literal["largest", "random", "all"] = "largest"
     """Which entries: the largest, random ones, or all (for a compression of values alone)."""

@@ -22,7 +22,7 @@ from decentnode.sharing.step_size import Search
 
 
 class STCConfig(Config):
-    fraction: float = Field(0.05, gt=0, le=1)
+    fraction: float = Field(0.1, gt=0, le=1)
     """Part of the entries of an update that is sent."""
     step_size: float | None = Field(None, gt=0, le=1)
     """How far a node goes toward its neighbors' public copies in a round (gamma). Left out: four fifths of the largest

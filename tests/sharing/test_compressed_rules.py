@@ -78,7 +78,7 @@ def test_stc_sends_signs_of_one_size_and_loses_nothing() -> None:
     """sent + residual == update, where update is what neighbors did not know before."""
     models = draw(6, 300, torch.float64)
     graph = make("ring", nodes=6)
-    rules = bound(rule("stc"), models)
+    rules = bound(rule("stc", fraction=0.05), models)
     for r in range(5):
         seen = view(graph, 0, r, 1)
         rules[0].begin(models[0], seen)

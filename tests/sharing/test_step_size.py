@@ -104,7 +104,7 @@ def spread(models: list[Tensor]) -> float:
     return float((stacked - stacked.mean(0)).norm())
 
 
-@pytest.mark.parametrize(("options", "step"), [({"name": "stc"}, 0.4), ({"name": "choco"}, 0.4),
+@pytest.mark.parametrize(("options", "step"), [({"name": "stc", "fraction": 0.05}, 0.4), ({"name": "choco"}, 0.4),
                                                ({"name": "choco", "choose": "random"}, 0.4)])  # fmt: skip
 def test_a_larger_step_does_not_bring_them_together(options: dict[str, Any], step: float) -> None:
     found, config, search = parts(options)
@@ -196,7 +196,7 @@ def test_an_experiment_has_the_step_in_its_resolved_file(caplog: pytest.LogCaptu
     same = load(QUICKSTART, [f"sharing={{name: stc, step_size: {chosen.step_size}}}", *sets])
     assert same.digest() == experiment.digest() and not caplog.records
     with caplog.at_level(logging.WARNING):
-        load(QUICKSTART, ["sharing={name: stc, step_size: 0.4}", *sets])
+        load(QUICKSTART, ["sharing={name: stc, fraction: 0.05, step_size: 0.4}", *sets])
     assert "step_size 0.4 of stc is more than 0.2" in caplog.text and "without the key it is 0.16" in caplog.text
 
 
