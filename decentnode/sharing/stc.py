@@ -34,7 +34,7 @@ class Ternary(Operator):
 
     def __init__(self, fraction: float) -> None:
         super().__init__(fraction, "largest", None)
-        self.metadata = frozenset({"indices"})
+        self.metadata = frozenset({"indices", "size"})
 
     def schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         count = select.count_of(self.fraction, elements)

@@ -382,3 +382,13 @@ def test_the_table_of_rules_is_sorted_by_file() -> None:
     for name, target in SHARINGS.items():
         found: Callable[..., object] = load_class(name, SHARINGS, "sharing")
         assert found.__module__ == target.partition(":")[0] and (found.__doc__ or "").strip(), name
+
+
+def test_the_size_of_stc_counts_as_other_scales_do() -> None:
+    made = rule("stc", fraction=0.1)()
+    model = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    made.begin(torch.zeros(100), view(make("ring", nodes=4), 0, 0))
+    payload = made.outgoing(model, view(make("ring", nodes=4), 0, 0))[1]
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in payload.tensors.items()}
+    assert sizes["signs"] == 2 and sizes["size"] == 4
+    assert sum(size for name, size in sizes.items() if name not in payload.metadata) == 2, "a bit each"
