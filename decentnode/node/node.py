@@ -125,7 +125,7 @@ class Node:
         generation = self.communication.generation
         if generation is not None and generation.name != self.generation.name:
             yield from self._take_part(generation)
-        if self.round == 0 and self.config.evaluate_every and not self._stopping():
+        if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._stopping():
             yield from self._evaluate_between()
         while self.round < self.config.rounds and not self._stopping():
             self.communication.enter(self.round)
@@ -137,14 +137,15 @@ class Node:
             self.finish_round(self.round)
             self.round += 1
             every = self.config.evaluate_every
-            if every and self.round % every == 0 and not self._stopping():
+            if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
                 yield from self._evaluate_between()
         if self._stopping():
             ahead = itertools.islice(exchange_rounds(self.sharing, self.round), min(self.graph.period or 16, 16))
             later = {uid for round in ahead for plan in self._planned(round) for uid in plan.neighbors}
             self.communication.depart(self.round, later)
-        if self._evaluated != self.round:
-            yield from self.evaluate(closing=True)
+        # Always, and by everybody: whether an evaluation of this round was finished before a stop or given up because
+        # of it differs from node to node, and who had one would leave the others waiting in the closing one.
+        yield from self.evaluate(closing=True)
         self.communication.report(self.figures())
         yield
         self.reports = self.communication.reports(self.communication.config.timeout_seconds)
