@@ -10,7 +10,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,7 @@ class Component:
 def names(kind: str) -> tuple[str, ...]:
     """Names of a kind's components; of a group of keys its own name. Raises UsageError for an unknown kind."""
     if kind not in KINDS:
-        hint = nearest(kind, KINDS)
-        also = f"; did you mean {hint!r}?" if hint else ""
-        raise UsageError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{also}")
+        raise UsageError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{_hint(kind, KINDS)}")
     return tuple(TABLES[kind]) if kind in TABLES else (kind,)
 
 
@@ -137,18 +135,20 @@ def find(path: str) -> Component | tuple[Component, Key]:
     else:
         name, _, key = rest.partition(".") if ":" not in rest else (rest, "", "")
         if name not in known and ":" not in name:
-            hint = nearest(name, known)
-            also = f"; did you mean {hint!r}?" if hint else ""
-            raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{also}")
+            raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{_hint(name, known)}")
         component = describe(kind, name)
     if not key:
         return component
     for each in component.keys:
         if each.name == key:
             return component, each
-    hint = nearest(key, [each.name for each in component.keys])
-    also = f"; did you mean {hint!r}?" if hint else ""
-    raise UsageError(f"{component.path} has no key {key!r}{also}")
+    raise UsageError(f"{component.path} has no key {key!r}{_hint(key, [each.name for each in component.keys])}")
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a word that is none of `known`; empty where nothing is near it."""
+    meant = nearest(word, known)
+    return f"; did you mean {meant!r}?" if meant else ""
 
 
 def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[Key]:
