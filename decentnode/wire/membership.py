@@ -49,6 +49,7 @@ from decentnode.wire.messages import (
     Promise,
     Ready,
     Suspect,
+    fitting,
 )
 from decentnode.wire.proposal import Proposal, Rivals, Watch
 
@@ -253,7 +254,7 @@ class Membership:
     def _on_join(self, join: Join, now: float) -> None:
         reason = self._refusal(join)
         if reason:
-            self._say(join.source, Denied, None, join.digest, reason[:512])
+            self._say(join.source, Denied, None, join.digest, fitting(reason))
             raise PeerFault("wrong_config", reason)
         if _name(join) != self.generation.name:
             self._tell_current(join)

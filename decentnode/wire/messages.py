@@ -21,7 +21,8 @@ NO_ORIGIN = bytes(ORIGIN_BYTES)
 MAX_NODES = 1 << 20
 MAX_GENERATION = 1 << 32
 MAX_ROUND = 1 << 40
-MAX_TEXT = 512
+MAX_TEXT, MAX_LONG_TEXT = 512, 8192
+"""Characters of a reason, and of several."""
 MAX_SCALARS = 64
 
 Scalars = Mapping[str, int | float | str]
@@ -34,6 +35,12 @@ def number(limit: int) -> Any:
 
 def text(limit: int = MAX_TEXT) -> Any:
     return field(metadata={"text": limit})
+
+
+def fitting(words: str, limit: int = MAX_TEXT) -> str:
+    """The first `limit` characters, spelled so that UTF-8 can hold them: lone surrogates, which stand for bytes of
+    names of files that are no text, become question marks."""
+    return words[:limit].encode("utf-8", "replace").decode()
 
 
 def blob(limit: int, exact: bool = False) -> Any:
@@ -119,7 +126,7 @@ class Absent(Message):
 
     TYPE: ClassVar[int] = 7
     uids: bytes = blob(MAX_NODES // 8)
-    reason: str = text(8192)
+    reason: str = text(MAX_LONG_TEXT)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
 from decentnode.wire.generation import FIRST, Name
 from decentnode.wire.messages import (
+    MAX_LONG_TEXT,
     NO_RUN,
     PROTOCOL_VERSION,
     Absent,
@@ -38,6 +39,7 @@ from decentnode.wire.messages import (
     Start,
     Stop,
     Welcome,
+    fitting,
 )
 
 FAN_OUT = 8
@@ -206,7 +208,7 @@ class Session:
         refused = "; ".join(self.refusals[uid] for uid in sorted(self.refusals))
         if known:
             for child in self.tree.children:
-                self.send(child, Absent, bitmap(missing, self.num_nodes), refused[:8192])
+                self.send(child, Absent, bitmap(missing, self.num_nodes), fitting(refused, MAX_LONG_TEXT))
             return NotAssembled(missing, refused)
         above = f"the start did not come from {self.describe(self._parent())}"
         if not self._welcomed:
@@ -221,7 +223,7 @@ class Session:
     def fail(self, uid: int, reason: str) -> None:
         if uid not in self.failed:
             self.failed[uid] = reason
-            self._flood(Fail, uid, reason[:512])
+            self._flood(Fail, uid, fitting(reason))
 
     def _flood(self, kind: type[Message], *values: object, but: int | None = None) -> None:
         for link in self.tree.links:
@@ -280,7 +282,7 @@ class Session:
             raise PeerFault("hello_flood", f"from {hello.source}")
         reason = self._refusal(hello)
         if reason is not None:
-            self.send(hello.source, Reject, hello.digest, reason[:512])
+            self.send(hello.source, Reject, hello.digest, fitting(reason))
             self.note_refusal(hello.source, reason)
         elif self._welcomed:
             self.send(hello.source, Welcome)
@@ -306,7 +308,7 @@ class Session:
             return False
         self.refusals[uid] = reason
         if self.tree.parent is not None and self._welcomed:
-            self.send(self._parent(), Refused, uid, reason[:512])
+            self.send(self._parent(), Refused, uid, fitting(reason))
         return True
 
     def _on_welcome(self, welcome: Welcome) -> list[Event]:
@@ -317,7 +319,7 @@ class Session:
         for child in sorted(self._waiting_children):
             self.send(child, Welcome)
         for uid, reason in self.refusals.items():
-            self.send(self._parent(), Refused, uid, reason[:512])
+            self.send(self._parent(), Refused, uid, fitting(reason))
         self._tell_presence()
         return []
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap
-from decentnode.wire.generation import Install, Limits, Refused, new_origin
+from decentnode.wire.generation import Broken, Install, Limits, Refused, new_origin
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import (
     FIELDS,
@@ -438,6 +438,33 @@ def test_a_late_copy_of_a_prepare_does_not_break_what_it_prepared() -> None:
     for message in [each for each in world.said if isinstance(each, Prepare)]:
         world.take(1, message)
     assert world.processes[1].membership.steady
+
+
+def test_who_is_asked_to_promise_ends_its_generation_once() -> None:
+    """The training is told that it is over, by the first word that ends it, and not again by those that follow."""
+    membership = World(4).processes[1].membership
+    words = [Prepare(RUN, number, 0, bitmap(range(4), 4), origin=new_origin(0)) for number in (1, 1, 2)]
+    events = [membership.receive(word, 100.0) for word in words]
+    assert events == [[Broken("node 0 prepares generation 1")], [], []]
+    assert membership.stage == "promised" and membership.reason == "node 0 prepares generation 1"
+
+
+def test_who_misses_somebody_already_keeps_the_reason_when_it_is_asked_to_promise() -> None:
+    membership = World(4).processes[1].membership
+    assert membership.suspect([3], 100.0) == [Broken("node 3 does not answer")]
+    assert membership.receive(Prepare(RUN, 1, 0, bitmap([0, 1, 2], 4), origin=new_origin(0)), 100.0) == []
+    assert membership.stage == "promised" and membership.reason == "node 3 does not answer"
+
+
+@pytest.mark.parametrize("length", [511, 512, 513])
+def test_of_a_long_refusal_as_much_is_told_as_a_message_holds(length: int) -> None:
+    who = "n" * (length - 1) + "!"
+    member = Membership(0, 3, Limits(SUSPECT, 20.0, 2), digest="d", run=RUN, describe=lambda _uid: who)
+    with pytest.raises(PeerFault):
+        member.receive(Join(NO_RUN, 0, 2, PROTOCOL_VERSION, "other", 3), 100.0)
+    ((_, denied),) = member.outbox
+    whole = f"{who} asks to join with another config or graph (digest other, the run has d)"
+    assert isinstance(denied, Denied) and denied.reason == whole[:512]
 
 
 def test_messages_of_another_run_are_refused() -> None:

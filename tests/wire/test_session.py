@@ -6,13 +6,17 @@ from collections.abc import Callable
 import pytest
 
 from decentnode.errors import PeerFault
+from decentnode.wire import codec
 from decentnode.wire.messages import (
     NO_RUN,
     PROTOCOL_VERSION,
     Absent,
     Chunk,
+    Fail,
     Hello,
     Message,
+    Refused,
+    Reject,
     Report,
     Start,
     Stop,
@@ -149,6 +153,46 @@ def test_stops_and_failures_reach_everybody_once() -> None:
     for uid in range(30):
         assert net.events[uid].count(StopAsked()) == (uid != 17)
         assert net.events[uid].count(PeerFailed(23, "out of memory")) == (uid != 23)
+
+
+@pytest.mark.parametrize("length", [511, 512, 513, 5000])
+def test_of_a_long_reason_as_much_is_told_as_a_message_holds(length: int) -> None:
+    reason = "".join(chr(0x3B1 + i % 17) for i in range(length - 1)) + "!"
+    root, told = joined()[0], reason[:512]
+    root.fail(2, reason)
+    assert {codec.decode(codec.encode(message)) for _, message in root.outbox} == {Fail(RUN, 0, 0, 2, told)}
+    assert root.failed == {2: reason}, "here all of it is known"
+    whole = f"{reason} has another config or graph (digest wrong, the run has same)"
+    stranger = Hello(RUN, 0, 1, PROTOCOL_VERSION, "wrong", 4, "")
+    assert said(Session(0, 4, "same", RUN, describe=lambda _uid: reason), stranger) == [
+        (1, Reject(RUN, 0, 0, "wrong", whole[:512]))
+    ]
+
+
+def said(session: Session, message: Message) -> list[tuple[int, Message]]:
+    """What a session answers, as it comes out at the other end."""
+    session.outbox.clear()
+    session.receive(message)
+    return [(to, codec.decode(codec.encode(answer))) for to, answer in session.outbox]
+
+
+@pytest.mark.parametrize("length", [511, 512, 513])
+def test_of_a_long_refusal_the_root_is_told_as_much_as_a_message_holds(length: int) -> None:
+    reason = "n" * (length - 1) + "!"
+    session = Session(1, 20, "same")
+    session.note_refusal(9, reason)
+    (_, refused), _ = said(session, Welcome(RUN, 0, 0))
+    assert refused == Refused(RUN, 0, 1, 9, reason[:512])
+    session.outbox.clear()
+    session.note_refusal(10, reason)
+    assert session.outbox == [(0, Refused(RUN, 0, 1, 10, reason[:512]))]
+
+
+def test_a_reason_that_is_no_text_is_told_all_the_same() -> None:
+    """Names of files may hold bytes that are none."""
+    session = joined()[0]
+    session.fail(2, "no such file: caf\udce9.npz")
+    assert {codec.decode(codec.encode(m)) for _, m in session.outbox} == {Fail(RUN, 0, 0, 2, "no such file: caf?.npz")}
 
 
 def test_reports_of_the_whole_tree_reach_the_root() -> None:
