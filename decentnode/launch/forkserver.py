@@ -13,8 +13,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
+from multiprocessing.util import Finalize
 
 from decentnode.launch.signals import SUSPENDING
+from decentnode.launch.sockets import SocketDir
 
 PRELOAD = ["decentnode.launch.preload"]
 
@@ -58,6 +60,17 @@ def _without_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _take_folder() -> None:
+    """Let the server's socket lie in a folder that the next run removes when this process is killed: multiprocessing's
+    own (pymp-...) is removed by an orderly end alone. Nothing is done where the process has such a folder already.
+    """
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None:
+        folder = SocketDir()
+        config["tempdir"] = folder.path
+        Finalize(None, folder.remove, exitpriority=-100)  # last, as multiprocessing does; not in forked processes
+
+
 def start() -> ForkServerContext:
     """Start the server if it does not run yet and return at once; it imports while the caller goes on.
 
@@ -65,6 +78,7 @@ def start() -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    _take_folder()
     with _environment(MALLOC | THREADS), _without_interrupts():
         multiprocessing.forkserver.ensure_running()
     return context

@@ -1,4 +1,5 @@
-"""A private folder for Unix sockets, removed at the end, or by the next run when this one is killed.
+"""Private folders for Unix sockets, of a run and of the fork server, removed at the end, or by the next run when the
+process that made them is killed.
 
 With it go boards in shared memory that bear its name (communication/board.py): of nodes that were killed early. The
 folders lie where every user of the machine may make files, so that names, links and owners prove nothing: what is
