@@ -32,7 +32,7 @@ def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: 
 
     def checks() -> Iterator[doctor.Finding]:
         yield from doctor.local(experiment, here)
-        if mapping.num_machines > 1:
+        if mapping.num_machines > 1 or mapping.place(0).port is not None:
             yield doctor.names(experiment, here)
         free = doctor.ports(experiment, here)
         yield free

@@ -47,7 +47,7 @@ from decentnode.communication.status import Status
 from decentnode.communication.traffic import Outgoing as Bulk
 from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
 from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
-from decentnode.mapping.hosts import endpoint, host_of
+from decentnode.mapping.hosts import endpoint, host_of, unknown_name
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
@@ -191,6 +191,9 @@ class ZeroMQ(Communication):
             else:
                 listen(listener, host, port)
         except zmq.ZMQError as error:
+            what = f"host or bind of machine {self._machine_of[self.uid]}"
+            if not host.startswith("ipc://") and (unknown := unknown_name(host, what)):
+                raise EnvironmentFault(f"node {self.uid} cannot listen: {unknown}") from error
             where = host if host.startswith("ipc://") else endpoint(host, "*" if port is None else port)
             before = ", where it did before it was started again" if self._plan.again else ""
             raise EnvironmentFault(

@@ -30,7 +30,7 @@ from decentnode.data import shares
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
 from decentnode.launch.prepare import size
-from decentnode.mapping.hosts import by_ipv6, endpoint, resolve_all, resolved, unreachable
+from decentnode.mapping.hosts import by_ipv6, endpoint, resolved, unreachable
 from decentnode.sharing.compressed import make_sharing
 from decentnode.tensors import FlatModel
 
@@ -117,12 +117,6 @@ def names(experiment: Experiment, machine: int) -> Finding:
     error, warning = unreachable(mapping, machine)
     if error or warning:
         return Finding("addresses", False if error else None, error or warning)
-    hosts = {mapping.place(mapping.local(each)[0]).host for each in range(mapping.num_machines)}
-    found = resolve_all(hosts)
-    unknown = sorted(host for host in hosts if not found[host])
-    if unknown:
-        return Finding("addresses", None, f"not known here: {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}; "
-                                          f"a node waits for such a name to be known")  # fmt: skip
     own = mapping.place(mapping.local(machine)[0])
     return Finding("addresses", True, f"machine {machine} is {own.host}, listens on {own.bind}")
 

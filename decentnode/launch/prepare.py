@@ -34,8 +34,8 @@ def answer(request: Request, channel: Channel) -> int:
         experiment = load(request.config, request.overrides, request.environ)
         torch.set_num_threads(1)
         channel.send(facts(experiment, request))
-        lines = header(experiment)
-        channel.send(Header([*lines, *other_code(experiment)], local_modules()))
+        lines = [*header(experiment), *other_code(experiment), *doubts(experiment, request)]
+        channel.send(Header(lines, local_modules()))
     except DecentnodeError as error:
         channel.send(Failed(-1, error.exit_code, type(error).__name__, str(error)))
         return error.exit_code
@@ -54,6 +54,16 @@ def other_code(experiment: Experiment) -> list[list[str]]:
     if then == source_hash():
         return []
     return [["warning", "the run that this repeats was made with other code of decentnode: results may differ"]]
+
+
+def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
+    """A line where this machine may not reach another one, as the mapping has it. Blocking while names are looked up,
+    for a few seconds at most."""
+    mapping = experiment.make_mapping()
+    if mapping.num_machines < 2 or request.in_process:
+        return []
+    warning = unreachable(mapping, choose_machine(mapping, request.machine, request.config))[1]
+    return [["warning", warning]] if warning else []
 
 
 def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> int:

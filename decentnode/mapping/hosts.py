@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Iterable
 
-from decentnode.mapping.base import Mapping
+import psutil
+
+from decentnode.mapping.base import Mapping, Place
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -108,36 +110,77 @@ def is_loopback(addresses: list[str]) -> bool:
     return bool(addresses) and all(ipaddress.ip_address(each).is_loopback for each in addresses)
 
 
+def is_interface(name: str) -> bool:
+    """Whether this machine has a network interface of this name, such as eth0."""
+    return name in psutil.net_if_addrs()
+
+
+def unknown_name(host: str, what: str) -> str:
+    """Why a node cannot listen on `host`: a name that nothing here resolves; empty for every other host. Blocking as
+    long as the system's resolver is.
+
+    what: where the mapping has the name, such as "host of machine 1".
+    """
+    if address(host) is not None or host == "*" or is_interface(host) or resolved(host):
+        return ""
+    return (
+        f"{what} in the mapping is {host!r}, a name that cannot be resolved on this machine, which has to listen "
+        f"there: correct it, add it to the name server or to this machine's /etc/hosts, or give the address of the "
+        f"network interface in its place"
+    )
+
+
+def named_by(place: Place) -> str:
+    """Where the mapping has what a node listens on: its machine's host, or bind."""
+    return f"{'host' if place.bind == place.host else 'bind'} of machine {place.machine}"
+
+
 def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
     """(error, warning): what keeps other machines from reaching this one, and this one from reaching others, because
-    a host leads to loopback here. Empty where nothing does, and where all machines are loopback.
+    a name is unknown here or a host leads to loopback. Empty where nothing does, and where all machines are loopback.
 
     A node that listens on 127.0.0.1, because this machine's /etc/hosts says so of its own name, waits in vain for the
     others, which go to the machine's true address or to themselves. A `bind` to a loopback address is taken at its
-    word, as is another machine's loopback host: a tunnel may lead there. Blocking for RESOLVE_SECONDS at most.
+    word, as is another machine's loopback host: a tunnel may lead there. A name of another machine may become known
+    while the nodes wait for it. Blocking for RESOLVE_SECONDS at most, and for a name that this machine listens on as
+    long as the system's resolver is.
     """
-    if mapping.num_machines < 2:
-        return "", ""
     places = [mapping.place(mapping.local(each)[0]) for each in range(mapping.num_machines)]
     own = places[machine]
+    if own.port is not None and (problem := unknown_name(own.bind, named_by(own))):
+        return problem, ""
+    if mapping.num_machines < 2:
+        return "", ""
     found = resolve_all({place.host for place in places} | {own.bind})
     loopback = [number for number, place in enumerate(places) if is_loopback(found[place.host])]
-    if len(loopback) == len(places):
-        return "", ""
-    listens = is_loopback(found[own.bind]) and (own.bind == own.host or address(own.bind) is None)
-    if listens:
-        others = [number for number in range(len(places)) if number != machine]
+    others = [number for number in range(len(places)) if number != machine]
+    asked_for = own.bind != own.host and address(own.bind) is not None
+    if len(loopback) < len(places) and is_loopback(found[own.bind]) and not asked_for:
         other = min(others, key=lambda number: (number in loopback, number))
-        return (
-            f"machine {machine} listens on {own.bind!r}, which is {found[own.bind][0]} here: machine {other} "
-            f"({places[other].host}) cannot reach that; give machine {machine} the address of its network interface "
-            f"(mapping), or correct what this machine's /etc/hosts says of {own.bind!r}"
-        ), ""
-    wrong = [number for number in loopback if number != machine]
-    if wrong:
-        host = places[wrong[0]].host
+        return _on_loopback(own, found[own.bind][0], f"machine {other} ({places[other].host})"), ""
+    unknown = [f"{places[number].host!r} (machine {number})" for number in others if not found[places[number].host]]
+    if unknown:
         return "", (
-            f"machine {wrong[0]} is {host!r} in the mapping, which is {found[host][0]} here: unless a tunnel leads "
-            f"there, this machine reaches itself in its place"
+            f"a name in the mapping cannot be resolved here: {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}; "
+            f"the nodes there are waited for until it can; correct it, or add it to the name server or to this "
+            f"machine's /etc/hosts"
+        )
+    wrong = [number for number in loopback if number != machine]
+    if wrong and len(loopback) < len(places):
+        host = places[wrong[0]].host
+        meant = f"{host!r} in the mapping" + ("" if address(host) else f", which is {found[host][0]} here")
+        return "", (
+            f"machine {wrong[0]} is {meant}: unless a tunnel leads there, this machine reaches itself in its place"
         )
     return "", ""
+
+
+def _on_loopback(own: Place, found: str, other: str) -> str:
+    """found: what `own.bind` leads to here. other: who cannot reach that."""
+    give = f"give machine {own.machine} the address of its network interface (mapping)"
+    if address(own.bind) is not None:
+        return f"machine {own.machine} listens on {own.bind}, which only itself can reach, not {other}: {give}"
+    return (
+        f"machine {own.machine} listens on {own.bind!r}, which is {found} here: {other} cannot reach that; {give}, or "
+        f"correct what this machine's /etc/hosts says of {own.bind!r}"
+    )

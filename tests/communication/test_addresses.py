@@ -120,6 +120,20 @@ def test_a_name_of_another_machine_cannot_be_listened_on(monkeypatch: pytest.Mon
         node.close()
 
 
+def test_a_name_that_cannot_be_resolved_is_no_port_to_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: object, **__: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    node = ZeroMQ(ZeroMQ.Config(name="zeromq"), uid=0, machine_of={0: 3}, schemas=flat_schema(4), digest="d",
+                  bind=BindPlan(host="nohost", port=free_ports(2)))  # fmt: skip
+    try:
+        with pytest.raises(EnvironmentFault, match=r"host or bind of machine 3 .*'nohost', a name .*be resolved"):
+            node.bind()
+    finally:
+        node.close()
+
+
 @needs_ipv6
 def test_a_port_taken_at_one_address_of_a_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not half a success: whoever goes to that address would reach somebody else."""

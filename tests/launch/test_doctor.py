@@ -18,7 +18,7 @@ from decentnode.errors import EnvironmentFault
 from decentnode.experiment import load
 from decentnode.launch.doctor import Desk, Patient
 from decentnode.launch.messages import Request
-from decentnode.launch.prepare import facts
+from decentnode.launch.prepare import doubts, facts
 from tests.conftest import free_ports, needs_ipv6
 
 ROOT = Path(__file__).parents[2]
@@ -105,3 +105,21 @@ def test_a_machine_that_is_loopback_to_itself_is_told_before_the_start() -> None
     told = findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
     assert result.exit_code == 3 and told["addresses"]["ok"] is False
     assert "'localhost'" in str(told["addresses"]["detail"])
+
+
+def test_a_name_that_cannot_be_resolved_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: object, **__: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    config = str(ROOT / "configs" / "two_machines.yaml")
+    chosen = mapping(free_ports(16), "nohost, 192.0.2.77")
+    with pytest.raises(EnvironmentFault, match=r"host of machine 0 in the mapping is 'nohost', .* be resolved"):
+        facts(load(config, [chosen]), Request(config, [chosen], machine=0))
+    here = Request(config, [chosen], machine=1)
+    assert facts(load(config, [chosen]), here).machine == 1
+    ((kind, warning),) = doubts(load(config, [chosen]), here)
+    assert kind == "warning" and "'nohost' (machine 0)" in warning
+    result = CliRunner().invoke(main, ["doctor", config, "-m", "0", "-s", chosen, "--json", "--wait", "0.1"])
+    told = findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
+    assert result.exit_code == 3 and told["addresses"]["ok"] is False

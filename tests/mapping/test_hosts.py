@@ -111,12 +111,36 @@ def test_a_machine_whose_name_is_loopback_to_itself_is_named(monkeypatch: pytest
     error, warning = told("here", "there")
     assert "machine 0 listens on 'here', which is 127.0.1.1 here: machine 1 (there) cannot reach that" in error
     assert "/etc/hosts" in error and not warning
-    assert "'127.0.0.1'" in told("127.0.0.1", "10.0.0.2")[0] and "'here'" in told("10.0.0.1", "there", bind="here")[0]
+    plain, _ = told("127.0.0.1", "10.0.0.2")
+    assert "machine 0 listens on 127.0.0.1, which only itself can reach, not machine 1 (10.0.0.2)" in plain
+    assert "/etc/hosts" not in plain, "which has no say in addresses"
+    assert "'here'" in told("10.0.0.1", "there", bind="here")[0]
     assert "machine 2 (there)" in told("here", "odd", "there")[0]
     for fine in (("here", "localhost"), ("127.0.0.1", "127.0.0.2"), ("::1", "odd"), ("10.0.0.1", "there"),
-                 ("here",), ("10.0.0.1", "unknown")):  # fmt: skip
+                 ("here",)):  # fmt: skip
         assert told(*fine) == ("", ""), fine
     assert told("here", "there", bind="127.0.0.1") == ("", ""), "asked for: a tunnel may lead there"
     assert told("here", "there", bind="0.0.0.0") == ("", "")
     error, warning = told("there", "odd")
     assert not error and "machine 1 is 'odd' in the mapping, which is 127.0.0.1 here" in warning
+    assert "machine 1 is '127.0.0.2' in the mapping: unless a tunnel" in told("there", "127.0.0.2")[1]
+
+
+def test_a_name_that_cannot_be_resolved_is_told_with_its_place_in_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    Names(monkeypatch, a=["10.0.0.1"])
+    monkeypatch.setattr(hosts.psutil, "net_if_addrs", lambda: {"eth7": []})
+
+    def told(machine: int, *hosts_: str, **more: object) -> tuple[str, str]:
+        return unreachable(linear(machines=len(hosts_), nodes_per_machine=2, addresses=list(hosts_), **more), machine)
+
+    error, warning = told(1, "a", "nohost")
+    assert error.startswith("host of machine 1 in the mapping is 'nohost', a name that cannot be resolved on this")
+    assert "/etc/hosts" in error and not warning
+    assert told(0, "a", "10.0.0.2", bind="nowhere")[0].startswith("bind of machine 0 in the mapping is 'nowhere'")
+    assert told(0, "127.0.0.1", bind="nowhere", base_port=20000)[0].startswith("bind of machine 0")
+    assert told(0, "127.0.0.1", bind="nowhere") == ("", ""), "without a port nobody listens there"
+    for fine in ("eth7", "0.0.0.0", "::", "a"):
+        assert told(0, "a", "10.0.0.2", bind=fine) == ("", ""), fine
+    error, warning = told(0, "a", "nohost", "10.0.0.3", "gone")
+    assert not error
+    assert warning.startswith("a name in the mapping cannot be resolved here: 'nohost' (machine 1), 'gone' (machine 3)")
