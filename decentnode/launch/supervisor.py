@@ -47,7 +47,7 @@ ECHO_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """What the other nodes get after a failure to tell other machines and to close their files."""
 BACK_SECONDS = 2.0
-"""After a stop, when all others have ended: what a node on its way back in gets to end by itself."""
+"""When all others have ended: what a node on its way back in gets to end by itself."""
 TOLD_GENERATIONS = 64
 """Generations that are remembered as told; nodes speak of one within seconds of each other."""
 EXIT_SECONDS = 10.0
@@ -327,8 +327,8 @@ class Run:
             self._give_up(late, AssemblyError.exit_code, f"not ready within {limit:g} s")
         elif self.phase == "joining" and late and waited > limit + ASSEMBLY_MARGIN_SECONDS:
             self._give_up(late, AssemblyError.exit_code, f"not connected within {waited:.0f} s")
-        elif self.ledger.stopped and late and self.ledger.lost.keys() >= {*late} and now - self._ended > BACK_SECONDS:
-            self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
+        elif self._first_finish is not None and late and self._only_they_are_left(late, now):
+            self._end_without(late)
         elif self._first_finish is not None and late and now - self._first_finish > self.facts.timeout_seconds:
             seconds = now - self._first_finish
             if self.facts.regroup:
@@ -367,6 +367,26 @@ class Run:
                 title = f"node {worker.uids[0]}: {what}"
                 worker.failed = True
                 self._on_death(Failed(worker.uids[0], exit_code, title, title))
+                worker.kill()
+
+    def _only_they_are_left(self, late: list[int], now: float) -> bool:
+        """Whether these are nodes that the others went on without, and all others ended BACK_SECONDS ago."""
+        outside = {*self.ledger.lost} | ({*self.facts.local} - {*(self.ledger.members or self.facts.local)})
+        return outside.issuperset(late) and now - self._ended > BACK_SECONDS
+
+    def _end_without(self, late: list[int]) -> None:
+        """All others have ended: nobody is left who could let these in."""
+        if self.ledger.stopped:
+            self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
+            return
+        for worker in self.workers:
+            if worker.alive and worker.uids[0] in late:
+                uid, before = worker.uids[0], self.ledger.lost.get(worker.uids[0])
+                since = f"node {uid}: left behind" if before is None else f"{before.title}; started again"
+                title = f"{since}, it was not back in time before the run was over"
+                worker.failed = True
+                self.ledger.lost[uid] = Failed(uid, PeerLost.exit_code, title, title)
+                self.observer.notice(title)
                 worker.kill()
 
     def _give_up(self, late: list[int], exit_code: int, what: str) -> None:

@@ -169,6 +169,38 @@ def test_a_stop_while_a_node_on_its_way_back_never_gets_ready(tmp_path: Path) ->
     assert outcome.summary["members"] == [0, 1, 3, 4]
 
 
+def test_a_run_that_is_over_does_not_wait_for_a_node_on_its_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for as long as a neighbor would be waited for, which is longer than this test may last."""
+    monkeypatch.setattr("decentnode.launch.supervisor.BACK_SECONDS", 0.5)
+    outcome, listener = go_on(
+        tmp_path, "NeverBack", node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
+        communication={"timeout_seconds": 600},
+    )  # fmt: skip
+    assert (outcome.exit_code, outcome.summary["status"]) == (0, "finished"), listener.failures
+    assert outcome.summary["members"] == [0, 1, 3, 4] and outcome.summary["rounds"] == 40
+    assert outcome.summary["restarts"] == {"2": 1}
+    told = outcome.summary["lost"]["2"]
+    assert told.startswith("node 2 was killed by SIGKILL") and told in listener.notices
+    assert told.endswith("; started again, it was not back in time before the run was over")
+
+
+def test_a_run_that_is_over_does_not_wait_for_a_node_that_it_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 2 froze, the others went on without it, and nobody wakes it."""
+    monkeypatch.setattr("decentnode.launch.supervisor.BACK_SECONDS", 0.5)
+    listener = Listener(tmp_path / "elsewhere")
+    outcome, _ = go_on(
+        tmp_path, "Stops", keys={"pid_file": str(tmp_path / "pid")}, listener=listener,
+        communication={"timeout_seconds": 600},
+    )  # fmt: skip
+    assert outcome.exit_code == 0, listener.failures
+    assert outcome.summary["members"] == [0, 1, 3, 4]
+    assert outcome.summary["lost"] == {"2": "node 2: left behind, it was not back in time before the run was over"}
+
+
 STEPS = [
     (1, "Suspect", "SIGKILL"), (0, "Prepare", "SIGSTOP"), (1, "Promise", "SIGKILL"), (0, "Commit", "SIGKILL"),
     (1, "Ready", "SIGSTOP"), (0, "Go", "SIGKILL"),
