@@ -6,6 +6,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import drawings  # noqa: E402
 import generate  # noqa: E402
 from docutils import nodes  # noqa: E402
 from docutils.utils.math.latex2mathml import tex2mathml  # noqa: E402
@@ -18,6 +19,7 @@ bibtex_default_style = "unsrt"
 html_theme = "furo"
 html_title = "decentnode"
 html_math_renderer = "mathml"
+highlight_language = "text"
 exclude_patterns = ["_build"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -40,4 +42,5 @@ def _math(writer: object, node: nodes.Element) -> None:
 def setup(app: object) -> None:
     app.add_html_math_renderer("mathml", inline_renderers=(_math, None), block_renderers=(_math, None))  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", _plain)  # type: ignore[attr-defined]
+    app.connect("builder-inited", lambda _: drawings.write_all(HERE / "drawings"))  # type: ignore[attr-defined]
     app.connect("builder-inited", lambda _: generate.write_all(HERE / "reference" / "generated"))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Writes the reference from the code: every key of every component, the command line, exit codes.
+"""Writes the reference from the code: every key of every component, the command line, exit codes, rates of graphs.
 
 python docs/generate.py FOLDER writes what Sphinx's build writes to docs/reference/generated.
 """
@@ -15,7 +15,10 @@ import click
 
 from decentnode import errors
 from decentnode.cli import COMMANDS, main
+from decentnode.cli.graph import describe as describe_graph
+from decentnode.cli.graph import family
 from decentnode.describe import GROUPS, KINDS, Component, describe, names
+from decentnode.graph.spectrum import contraction
 from decentnode.metrics.figures import FIGURES, PURPOSES
 
 
@@ -29,8 +32,9 @@ def escaped(text: str) -> str:
 
 
 def linked(text: str) -> str:
-    """Escaped prose in which papers are links."""
-    return re.sub(r"arXiv (\d{4}\.\d{5})", r"`arXiv \1 <https://arxiv.org/abs/\1>`__", escaped(text))
+    """Escaped prose in which papers and pages of the documentation are links."""
+    text = re.sub(r"arXiv (\d{4}\.\d{5})", r"`arXiv \1 <https://arxiv.org/abs/\1>`__", escaped(text))
+    return re.sub(r"docs/([\w/\\]+)\.rst", lambda found: f":doc:`/{found[1].replace(chr(92), '')}`", text)
 
 
 def table(heads: list[str], rows: list[list[str]], widths: list[int]) -> Iterator[str]:
@@ -125,16 +129,60 @@ def figures_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+PARAMETERS = 89834
+"""Of GN-LeNet, whose bytes the table of graphs counts."""
+SHOWN: dict[str, dict[str, int]] = {
+    "ring": {}, "torus": {}, "regular": {"degree": 4}, "exponential": {}, "hypercube": {}, "one_peer_exponential": {},
+    "base_k_plus_1": {"peers": 1}, "complete": {},
+}  # fmt: skip
+"""Graphs of the tables, with their keys."""
+
+
+def _label(name: str, keys: dict[str, int]) -> str:
+    return f"``{name}``" + "".join(f", {key} {value}" for key, value in keys.items())
+
+
+def graph_facts(nodes: int = 16) -> str:
+    """What `decentnode graph info` says of some graphs, side by side."""
+    rows = []
+    for name, keys in SHOWN.items():
+        facts = describe_graph(family(name, {"nodes": nodes, **keys}, 1), 4 * PARAMETERS)
+        rounds = facts["rounds_to_consensus_1e-3"]
+        rows.append([_label(name, keys), f"{facts['degree_mean']:g}", f"{facts['bytes_per_node_and_round']:,}",
+                     f"{facts['spectral_gap']:.3f}", "never" if rounds is None else str(rounds)])  # fmt: skip
+    heads = [f"graph of {nodes} nodes", "neighbors in a round", "bytes per node and round", "spectral gap",
+             "rounds to 1/1000 of the distance"]  # fmt: skip
+    return "\n".join(table(heads, rows, [36, 14, 20, 14, 16])) + "\n"
+
+
+def rates() -> str:
+    """Contraction per round of graphs of several sizes."""
+    sizes = (8, 16, 32, 64)
+    rows = [[_label(name, SHOWN[name]), *(f"{contraction(family(name, {'nodes': n, **SHOWN[name]}, 1)):.3f}"
+                                          for n in sizes)]
+            for name in ("ring", "torus", "regular", "exponential", "hypercube")]  # fmt: skip
+    return "\n".join(table(["graph", *(f"n = {n}" for n in sizes)], rows, [40, 15, 15, 15, 15])) + "\n"
+
+
+def base_lengths() -> str:
+    """Periods of base_k_plus_1."""
+    sizes = (3, 5, 6, 7, 9, 10, 12, 15, 16, 20, 25, 33, 50)
+    rows = [[f"k = {k}", *(str(family("base_k_plus_1", {"nodes": n, "peers": k}, 1).period) for n in sizes)]
+            for k in (1, 2, 4)]  # fmt: skip
+    return "\n".join(table(["", *(f"n = {n}" for n in sizes)], rows, [10, *[7] * len(sizes)])) + "\n"
+
+
 def write_all(folder: Path) -> None:
     """Blocking. Files whose text has not changed are left alone, so that Sphinx builds only what is new."""
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {kind: kind_page(kind) for kind in KINDS} | {"cli": command_page(), "exit_codes": exit_codes()}
-    pages["figures"] = figures_page()
-    for path in folder.glob("*.rst"):
-        if path.stem not in pages:
+    pages = {f"{kind}.rst": kind_page(kind) for kind in KINDS}
+    pages |= {"cli.rst": command_page(), "exit_codes.rst": exit_codes(), "figures.rst": figures_page()}
+    pages |= {"graph_facts.txt": graph_facts(), "rates.txt": rates(), "base_lengths.txt": base_lengths()}
+    for path in folder.iterdir():
+        if path.name not in pages:
             path.unlink()
     for name, text in pages.items():
-        path = folder / f"{name}.rst"
+        path = folder / name
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
 

@@ -1,19 +1,26 @@
-"""The pages of docs/: what a tutorial shows is run in a folder of its own, and the reference names every key."""
+"""The pages of docs/: what they show is run in a folder of its own, what they and the code name is there."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from decentnode.cli import main
 from decentnode.describe import KINDS, describe, names
+from decentnode.experiment import load
+from decentnode.launch.in_process import run_in_process
 from decentnode.metrics.figures import FIGURES
+from tests.parallel import work
+from tests.parallel.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -73,6 +80,56 @@ def test_the_tutorial_runs(page: Path, tmp_path: Path) -> None:
     assert ran
 
 
+def run_here(words: list[str], leaves: bool) -> None:
+    """A command of decentnode in this process, which has torch already; where it trains, two rounds in one process.
+
+    leaves: whether a run has to leave its folder, as other commands of the page look into it.
+    """
+    if words[0] == "run" and not leaves:
+        overrides = [value for key, value in itertools.pairwise(words) if key == "--set"]
+        nodes = run_in_process(load(words[1], [*overrides, "node.rounds=2", "communication=inproc"]))
+        assert all(node.round == 2 for node in nodes)
+        return
+    more = ["--plain", "--set", "node.rounds=2", "--set", "communication=inproc"] if words[0] == "run" else []
+    assert not main.main([*words, *more], prog_name="decentnode", standalone_mode=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with the configs in it; modules that are imported from it are forgotten afterwards."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+HOWTO = sorted((DOCS / "howto").glob("*.rst"))
+
+
+@pytest.mark.parametrize("page", HOWTO, ids=lambda p: p.stem)
+def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
+    found = blocks(page)
+    shown = [line for language, _, text in found if language == "console" for line in text.splitlines()]
+    leaves = any("decentnode plot" in line or "decentnode compare" in line for line in shown)
+    for language, name, text in found:
+        if name:
+            (folder / name).write_text(text)
+        for line in text.splitlines() if language == "console" else ():
+            assert line.startswith("$ "), line
+            words = shlex.split(line[2:])
+            if words[0] == ".venv/bin/decentnode":
+                run_here(words[1:], leaves)
+            else:
+                assert words[:2] == [".venv/bin/torchrun", "--nproc-per-node=2"], line
+                first, second = run_ranks(2, work.script, str(folder / words[2]), words[3:])
+                assert "loss" in first and not second
+    assert shown or page.stem == "clusters", "a page without a command that runs"
+
+
 WRITTEN = [page for page in sorted(DOCS.rglob("*.rst")) if "generated" not in page.parts]
 
 
@@ -80,6 +137,25 @@ WRITTEN = [page for page in sorted(DOCS.rglob("*.rst")) if "generated" not in pa
 def test_folders_and_files_that_pages_name_exist(page: Path) -> None:
     for name in re.findall(r"``((?:decentnode|eval|configs|tests|docs)/[\w./]+)``", page.read_text()):
         assert (ROOT / name).exists(), name
+
+
+CITED = re.compile(r'docs/([\w/]+\.rst)(?:,\s+(?:#\s+)?"([^"]+)")?')
+CODE = [path for room in ("decentnode", "tests", "eval", "configs") for kind in ("py", "sh", "yaml", "sbatch")
+        for path in sorted((ROOT / room).rglob(f"*.{kind}")) if path != Path(__file__)]  # fmt: skip
+
+
+def test_pages_and_sections_that_the_code_names_exist() -> None:
+    found = 0
+    for path in [*CODE, ROOT / "README.rst", ROOT / "CONTRIBUTING.rst"]:
+        text = path.read_text()
+        for name in re.findall(r"\b[\w-]+\.md\b", text):
+            assert (ROOT / name).exists(), f"{path} names {name}"
+        for page, section in CITED.findall(text):
+            found += 1
+            assert (DOCS / page).exists(), f"{path} names docs/{page}"
+            headings = re.findall(r"^(.+)\n(?:=+|-+|~+)$", (DOCS / page).read_text(), re.M)
+            assert not section or " ".join(section.split()) in headings, f"{path}: {page} has no {section!r}"
+    assert found > 10
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +166,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     spec.loader.exec_module(generate)
     folder = tmp_path_factory.mktemp("pages")
     generate.write_all(folder)
-    return {path.stem: path.read_text() for path in folder.glob("*.rst")}
+    return {path.stem: path.read_text() for path in folder.iterdir()}
 
 
 def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> None:
@@ -101,6 +177,7 @@ def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> Non
     assert "decentnode graph make" in pages["cli"]
     assert all(f"``{figure.name}``" in pages["figures"] for figure in FIGURES)
     codes = [int(code) for code in re.findall(r"\* - (\d+)$", pages["exit_codes"], re.M)]
+    assert "0.949" in pages["rates"] and "718,672" in pages["graph_facts"] and "k = 2" in pages["base_lengths"]
     assert codes == [0, 2, 3, 4, 5, 6, 7, 8, 130, 143]
 
 

@@ -1,7 +1,8 @@
 """Payloads as NCCL wants them: one batch per bucket, in one fixed order, matched by order alone.
 
 Why no schedule of rounds, however its graph changes, can make these batches wait for each other in a circle
-(transport.md section 2.2; tests/communication/test_deadlocks.py tries to break them on gloo):
+(docs/explanation/transports.rst, "Rules against deadlock"; tests/communication/test_deadlocks.py tries to break them on
+gloo):
 
 R1  Every send has its receive: neighbors and sources of a round are one pure function on both ends, sizes come from
     the schema or from the header that went before.

@@ -1,8 +1,8 @@
 """Memory of a GPU lent to other processes on it: neighbors mix straight from it, without a copy between nodes.
 
 Handles of memory and events travel as plain bytes in the board's file; nothing is pickled. Memory is exported once, at
-the start (transport.md section 3.3). Written from torch 2.13's sources (multiprocessing/reductions.py) and CUDA's
-documentation of interprocess communication; it has run on no GPU yet. `_share_cuda_` and `_new_shared_cuda` are
+the start (docs/explanation/transports.rst). Written from torch 2.13's sources (multiprocessing/reductions.py) and from
+CUDA's documentation of interprocess communication; it has run on no GPU yet. `_share_cuda_` and `_new_shared_cuda` are
 torch's own and not public: they are called here and nowhere else.
 """
 

@@ -1,6 +1,7 @@
 """Every edge by the way that suits it: shared memory, torch.distributed inside a clique, ZeroMQ for the rest.
 
-What keeps several ways in one run from waiting for each other (transport.md section 7):
+What keeps several ways in one run from waiting for each other (docs/explanation/transports.rst, "Rules against
+deadlock"):
 
 H1  Control, barriers and means are ZeroMQ's alone; `CliquePath` has no way to say any of them.
 H2  Everything that decides a round is known before its first send: `exchange` takes neighbors and sources as given,

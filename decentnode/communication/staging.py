@@ -3,7 +3,7 @@
 Outwards a payload is fetched piece by piece into a slot; piece k leaves while k + 1 is still being copied. A slot is
 free again when nobody holds a lease on it any more: a message keeps its own until its peer has acknowledged it, as it
 may have to be sent again. Inwards a piece is put into the next of a few slots, and lifted from there while the
-next one is put (transport.md section 8).
+next one is put (docs/explanation/transports.rst).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class AlternatingExponentialRing(GroupSchedule):
     """Decent-DP's AER: half of the machine pairs average over both machines while the other half averages inside.
 
     Step i pairs machines j and j XOR 2^i; odd-numbered pairs go first, even-numbered ones in the next round.
-    Exact after 2 log2 N rounds from round 0 for N machines (algorithms.md 1.3).
+    Exact after 2 log2 N rounds from round 0 for N machines (docs/explanation/graphs.rst, "What is exact when").
     """
 
     Config: ClassVar[type[component.Config]] = AlternatingExponentialRingConfig

@@ -1,4 +1,5 @@
-"""The fork server: one process imports torch, and every node is forked from it (ecosystem.md section 0.1).
+"""The fork server: one process imports torch, and every node is forked from it (docs/explanation/architecture.rst,
+"Processes").
 
 Measured on two cores for the quickstart's 16 nodes: 2.1 s from the command until all are connected, 36 MB per node.
 """

@@ -1,4 +1,4 @@
-"""The run directory: runs/<name>/<time>-<id>/ (ecosystem.md section 5.2)."""
+"""The run directory: runs/<name>/<time>-<id>/ (docs/howto/repeat.rst, "The folder of a run")."""
 
 from __future__ import annotations
 

@@ -282,7 +282,8 @@ class Sequential(Schedule):
 
 
 class Overlapped(Schedule):
-    """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta (algorithms.md 1.1, AWC).
+    """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta
+    (docs/explanation/round.rst, "Overlapped").
 
     Of several phases the first flies during the local steps, the others follow it. W x is made behind the local steps
     where that pays (behind.py), of rules that have no say in them; adding delta is what is left to do after them then.

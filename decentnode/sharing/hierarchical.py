@@ -35,7 +35,7 @@ class Hierarchical(Sharing):
     neighboring groups and mixes by W_between; in the group everybody gets the mixed shards (all-gather). Between two
     groups every byte of the model crosses once, on L links side by side; inside a group a node sends 2 (L - 1) / L
     models. W_between is the graph's W, summed over groups (graph/groups.py). The scheme is that of hierarchical
-    all-reduce (BlueConnect, Cho et al. 2019; transport.md section 7) with gossip in place of its middle step.
+    all-reduce (BlueConnect, Cho et al. 2019) with gossip in place of its middle step.
 
     Float buffers take the same matrix in one exchange. Of a node that falls silent, its weight returns: in the first
     phase to the owner of a shard, in the second to the own group, and in the third the others keep their own values of

@@ -1,4 +1,5 @@
-"""The rules that keep matched sends and receives from waiting in a circle (transport.md 2.2), and tries to break them.
+"""The rules that keep matched sends and receives from waiting in a circle, and tries to break them
+(docs/explanation/transports.rst, "Rules against deadlock").
 
 Directed graphs that change every round, payloads whose sizes only their senders know, two phases under way at once and
 delays that differ from node to node: over tags, over batches matched by order alone (NCCL's way, on gloo), and mixed

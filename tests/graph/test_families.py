@@ -68,7 +68,7 @@ def test_regular_graphs_are_regular_and_connected_or_refused(n: int, degree: int
 
 
 def test_known_contraction_rates() -> None:
-    """algorithms.md section 5: ring with weights 1/3, static exponential 1 - 2 / (tau + 1)."""
+    """Ring with weights 1/3, static exponential 1 - 2 / (tau + 1) (docs/explanation/graphs.rst, "Rates")."""
     for n, rate in ((8, 0.805), (16, 0.949), (32, 0.987)):
         assert contraction(contract.make("ring", nodes=n)) == pytest.approx(rate, abs=6e-4)
     for n, tau in ((8, 3), (16, 4), (32, 5)):

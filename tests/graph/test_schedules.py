@@ -7,7 +7,7 @@ from decentnode.graph.base import view
 from decentnode.graph.topology import Topology
 from tests.graph.contract import make
 
-# algorithms.md section 5: measured lengths of the base-(k+1) sequences
+# measured lengths of the base-(k+1) sequences: docs/explanation/graphs.rst, "What is exact when"
 LENGTHS = {
     1: {3: 3, 5: 5, 6: 4, 7: 5, 9: 7, 10: 6, 12: 5, 15: 7, 16: 4, 20: 7, 25: 9, 33: 11, 50: 10},
     2: {5: 3, 9: 2, 25: 6, 50: 7},
@@ -53,7 +53,7 @@ def test_one_peer_exponential_graphs_are_exact_for_powers_of_two(n: int) -> None
 
 
 def test_the_directed_one_is_not_exact_for_other_numbers() -> None:
-    """algorithms.md section 0.2: residuals .22 for 6 nodes and .21 for 12."""
+    """Residuals .22 for 6 nodes and .21 for 12 (docs/explanation/graphs.rst, "What is exact when")."""
     for n, residual in ((6, 0.22), (12, 0.21)):
         left = np.linalg.norm(product(make("directed_one_peer_exponential", nodes=n)) - 1 / n, 2)
         assert left == pytest.approx(residual, abs=0.01)

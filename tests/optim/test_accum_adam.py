@@ -51,7 +51,7 @@ def test_a_window_of_one_is_adam_bit_for_bit(ours: type, theirs: type, decay: fl
 
 
 def reference(x: Tensor, grads: list[Tensor], s: int, lr: float, decay: float, decoupled: bool) -> Tensor:
-    """algorithms.md 1.2, line by line in float64."""
+    """docs/explanation/algorithms.rst, "AccumAdam", line by line in float64."""
     x, b1, b2, eps = x.double().clone(), 0.9, 0.999, 1e-8
     m, v, a = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
     for t, g in enumerate(grads, 1):

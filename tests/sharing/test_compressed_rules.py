@@ -36,7 +36,8 @@ def spread(models: list[Tensor]) -> float:
 
 
 def test_choco_keeps_the_mean_that_naive_compression_loses() -> None:
-    """algorithms.md 4.4, with a gap of the ring of 8, step .2: at least (1 - .2 * .195)^600 < 1e-10 of the spread."""
+    """With a gap of the ring of 8, step .2: at most (1 - .2 * .195)^600 < 1e-10 of the spread is left
+    (docs/explanation/algorithms.rst, "Steps of compressed rules")."""
     models = draw(8, 50, torch.float64)
     mean = torch.stack(models).mean(0)
     gossip(rule("choco", fraction=0.2, step_size=0.2), RING, models, 600)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Quadratics:
-    """f_i(x) = (x - c_i)^T H_i (x - c_i) / 2, diagonal H_i: algorithms.md 4.5, drawn as its script draws."""
+    """f_i(x) = (x - c_i)^T H_i (x - c_i) / 2, diagonal H_i (docs/explanation/algorithms.rst, "Known errors")."""
 
     def __init__(self, n: int = 16, size: int = 10) -> None:
         generator = np.random.default_rng(0)
@@ -56,7 +56,7 @@ RING = make("ring", nodes=16)
     ({"name": "momentum_tracking", "momentum": 0.9}, 0.005, 0.0, 1e-20),
 ])  # fmt: skip
 def test_stated_errors_on_a_ring(options: dict[str, object], lr: float, low: float, high: float) -> None:
-    """algorithms.md 4.5 after 3000 rounds (--stress); the default run stops where these orders show."""
+    """After 3000 rounds (--stress); the default run stops where these orders show."""
     rounds = scale(1200, 3000)
     slack = 1.0 if rounds == 3000 else 1e8 if high < 1e-10 else 1.3
     error = Quadratics().error(rule(**options), RING, rounds, lr)  # type: ignore[arg-type]
@@ -70,6 +70,15 @@ def test_exact_diffusion_with_momentum_is_exact() -> None:
     assert error <= (1.7e-10 if rounds == 3000 else 1e-7)
 
 
+def test_the_overlapped_form_of_plain_gossip_has_the_larger_bias() -> None:
+    """x <- W x - lr g(x) (docs/explanation/round.rst, "Overlapped"): 0.283 where the sequential one has 0.226."""
+    quadratics, w = Quadratics(), torch.from_numpy(RING.matrix(0))
+    x = torch.zeros_like(quadratics.c)
+    for _ in range(3000):
+        x = w @ x - 0.05 * quadratics.h * (x - quadratics.c)
+    assert float((x - quadratics.best).square().sum(1).mean()) == pytest.approx(0.283, abs=5e-4)
+
+
 def test_relays_are_exact_on_a_line() -> None:
     """Delayed by hops but not biased, where gossip on the same line and step is."""
     line, quadratics, rounds = make("line", nodes=8), Quadratics(8), scale(1000, 6000)
@@ -79,7 +88,7 @@ def test_relays_are_exact_on_a_line() -> None:
 
 
 def test_stated_errors_on_one_peer_graphs() -> None:
-    """algorithms.md 4.5, last line: full 3.5e-2, QG 3.4e-4, tracking exact."""
+    """docs/explanation/algorithms.rst, "Known errors", last column: full 3.5e-2, tracking exact."""
     hypercube, quadratics = make("one_peer_exponential", nodes=16), Quadratics()
     assert quadratics.error(rule("full"), hypercube, 400, 0.05) == pytest.approx(3.5e-2, rel=0.1)
     assert quadratics.error(rule("gradient_tracking"), hypercube, 800, 0.05) < 1e-12

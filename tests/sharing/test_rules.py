@@ -41,7 +41,8 @@ RING = make("ring", nodes=16)
 
 
 def test_bias_is_corrected_on_a_ring() -> None:
-    """The order of algorithms.md 4.5: plain gossip is biased, the correcting rules go to the optimum."""
+    """Plain gossip is biased, the correcting rules go to the optimum (docs/explanation/algorithms.rst, "Known
+    errors")."""
     plain = quadratics("full", RING, 1200, 0.05)
     assert plain > 1e-3
     for name in ("d2", "gradient_tracking"):
