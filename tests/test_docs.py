@@ -21,6 +21,7 @@ from decentnode.launch.in_process import run_in_process
 from decentnode.metrics.figures import FIGURES
 from tests.parallel import work
 from tests.parallel.ranks import run_ranks
+from tests.sharing import contract
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -128,6 +129,19 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
                 first, second = run_ranks(2, work.script, str(folder / words[2]), words[3:])
                 assert "loss" in first and not second
     assert shown or page.stem == "clusters", "a page without a command that runs"
+
+
+def test_the_tutorial_s_rule_passes_the_contract(folder: Path) -> None:
+    """It learns, and holds what every rule has to hold."""
+    (text,) = [text for _, name, text in blocks(DOCS / "tutorial" / "own_sharing_rule.rst") if name == "lazy.py"]
+    (folder / "lazy.py").write_text(text)
+    sys.path.insert(0, str(folder))
+    overrides = ["sharing={name: 'lazy:Lazy', keep: 0.3}", "node.rounds=12", "communication=inproc"]
+    nodes = run_in_process(load("configs/quickstart.yaml", overrides))
+    assert float(nodes[0].figures()["accuracy_mean"]) > 0.7
+    rule = type(nodes[0].sharing)
+    for check in contract.CHECKS:
+        check(lambda: rule(rule.Config(name="lazy:Lazy")))
 
 
 WRITTEN = [page for page in sorted(DOCS.rglob("*.rst")) if "generated" not in page.parts]

@@ -1,92 +1,99 @@
-"""What the README shows is run."""
+"""What the README shows is run; what it lists is all there is."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from decentnode.build import build_in_process, step_all
+from decentnode.cli import main
 from decentnode.communication import COMMUNICATIONS
+from decentnode.compression import CODECS
 from decentnode.data import DATASETS, PARTITIONS
 from decentnode.experiment import load
 from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.launch.in_process import run_in_process
 from decentnode.models import MODELS
+from decentnode.parallel.comm_optimizer import DIST_OPTIMIZERS
 from decentnode.sharing import SHARINGS
 from decentnode.training import TRAININGS
-from tests.sharing import contract
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.rst").read_text()
 
 
+def block(language: str) -> str:
+    found = re.search(rf"\.\. code-block:: {language}\n\n((?:    .*\n|\n)+)", README)
+    assert found is not None
+    return textwrap.dedent(found[1])
+
+
 def commands() -> list[str]:
     """Indented lines that start like a shell command, without comments."""
     lines = [line.strip() for line in README.splitlines() if line.startswith("    ")]
-    found = [line for line in lines if re.match(r"(PYTHONPATH=\S+ )?(bash|python|\.venv/bin/)", line)]
+    found = [line for line in lines if re.match(r"(bash|python|\.venv/bin/)", line)]
     return [line.split("  #")[0].strip() for line in found]
 
 
-def rule_source() -> str:
-    block = README.split("A sharing rule of your own")[1].split(".. code-block:: python\n")[1].split("\n::\n")[0]
-    return "\n".join(line[4:] for line in block.splitlines())
+def test_the_readme_is_short_and_shows_commands() -> None:
+    assert len(README.splitlines()) <= 180
+    assert {"bash eval/run.sh", "bash tests/run.sh", ".venv/bin/decentnode run mine.yaml"} <= set(commands())
+    assert len(block("yaml").splitlines()) <= 10
 
 
-def test_the_readme_shows_commands() -> None:
-    assert {"bash eval/run.sh", "bash tests/run.sh"} <= set(commands())
-    assert len(commands()) >= 10
-
-
-ONE_PROCESS = [c for c in commands() if "decentnode validate" in c or "decentnode graph" in c or "generate_graph" in c]
-
-
-@pytest.mark.parametrize("command", ONE_PROCESS)
-def test_commands_that_only_look(command: str, tmp_path: Path) -> None:
-    words = shlex.split(command.replace("/tmp/", f"{tmp_path}/"))
-    if words[0] == ".venv/bin/decentnode":
-        words = [sys.executable, "-m", "decentnode", *words[1:]]
-    elif words[0] == "python":
-        words = [sys.executable, *words[1:]]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
-    assert done.returncode == 0, done.stderr
-
-
-RUNS = [c for c in commands() if ("eval/run.sh configs/quickstart" in c or "decentnode run" in c)]
-
-
-@pytest.mark.parametrize("command", RUNS)
-def test_commands_that_run(command: str, tmp_path: Path) -> None:
-    """The run itself, for two rounds and in a folder of the test's; the shell script's set-up is eval/_env.sh."""
-    (tmp_path / "lazy.py").write_text(rule_source())
-    words = shlex.split(command)
-    words = words[words.index("configs/quickstart.yaml") :]
-    words = [str(ROOT / words[0]), *words[1:], "--set", "node.rounds=2", "--run-dir", str(tmp_path)]
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "decentnode", "run", *words], capture_output=True, text=True,
-                          cwd=tmp_path, env=environment, timeout=100)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "mean test accuracy" in done.stdout
-
-
-def test_the_rule_passes_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lazy.py").write_text(rule_source())
-    monkeypatch.syspath_prepend(str(tmp_path))
-    overrides = ["sharing={name: 'lazy:Lazy', keep: 0.3}", "node.rounds=12", "communication=inproc"]
-    experiment = load(ROOT / "configs" / "quickstart.yaml", overrides)
-    nodes = build_in_process(experiment)
-    step_all(nodes)
+def test_its_yaml_trains(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(block("yaml"))
+    nodes = run_in_process(load(tmp_path / "mine.yaml", ["communication=inproc", "node.rounds=20"]))
     assert float(nodes[0].figures()["accuracy_mean"]) > 0.7
-    rule = type(nodes[0].sharing)
-    for check in contract.CHECKS:
-        check(lambda: rule(rule.Config(name="lazy:Lazy")))
-    assert len(rule_source().strip().splitlines()) <= 32
+
+
+def test_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, each in this process; of those that train, two rounds."""
+    (tmp_path / "mine.yaml").write_text(block("yaml"))
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for command in commands():
+        words = shlex.split(command)
+        if words[0] == "bash":
+            assert all((ROOT / word).exists() for word in words[1:] if "/" in word), command
+            continue
+        assert words[0] == ".venv/bin/decentnode"
+        more = ["--plain", "--set", "node.rounds=2", "--set", "communication=inproc"] if words[1] == "run" else []
+        if words[1] == "status":  # of a run in one process there is none
+            main.main([words[1], "--help"], standalone_mode=False)
+        else:
+            assert not main.main([*words[1:], *more], standalone_mode=False), command
+        ran += 1
+    assert ran >= 4 and len(list((tmp_path / "runs" / "mine").glob("*/summary.json"))) >= 2
 
 
 def test_every_component_is_named() -> None:
-    for table in (GRAPHS, WEIGHTS, DATASETS, PARTITIONS, MODELS, TRAININGS, SHARINGS, COMMUNICATIONS):
+    for table in (GRAPHS, WEIGHTS, DATASETS, PARTITIONS, MODELS, TRAININGS, SHARINGS, COMMUNICATIONS, CODECS):
         for name in table:
             assert re.search(rf"\b{name}\b", README), name
+    assert all(name in README for name in DIST_OPTIMIZERS if name != "DDP")
+
+
+def test_its_links_and_pictures_exist() -> None:
+    links = re.findall(r"<([\w/.]+\.rst)>`_|image:: (\S+)", README)
+    assert len(links) > 20
+    for page, picture in links:
+        assert (ROOT / (page or picture)).is_file(), page or picture
+
+
+def test_pages_of_the_documentation_are_linked() -> None:
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.rst") if "reference" not in path.parts}
+    unlinked = {"docs/index.rst", "docs/papers.rst"}
+    assert {page for page in pages if page not in README} == unlinked
+
+
+def test_its_benchmarks_are_those_of_the_page() -> None:
+    """The rows that the README takes from docs/benchmarks.rst."""
+    page = (ROOT / "docs" / "benchmarks.rst").read_text()
+    for row in ("1.31 [1.02, 1.49]", "0.48", "0.74"):
+        assert row in README and row in page, row
+    for commit in re.findall(r"\b[0-9a-f]{7}\b", README):
+        assert commit in page, commit

@@ -1,6 +1,6 @@
 """What is measured, by name: the one place where names, units and meanings of figures stand.
 
-summary.json, CSV files, tables, plots and the README take all of them from here. What programs read is in base units
+summary.json, CSV files, tables, plots and the docs take all of them from here. What programs read is in base units
 (bytes, seconds, fractions); what people read is scaled, and its heading says to what.
 """
 
@@ -160,14 +160,3 @@ CURVES = {
 
 AXES = {"rounds": "rounds", "seconds": "time (s)", "bytes": "payloads sent by all nodes"}
 """What it draws against; the unit of bytes comes with their size."""
-
-
-def rst_table() -> str:
-    """The figures as a table of the README."""
-    head = ("figure", "unit", "meaning")
-    rows = [(f"``{each.name}``", each.unit, each.meaning.replace("|", "\\|")) for each in FIGURES]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(3)]
-    rule = " ".join("=" * width for width in widths)
-    lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-             for row in [head, *rows]]  # fmt: skip
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule])

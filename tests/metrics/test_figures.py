@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from decentnode.metrics import figures, summary
+from decentnode.metrics import summary
 from decentnode.metrics.figures import BY_NAME, COMPARED, CURVES, FIGURES, PURPOSES
-
-README = Path(__file__).parents[2] / "README.rst"
 
 
 def test_every_figure_has_one_name_a_unit_a_meaning_and_a_place() -> None:
@@ -27,11 +23,6 @@ def test_the_summary_has_no_figure_that_is_not_in_the_table() -> None:
     found = summary.combine({0: {"uid": 0}})
     assert found.keys() - {"waiting", "nodes"} == {each.name for each in FIGURES if each.of}
     assert {f"bytes_{purpose}_total" for purpose in PURPOSES} <= found.keys()
-
-
-def test_readme_has_the_table() -> None:
-    table = figures.rst_table()
-    assert table in README.read_text(encoding="utf-8"), f"the README's table of figures must be\n\n{table}\n"
 
 
 def test_values_are_shown_as_their_title_says() -> None:
