@@ -11,7 +11,7 @@ import torch
 from decentnode import rng
 from decentnode.communication.base import Communication, Schema
 from decentnode.communication.inproc import Hub, Inproc
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.data import shares
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
@@ -98,12 +98,12 @@ def build(
 
     def make_rule() -> Sharing:
         sharing = make_sharing(experiment.sharing, machines_of(mapping))
-        sharing.bind(model.shapes)
+        sharing.set_parameter_shapes(model.shapes)
         return sharing
 
     sharing = make_rule()
     communication = make_communication(schemas_of(sharing, model))
-    if not sharing.makes_own_edges:
+    if not sharing.overrides_topology:
         communication.partners = graph.partners(uid)
     return Node(uid, experiment.node, graph, training, sharing, communication, seed=experiment.seed, record=record,
                 renew=make_rule)  # fmt: skip

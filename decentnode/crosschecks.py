@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from decentnode.communication.edges import EdgeRule
-from decentnode.communication.hybrid_config import HybridConfig
-from decentnode.communication.zeromq_config import ZeroMQConfig
-from decentnode.component import load_class
+from decentnode.communication.hybrid.config import HybridConfig
+from decentnode.communication.routing import Routing
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.config.component import load_class
+from decentnode.config.problems import Problem, raised
 from decentnode.data import DATASETS, shares
 from decentnode.data.base import Dataset
 from decentnode.errors import UsageError
@@ -28,7 +29,6 @@ from decentnode.graph.families import Ring
 from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
-from decentnode.problems import Problem, raised
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.rounds import exchange_rounds, unheard
@@ -295,7 +295,7 @@ def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
         return None
     try:
         rule: Sharing = load_class(experiment.sharing.name, SHARINGS, "sharing")(experiment.sharing)
-        rule.locate([mapping.local(machine) for machine in range(mapping.num_machines)])
+        rule.set_machines([mapping.local(machine) for machine in range(mapping.num_machines)])
     except (UsageError, ValueError):
         return None
     return rule
@@ -313,7 +313,7 @@ def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
     mapping, config = _mapping(experiment), experiment.communication
     if mapping is None or not isinstance(config, HybridConfig):
         return
-    rule = config.rule(EdgeRule({uid: mapping.place(uid).machine for uid in range(mapping.num_nodes)}))
+    rule = config.rule(Routing({uid: mapping.place(uid).machine for uid in range(mapping.num_nodes)}))
     for problem in rule.problems():
         key, _, rest = problem.partition(" ")
         named = key in ("cliques", "edges")

@@ -20,8 +20,8 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from decentnode.communication import COMMUNICATIONS
-from decentnode.component import Config, Section, Settings, load_class, nearest
 from decentnode.compression import CODECS
+from decentnode.config.component import Config, Section, Settings, load_class, nearest
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
@@ -61,7 +61,7 @@ UNITS = {"seconds": "s", "bytes": "bytes", "mb": "MB", "ms": "ms"}
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key of a section."""
 
     name: str
@@ -83,7 +83,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Component:
+class ComponentInfo:
     """A kind's component, or a group of keys."""
 
     kind: str
@@ -92,7 +92,7 @@ class Component:
     """The first paragraph of the docstring in one line."""
     text: str
     """The whole docstring without its indentation."""
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
 
     @property
     def path(self) -> str:
@@ -107,11 +107,12 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(TABLES[kind]) if kind in TABLES else (kind,)
 
 
-def describe(kind: str, name: str) -> Component:
+def describe(kind: str, name: str) -> ComponentInfo:
     """One component, also an outsider's "package.module:Class". Raises UsageError for an unknown one."""
     if kind in GROUPS:
         found, config = GROUPS[kind], GROUPS[kind]
-        return Component(kind, kind, KINDS[kind], inspect.cleandoc(found.__doc__ or KINDS[kind]), tuple(_keys(config)))
+        text = inspect.cleandoc(found.__doc__ or KINDS[kind])
+        return ComponentInfo(kind, kind, KINDS[kind], text, tuple(_keys(config)))
     names(kind)
     owner = load_class(name, TABLES[kind], kind)
     text = inspect.cleandoc(owner.__doc__ or "")
@@ -120,10 +121,10 @@ def describe(kind: str, name: str) -> Component:
     if module and modules.count(owner.__module__) == 1:  # a file of one component: its first words are the summary
         text = module if not text else f"{module}\n\n{text}"
     summary = " ".join(text.split("\n\n")[0].split())
-    return Component(kind, name, summary, text, tuple(_keys(owner.Config)))
+    return ComponentInfo(kind, name, summary, text, tuple(_keys(owner.Config)))
 
 
-def find(path: str) -> Component | tuple[Component, Key]:
+def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
     """What "sharing.choco", "node" or, with a key behind, "sharing.choco.fraction" names. Raises UsageError."""
     kind, _, rest = path.partition(".")
     if kind in TABLES and not rest:
@@ -151,14 +152,15 @@ def _hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {meant!r}?" if meant else ""
 
 
-def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[Key]:
+def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[ConfigKey]:
     """The keys of a group in the order of its fields; those of nested groups behind their own."""
     for name, field in config.model_fields.items():
         if name == "name" and issubclass(config, Config) and not prefix:
             continue
         unit = next((unit for ending, unit in UNITS.items() if name == ending or name.endswith(f"_{ending}")), "")
         text = " ".join((field.description or "").split())
-        yield Key(prefix + name, _type(field.annotation, field.metadata), _default(field), _range(field), unit, text)
+        kind = _type(field.annotation, field.metadata)
+        yield ConfigKey(prefix + name, kind, _default(field), _range(field), unit, text)
         nested = _group(field.annotation)
         if nested is not None and nested not in GROUPS.values():
             yield from _keys(nested, f"{prefix}{name}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +17,9 @@ import yaml
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from decentnode.communication import COMMUNICATIONS
-from decentnode.component import Config, Settings, load_class, look_beside, section
+from decentnode.config.component import Config, Settings, load_class, look_beside, section
+from decentnode.config.problems import explain
+from decentnode.config.yaml_source import Item, Location, assignments, merge, parse, problem, read, replace
 from decentnode.crosschecks import CHECKS
 from decentnode.data import DATASETS
 from decentnode.errors import ConfigError, UsageError
@@ -27,15 +30,18 @@ from decentnode.mapping import MAPPINGS
 from decentnode.mapping.base import Mapping as NodeMapping
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
-from decentnode.problems import explain
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.step_size import largest_step
 from decentnode.training import TRAININGS
-from decentnode.yaml_source import Item, Place, assignments, merge, parse, problem, read, replace
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full", "communication": "auto"}
 """The component of a section that is not written, or written without a name."""
+
+RENAMED = {"communication.at_once": "use_collectives", "node.mix_behind": "mix_in_background"}
+"""Keys that had another name in the version before, and their names now: read with a hint until the next version."""
 
 CODE = "code"
 """Folder in a run directory for the modules of the user's own that the run imported."""
@@ -99,7 +105,7 @@ class Experiment(Settings):
     _source: str = PrivateAttr("")
     _files: tuple[str, ...] = PrivateAttr(())
     _base_dir: Path = PrivateAttr(Path())
-    _tree: Item = PrivateAttr(Item({}, Place("")))
+    _tree: Item = PrivateAttr(Item({}, Location("")))
     _graph: Graph | None = PrivateAttr(None)
     _mapping: NodeMapping | None = PrivateAttr(None)
 
@@ -246,7 +252,7 @@ def load(
     tree = _read(Path(source), source, (), files)
     for keys, item in assignments(overrides, environ):
         tree = replace(tree, keys, item)
-    tree = _with_name(tree, source)
+    tree = _with_present_names(_with_name(tree, source))
     base_dir = Path(source).absolute().parent
     _make_importable(tree, base_dir)
     experiment = _validated(tree, source)
@@ -343,7 +349,23 @@ def _with_name(tree: Item, source: str) -> Item:
     if "name" in tree.value:
         return tree
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).stem).lstrip("._-")[:100] or "run"
-    return dataclasses.replace(tree, value={"name": Item(stem, Place(source)), **tree.value})
+    return dataclasses.replace(tree, value={"name": Item(stem, Location(source)), **tree.value})
+
+
+def _with_present_names(tree: Item) -> Item:
+    """Keys of `RENAMED` under the names that they have now. Raises ConfigError where a section has both."""
+    for old, new in RENAMED.items():
+        section_name, key = old.split(".")
+        found = tree.get(section_name)
+        if found is None or not isinstance(found.value, dict) or key not in found.value:
+            continue
+        place = found.value[key].key or found.value[key].place
+        if new in found.value:
+            raise ConfigError([problem(place, f"{old} is called {section_name}.{new} now; write one of them")], "")
+        logger.warning("%s: %s is called %s.%s now", place, old, section_name, new)
+        values = {new if each == key else each: value for each, value in found.value.items()}
+        tree = replace(tree, (section_name,), dataclasses.replace(found, value=values))
+    return tree
 
 
 def _validated(tree: Item, source: str) -> Experiment:

@@ -17,7 +17,7 @@ from decentnode import errors
 from decentnode.cli import COMMANDS, main
 from decentnode.cli.graph import describe as describe_graph
 from decentnode.cli.graph import family
-from decentnode.describe import GROUPS, KINDS, Component, describe, names
+from decentnode.describe import GROUPS, KINDS, ComponentInfo, describe, names
 from decentnode.graph.spectrum import contraction
 from decentnode.metrics.figures import FIGURES, PURPOSES
 
@@ -45,7 +45,7 @@ def table(heads: list[str], rows: list[list[str]], widths: list[int]) -> Iterato
     yield ""
 
 
-def component(found: Component, mark: str) -> Iterator[str]:
+def component(found: ComponentInfo, mark: str) -> Iterator[str]:
     title = found.name
     yield from (f".. _{found.kind}-{found.name}:", "", title, mark * len(title), "")
     for paragraph in found.text.split("\n\n"):

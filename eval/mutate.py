@@ -30,9 +30,10 @@ from cosmic_ray.mutating import mutate_code
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("wire", "communication", "sharing", "node", "graph")
-ELSEWHERE = {"communication/cuda_ipc.py": "needs a GPU"}
+ELSEWHERE = {"communication/shared_memory/cuda_ipc.py": "needs a GPU"}
 """Files whose tests do not run here."""
-CORE = {"communication": ("test_exchange", "test_collectives", "test_circle", "test_faults", "test_limits")}
+CORE = {"communication": ("receive/test_exchange", "zeromq/test_tree_collectives",
+                          "torch_distributed/test_group_collective", "test_faults", "test_limits")}  # fmt: skip
 """Rooms whose tests take long: beside the tests that name a file, these alone run for it."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "hypothesis", "pytest", "zmq", "msgpack", "networkx",
         "pydantic", "yaml", "safetensors.torch")  # fmt: skip
@@ -117,8 +118,8 @@ def drawn(count: int, rooms: list[str], seed: int) -> list[Mutant]:
     chosen = []
     for number, room in enumerate(rooms):
         places: dict[tuple[str, tuple[int, int]], list[Mutant]] = {}
-        for path in sorted((ROOT / "decentnode" / room).glob("*.py")):
-            file = f"{room}/{path.name}"
+        for path in sorted((ROOT / "decentnode" / room).rglob("*.py")):
+            file = str(path.relative_to(ROOT / "decentnode"))
             for place, mutant in () if file in ELSEWHERE else mutants_of(file):
                 places.setdefault((file, place), []).append(mutant)
         draw = random.Random(f"{seed} {room}")
@@ -140,14 +141,16 @@ def compiles(mutant: Mutant) -> bool:
 
 def tests_of(file: str) -> list[str]:
     """The room's tests, or in a room of CORE some of them, those first that name the file's module oftenest."""
-    room, stem = file.removesuffix(".py").split("/")
+    room, stem = file.split("/")[0], Path(file).stem
     if stem == "__init__":
         return [f"tests/{room}"]
-    paths = sorted((ROOT / "tests" / room).glob("test_*.py"))
-    named = re.compile(rf"decentnode\.{room}\.{stem}\b|\b{stem}\b")
-    times = {path: len(named.findall(path.read_text())) for path in paths}
-    paths.sort(key=lambda path: (path.stem != f"test_{stem}", -times[path]))
-    return [str(path.relative_to(ROOT)) for path in paths if times[path] or path.stem in CORE.get(room, (path.stem,))]
+    folder = ROOT / "tests" / room
+    dotted = re.escape(file.removesuffix(".py").replace("/", "."))
+    named = re.compile(rf"decentnode\.{dotted}\b|\b{stem}\b")
+    times = {path: len(named.findall(path.read_text())) for path in sorted(folder.rglob("test_*.py"))}
+    core = {folder / f"{name}.py" for name in CORE.get(room, ())}
+    paths = sorted(times, key=lambda path: (path.stem != f"test_{stem}", -times[path]))
+    return [str(path.relative_to(ROOT)) for path in paths if times[path] or not core or path in core]
 
 
 def copy_tree() -> Path:

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
-from decentnode.component import load_class
-from decentnode.describe import GROUPS, KINDS, TABLES, Component, describe, find, names
+from decentnode.config.component import load_class
+from decentnode.describe import GROUPS, KINDS, TABLES, ComponentInfo, describe, find, names
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 
@@ -68,7 +68,7 @@ def test_unknown_names_are_told_with_the_nearest(path: str, text: str) -> None:
 
 def test_an_outsiders_class_is_described() -> None:
     found = find("sharing.decentnode.sharing.full:Full")
-    assert isinstance(found, Component) and "D-PSGD" in found.text
+    assert isinstance(found, ComponentInfo) and "D-PSGD" in found.text
 
 
 def test_commands() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.communication.zeromq_config import ZeroMQConfig
+from decentnode.communication.zeromq.config import ZeroMQConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs" / "queues.rst").read_text().split())

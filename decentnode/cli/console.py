@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from decentnode.cli.output import Kind, Output
+from decentnode.cli.output import Output, OutputKind
 from decentnode.launch.messages import Facts, Failed
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome
 from decentnode.launch.waiting import names
 from decentnode.report.closing import closing
-from decentnode.report.progress import RunState
+from decentnode.report.progress import RunProgress
 from decentnode.report.table import live_table
 from decentnode.report.words import duration, plural
 
@@ -63,7 +63,7 @@ class ConsoleObserver(Observer):
         self.share = share
         self.quiet = quiet
         self.live = (self.console.is_terminal if live is None else live) and not quiet
-        self._state: RunState | None = None
+        self._state: RunProgress | None = None
         self._live: Live | None = None
         self._note = ""
         self._single = True
@@ -74,18 +74,18 @@ class ConsoleObserver(Observer):
         self._drawn = self._line_at = started
         self._refresh_seconds = REFRESH_SECONDS
 
-    def say(self, label: str, text: str, style: str = "", kind: Kind = Kind.LINE) -> None:
+    def say(self, label: str, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
         if not self.quiet:
             self._print(f"[dim]{label:<8}[/] {escape(text)}", style, kind)
 
-    def _print(self, text: str, style: str = "", kind: Kind = Kind.LINE) -> None:
+    def _print(self, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
         with self.output.writing(kind):
             self.console.print(text, style=style or None, soft_wrap=True, highlight=False)
 
     # -- before the run ---------------------------------------------------------------------------------------
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:
-        self._state = RunState.of(facts.rounds, facts.local, facts.evaluate_every)
+        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every)
         self.say("run", f"{facts.name}: {shown(run_dir) if run_dir else 'dry run, nothing is written'}")
         self._single = len(facts.machines) == 1
         if not self._single:
@@ -102,7 +102,7 @@ class ConsoleObserver(Observer):
     def waiting(self, text: str) -> None:
         if self.console.is_terminal or time.monotonic() - self._line_at > 5:
             self._line_at = time.monotonic()
-            self.say("waiting", f"for {text}", kind=Kind.PROGRESS)
+            self.say("waiting", f"for {text}", kind=OutputKind.PROGRESS)
 
     def joined(self, seconds: float) -> None:
         assert self._state is not None
@@ -128,7 +128,7 @@ class ConsoleObserver(Observer):
 
     def _say_line(self, line: str, round: int) -> None:
         self._line_at, self._said_round = time.monotonic(), max(self._said_round, round)
-        self._print(escape(line), kind=Kind.PROGRESS)
+        self._print(escape(line), kind=OutputKind.PROGRESS)
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -170,10 +170,10 @@ class ConsoleObserver(Observer):
     def failed(self, failure: Failed, log: Path | None) -> None:
         self.end()
         where = f"node {failure.uid}" if failure.uid >= 0 else "decentnode"
-        self._print(f"[red]error[/] {where}, exit code {failure.exit_code}", kind=Kind.ERROR)
-        self._print(escape((failure.text or failure.title).rstrip()), kind=Kind.ERROR)
+        self._print(f"[red]error[/] {where}, exit code {failure.exit_code}", kind=OutputKind.ERROR)
+        self._print(escape((failure.text or failure.title).rstrip()), kind=OutputKind.ERROR)
         if log is not None:
-            self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt", kind=Kind.ERROR)
+            self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt", kind=OutputKind.ERROR)
 
     # -- after the run ----------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class ConsoleObserver(Observer):
     def finished(self, outcome: Outcome, again: list[str]) -> None:
         """again: the words behind the program's name for the next run."""
         self.end()
-        kind = Kind.RESULT if outcome.failure is None else Kind.ERROR
+        kind = OutputKind.RESULT if outcome.failure is None else OutputKind.ERROR
         for line in closing(outcome.summary):
             self._print(escape(line), "bold" if line.startswith("done") else "", kind)
         if outcome.failure is not None and outcome.followers:
@@ -196,6 +196,6 @@ class ConsoleObserver(Observer):
             self._print(f"node {names(outcome.silent)} did not answer any more and had to be killed", kind=kind)
         if outcome.run_dir is not None and outcome.exit_code == 0:
             run, name = shlex.quote(shown(outcome.run_dir)), program()
-            self.say("next", f"{name} plot {run}", kind=Kind.RESULT)
+            self.say("next", f"{name} plot {run}", kind=OutputKind.RESULT)
             if self._single:
-                self.say("", f"{name} {shlex.join(again)}", kind=Kind.RESULT)
+                self.say("", f"{name} {shlex.join(again)}", kind=OutputKind.RESULT)

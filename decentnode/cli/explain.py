@@ -11,7 +11,7 @@ import click
 from decentnode.cli.list import command as list_command
 
 if TYPE_CHECKING:
-    from decentnode.describe import Key
+    from decentnode.describe import ConfigKey
 
 
 @click.command()
@@ -23,16 +23,16 @@ def command(what: str, as_json: bool) -> None:
 
     The same text, from the same source, is the reference of the documentation.
     """
-    from decentnode.describe import TABLES, Component, find
+    from decentnode.describe import TABLES, ComponentInfo, find
 
     if what in TABLES:
         click.get_current_context().invoke(list_command, kind=what, as_json=as_json)
         return
     found = find(what)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found if isinstance(found, Component) else found[1]), indent=1))
+        click.echo(json.dumps(dataclasses.asdict(found if isinstance(found, ComponentInfo) else found[1]), indent=1))
         return
-    if not isinstance(found, Component):
+    if not isinstance(found, ComponentInfo):
         component, key = found
         click.echo(f"{component.path}.{key.name}\n")
         _show([key])
@@ -45,7 +45,7 @@ def command(what: str, as_json: bool) -> None:
         click.echo("It has no keys of its own.")
 
 
-def _show(keys: tuple[Key, ...] | list[Key]) -> None:
+def _show(keys: tuple[ConfigKey, ...] | list[ConfigKey]) -> None:
     formatter = click.HelpFormatter(width=110)
     with formatter.indentation():
         formatter.write_dl([(key.name, f"{key.facts}. {key.text}") for key in keys], col_max=28)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import pydantic
 
-from decentnode.component import load_class, nearest
+from decentnode.config.component import load_class, nearest
 from decentnode.errors import GraphError
 from decentnode.graph import GRAPHS, WEIGHTS
 

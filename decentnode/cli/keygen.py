@@ -23,7 +23,7 @@ def command(nodes: str, out: Path) -> None:
     keys at one place and copy to each machine public.keys and its own nodes' secrets. Name the folder in the
     experiment: communication: {security: on, keys: FOLDER}.
     """
-    from decentnode.communication.security import PUBLIC_FILE, read_public, write_keys
+    from decentnode.communication.zeromq.security import PUBLIC_FILE, read_public, write_keys
 
     made = write_keys(out, parse_uids(nodes))
     click.echo(f"{len(made)} secret keys in {out} (never copy one to another node's machine)")

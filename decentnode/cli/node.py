@@ -16,8 +16,8 @@ from decentnode.cli import start
 from decentnode.errors import EnvironmentFault, UsageError
 
 if TYPE_CHECKING:
-    from decentnode.cli.output import Kind
-    from decentnode.launch.messages import Facts, Message
+    from decentnode.cli.output import OutputKind
+    from decentnode.launch.messages import ChildMessage, Facts
     from decentnode.launch.outcome import Ledger
     from decentnode.node.node import Node
 
@@ -36,8 +36,8 @@ def command(
     """Run node N of CONFIG in this process. Every node needs a port in the mapping (mapping.base_port)."""
     started = time.monotonic() - start.since_start()
     from decentnode.experiment import load
-    from decentnode.launch.child import run_node
     from decentnode.launch.messages import Request, Task
+    from decentnode.launch.node_process import run_node
     from decentnode.launch.outcome import Ledger
     from decentnode.launch.prepare import facts as facts_of
 
@@ -55,7 +55,7 @@ def command(
     task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", False, 1.0, "", join)
     ledger, told = Ledger(), _Teller(uid, facts, quiet or as_json)
 
-    def send(message: Message) -> None:
+    def send(message: ChildMessage) -> None:
         told.tell(message)
         _keep(ledger, message)
 
@@ -108,30 +108,30 @@ class _Teller:
 
     def __init__(self, uid: int, facts: Facts, quiet: bool) -> None:
         from decentnode.cli.output import Output
-        from decentnode.report.progress import RunState
+        from decentnode.report.progress import RunProgress
 
         self.lines, self.errors = Output(sys.stdout), Output(sys.stderr)
-        self._state = RunState.of(facts.rounds, [uid])
+        self._state = RunProgress.of(facts.rounds, [uid])
         self._quiet = quiet
         self._joined: float | None = None
 
     def joined_after(self, started: float) -> float | None:
         return None if self._joined is None else self._joined - started
 
-    def tell(self, message: Message) -> None:
-        from decentnode.cli.output import Kind
-        from decentnode.launch.messages import Failed, Joined, Progress
+    def tell(self, message: ChildMessage) -> None:
+        from decentnode.cli.output import OutputKind
+        from decentnode.launch.messages import Failed, NodeJoined, Progress
 
-        if isinstance(message, Joined):
+        if isinstance(message, NodeJoined):
             self._joined = time.monotonic()
-            self._echo("all nodes connected", Kind.LINE)
+            self._echo("all nodes connected", OutputKind.LINE)
         elif isinstance(message, Progress):
             if self._state.update(message.uid, message.record):
-                self._echo(self._state.line(), Kind.PROGRESS)
+                self._echo(self._state.line(), OutputKind.PROGRESS)
         elif isinstance(message, Failed):
-            self.errors.put(f"error: {message.text}\n", Kind.ERROR)
+            self.errors.put(f"error: {message.text}\n", OutputKind.ERROR)
 
-    def _echo(self, text: str, kind: Kind) -> None:
+    def _echo(self, text: str, kind: OutputKind) -> None:
         if not self._quiet:
             self.lines.put(f"{text}\n", kind)
 
@@ -143,7 +143,7 @@ class _Teller:
             self.errors.drain()
 
 
-def _keep(ledger: Ledger, message: Message) -> None:
+def _keep(ledger: Ledger, message: ChildMessage) -> None:
     from decentnode.launch.messages import Failed, Finished, Progress
 
     if isinstance(message, Progress):
@@ -160,7 +160,7 @@ def _summarize(
 ) -> None:
     import json
 
-    from decentnode.cli.output import Kind
+    from decentnode.cli.output import OutputKind
     from decentnode.launch.outcome import summary
     from decentnode.metrics import summary as summaries
     from decentnode.report.closing import closing
@@ -169,6 +169,6 @@ def _summarize(
     with contextlib.suppress(OSError):
         summaries.write(directory / "summary.json", found)
     for line in closing(found):
-        (told.errors if as_json else told.lines).put(f"{line}\n", Kind.RESULT)
+        (told.errors if as_json else told.lines).put(f"{line}\n", OutputKind.RESULT)
     if as_json:
-        told.lines.put(json.dumps(found) + "\n", Kind.RESULT)
+        told.lines.put(json.dumps(found) + "\n", OutputKind.RESULT)

@@ -23,7 +23,7 @@ KEPT_CHARACTERS = 1 << 20
 """While so much waits, everything but errors and results is dropped."""
 
 
-class Kind(enum.Enum):
+class OutputKind(enum.Enum):
     """What becomes of a text that cannot be written at once."""
 
     PROGRESS = enum.auto()
@@ -44,8 +44,8 @@ class Output(io.TextIOBase):
         self._stream, self._instead = stream, instead
         self._number = _descriptor(stream)
         self._broken = False
-        self._kind = Kind.LINE
-        self._queue: deque[tuple[str, Kind]] = deque()
+        self._kind = OutputKind.LINE
+        self._queue: deque[tuple[str, OutputKind]] = deque()
         self._characters = 0
         """Of the queue and of the text being written."""
         self._left_out = 0
@@ -56,7 +56,7 @@ class Output(io.TextIOBase):
     # -- the caller's side ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def writing(self, kind: Kind) -> Iterator[None]:
+    def writing(self, kind: OutputKind) -> Iterator[None]:
         """What the calling thread's `write` writes in this block is of this kind. For one thread at a time."""
         before, self._kind = self._kind, kind
         try:
@@ -68,21 +68,21 @@ class Output(io.TextIOBase):
         self.put(text, self._kind)
         return len(text)
 
-    def put(self, text: str, kind: Kind) -> None:
+    def put(self, text: str, kind: OutputKind) -> None:
         """Any thread; not blocking."""
-        most = {Kind.PROGRESS: PROGRESS_CHARACTERS, Kind.LINE: KEPT_CHARACTERS}.get(kind)
+        most = {OutputKind.PROGRESS: PROGRESS_CHARACTERS, OutputKind.LINE: KEPT_CHARACTERS}.get(kind)
         with self._changed:
             if most is not None and self._characters > most:
                 self._left_out += text.count("\n")
                 return
             if self._left_out:
                 note = f"... {self._left_out} lines were left out while nobody took them\n"
-                self._append(note, Kind.LINE)
+                self._append(note, OutputKind.LINE)
                 self._left_out = 0
             self._append(text, kind)
             self._changed.notify_all()
 
-    def _append(self, text: str, kind: Kind) -> None:
+    def _append(self, text: str, kind: OutputKind) -> None:
         self._queue.append((text, kind))
         self._characters += len(text)
 
@@ -132,14 +132,14 @@ class Output(io.TextIOBase):
                 self._characters -= len(text)
                 self._changed.notify_all()
 
-    def _write_one(self, text: str, kind: Kind) -> None:
+    def _write_one(self, text: str, kind: OutputKind) -> None:
         if not self._broken:
             try:
                 self._into(self._stream, text)
                 return
             except (OSError, ValueError):  # closed: a pipe's reader ended, or the terminal is gone
                 self._broken = True
-        if kind is Kind.ERROR and self._instead is not None and not _same(self._stream, self._instead):
+        if kind is OutputKind.ERROR and self._instead is not None and not _same(self._stream, self._instead):
             with contextlib.suppress(OSError, ValueError):
                 self._into(self._instead, text)
 

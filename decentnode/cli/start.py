@@ -125,7 +125,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
 
     forkserver.start()  # imports torch while this process gets ready
     from decentnode.cli.console import ConsoleObserver, program
-    from decentnode.cli.output import Kind, Output
+    from decentnode.cli.output import Output, OutputKind
     from decentnode.launch.supervisor import supervise
 
     result = Output(sys.stdout, sys.stderr)
@@ -142,7 +142,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
         )
         observer.finished(outcome, again(request, outcome))
         if as_json:
-            result.put(json.dumps(outcome.summary) + "\n", Kind.RESULT)
+            result.put(json.dumps(outcome.summary) + "\n", OutputKind.RESULT)
     finally:
         observer.end()
         # Nothing runs any more: the reader may take its time, and Ctrl-C ends the wait with the run's own exit code.

@@ -24,7 +24,7 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
     from rich.live import Live
 
     from decentnode.launch.run_dir import resolve
-    from decentnode.report.status import going, read, table
+    from decentnode.report.run_status import going, read, table
 
     path = resolve(run)
     found = read(path)

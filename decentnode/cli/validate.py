@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     """Raises what the nodes of this machine would raise at their start: MappingError, EnvironmentFault, UsageError."""
     from decentnode.build import device_of
-    from decentnode.communication.security import load_keyring
-    from decentnode.communication.zeromq_config import ZeroMQConfig
+    from decentnode.communication.zeromq.config import ZeroMQConfig
+    from decentnode.communication.zeromq.security import load_keyring
     from decentnode.launch.prepare import choose_machine
 
     mapping, chosen = experiment.make_mapping(), experiment.communication

@@ -1,10 +1,10 @@
 """Transports: how payloads move between nodes."""
 
 COMMUNICATIONS: dict[str, str] = {
-    "auto": "decentnode.communication.hybrid:Hybrid",
-    "collective": "decentnode.communication.collective:Collective",
-    "hybrid": "decentnode.communication.hybrid:Hybrid",
+    "auto": "decentnode.communication.hybrid.transport:Hybrid",
+    "collective": "decentnode.communication.hybrid.collective:Collective",
+    "hybrid": "decentnode.communication.hybrid.transport:Hybrid",
     "inproc": "decentnode.communication.inproc:Inproc",
-    "shared_memory": "decentnode.communication.zeromq:ZeroMQ",
-    "zeromq": "decentnode.communication.zeromq:ZeroMQ",
+    "shared_memory": "decentnode.communication.zeromq.transport:ZeroMQ",
+    "zeromq": "decentnode.communication.zeromq.transport:ZeroMQ",
 }

@@ -11,7 +11,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from decentnode.component import Component, Config
+from decentnode.config.component import Component, Config
 from decentnode.metrics.figures import PURPOSES, Purpose
 from decentnode.payload import Payload, PayloadBytes, TensorSpec
 from decentnode.wire.generation import Generation
@@ -34,11 +34,12 @@ class EdgeCounters:
     announced_bytes_sent: int = 0
     """Of protocol: doorbells, and headers of payloads inside a clique."""
     framing_bytes_sent: int = 0
-    """The rest of protocol. With `Links.lock` held, as are evaluation and control."""
+    """The rest of protocol. With `ReliableLinks.lock` held, as are evaluation and control."""
     evaluation_bytes_sent: int = 0
     control_bytes_sent: int = 0
     saved_bytes: int = 0
-    """Of data and metadata: what one collective call of a whole clique did without (communication/circle.py)."""
+    """Of data and metadata: what one collective call of a whole clique did without
+    (communication/torch_distributed/group_collective.py)."""
     payload_bytes_received: int = 0
     """Data and metadata together: which is which only the sender's rule knows."""
     frames_sent: int = 0
@@ -125,14 +126,15 @@ class Arrival:
     received: Mapping[int, Payload]
     missing: frozenset[int]
     total: Tensor | None = None
-    """Instead of `received`: the sum of a circle's payloads, this node's own among them."""
+    """Instead of `received`: the sum of an averaging group's payloads, this node's own among them."""
 
 
 @dataclass(frozen=True)
-class Circle:
+class AveragingGroup:
     """Nodes that in one phase all exchange with all others of them, and with nobody else; all of them know.
 
-    A transport may then let all act at once (communication/circle.py). The same rule and round everywhere decide.
+    A transport may then let all act at once (communication/torch_distributed/group_collective.py). The same rule and
+    round everywhere decide.
     """
 
     members: tuple[int, ...]
@@ -209,7 +211,7 @@ class PendingGeneration(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> Generation:
-        """The generation in force, its ways open. Raises PeerLost where none can be had within the time-outs."""
+        """The generation in force, its paths open. Raises PeerLost where none can be had within the time-outs."""
 
 
 @dataclass(frozen=True)
@@ -264,16 +266,17 @@ class Communication(Component, abc.ABC):
     @abc.abstractmethod
     def exchange(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
-        circle: Circle | None = None,
+        group: AveragingGroup | None = None,
     ) -> Exchange:
         """Send and return at once. Payload tensors may be changed as soon as this returns, but for the model in a place
-        that `claim` gave.
+        that `acquire_slot` gave.
 
-        circle: given where neighbors and sources are all others of one; its payloads have no scalars. With a circle's
-        `own` arrivals may have a `total` instead of payloads, and all of the circle are missing where one is.
+        averaging group: given where neighbors and sources are all others of one; its payloads have no scalars. With a
+        averaging group's `own` arrivals may have a `total` instead of payloads, and all of the averaging group are
+        missing where one is.
         """
 
-    def claim(self, current: Tensor, timeout_seconds: float) -> Tensor | None:  # noqa: ARG002
+    def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:  # noqa: ARG002
         """A place [P] for the model's next values, from where sending them costs no copy; None without such a place.
 
         current: where the model is now, and stays unchanged until the next claim. Only for elementwise schemas of one
@@ -320,7 +323,7 @@ class Communication(Component, abc.ABC):
     def regroup(self) -> PendingGeneration:
         """After Regrouping was raised, with no exchange under way: take part in the next generation. Not blocking.
 
-        Places that `claim` gave, and all that `Exchange` gave, are no longer to be used.
+        Places that `acquire_slot` gave, and all that `Exchange` gave, are no longer to be used.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generations of members")
 

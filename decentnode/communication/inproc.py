@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decentnode.communication.base import (
     Arrival,
-    Circle,
+    AveragingGroup,
     Communication,
     CommunicationConfig,
     Counters,
@@ -19,14 +19,14 @@ from decentnode.communication.base import (
     Schema,
     purpose_of,
 )
-from decentnode.communication.plan import plans
-from decentnode.component import Config
+from decentnode.communication.receive.chunking import plans
+from decentnode.config.component import Config
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation
-from decentnode.wire.session import Tree
+from decentnode.wire.session import ControlTree
 
-Key = tuple[int, int, int, int]  # round, phase, source, destination
+ExchangeKey = tuple[int, int, int, int]  # round, phase, source, destination
 
 
 class Hub:
@@ -34,7 +34,7 @@ class Hub:
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
-        self.payloads: dict[Key, Payload] = {}
+        self.payloads: dict[ExchangeKey, Payload] = {}
         self.means: dict[str, dict[int, Tensor]] = {}
         self.taken: dict[str, int] = {}
         self.reports: dict[int, dict[str, float | int | str]] = {}
@@ -67,7 +67,7 @@ class Hub:
 
         def total(uid: int) -> tuple[Tensor, int]:
             sum_, count = tensors[uid].clone(), 1
-            for child in Tree.among(uid, members).children:
+            for child in ControlTree.among(uid, members).children:
                 below, contributors = total(child)
                 sum_.add_(below)
                 count += contributors
@@ -177,7 +177,7 @@ class Inproc(Communication):
 
     def exchange(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
-        circle: Circle | None = None,  # noqa: ARG002
+        group: AveragingGroup | None = None,  # noqa: ARG002
     ) -> Exchange:
         self.raise_if_failed()
         if self.regrouping:
@@ -207,7 +207,7 @@ class Inproc(Communication):
 
     def _count_mean(self, key: str, size: int) -> None:
         """The bytes that its share and the mean have on the control tree of other transports."""
-        tree, purpose = Tree.among(self.uid, self.hub.generation.members), purpose_of(key)
+        tree, purpose = ControlTree.among(self.uid, self.hub.generation.members), purpose_of(key)
         for uid in (*tree.children, *(() if tree.parent is None else (tree.parent,))):
             edge = self.counters.edge(uid)
             if purpose == "evaluation":

@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decentnode.component import Component, Config, load_class
 from decentnode.compression import CODECS
+from decentnode.config.component import Component, Config, load_class
 from decentnode.errors import PeerFault
 from decentnode.payload import TensorSpec
 

@@ -10,9 +10,10 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from decentnode import component, tensors
+from decentnode import tensors
 from decentnode.compression import bits
 from decentnode.compression.base import Codec, narrowed
+from decentnode.config import component
 from decentnode.payload import TensorSpec
 
 

@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
 from decentnode.compression.base import Codec, narrowed
+from decentnode.config import component
 from decentnode.payload import TensorSpec
 from decentnode.tensors import blocks
 

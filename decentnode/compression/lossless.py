@@ -12,10 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
-from decentnode.component import section
 from decentnode.compression import LOSSY
 from decentnode.compression.base import Codec, make_codec
+from decentnode.config import component
+from decentnode.config.component import section
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import TensorSpec
 from decentnode.tensors import as_bytes

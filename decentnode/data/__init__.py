@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from decentnode import rng
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.data.base import Dataset, DatasetConfig
 from decentnode.data.partition import PARTITIONS
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from decentnode.component import Component, Config, section
+from decentnode.config.component import Component, Config, section
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import DataError
 

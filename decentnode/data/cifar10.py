@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
 from decentnode.errors import DataError
 

@@ -6,7 +6,7 @@ import importlib.resources
 from pathlib import Path
 from typing import ClassVar
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.data.base import DatasetConfig
 from decentnode.data.npz import Npz, NpzConfig
 

@@ -13,7 +13,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
 from decentnode.data.rows import stream_rows
 from decentnode.errors import DataError

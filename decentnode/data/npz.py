@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets, existing
 from decentnode.data.rows import stream_rows
 from decentnode.errors import DataError

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from decentnode import rng
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples
 
 TEST_START = 1 << 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from decentnode.component import Config, load_class
+from decentnode.config.component import Config, load_class
 
 if TYPE_CHECKING:
     from decentnode.graph.base import Graph

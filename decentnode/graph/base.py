@@ -81,7 +81,7 @@ class RoundView:
     """Learning rate of the round's local steps (lr_t), of the first of them where it changes within the round; 1 where
     nobody told it: what a rule keeps is then in units of updates."""
     extra: dict[str, object] = field(default_factory=dict)
-    circle: tuple[int, ...] = ()
+    averaging_group: tuple[int, ...] = ()
     """Nodes, this one among them, that all exchange with all others of them and with nobody else, each with one weight
     for all others, ascending: every one of them knows. Empty where there are none."""
 
@@ -92,7 +92,7 @@ class RoundView:
     def alone(self) -> RoundView:
         """The same round without neighbors."""
         return replace(
-            self, neighbors=(), sources=(), weights={self.uid: 1.0}, out_weights={self.uid: 1.0}, circle=()
+            self, neighbors=(), sources=(), weights={self.uid: 1.0}, out_weights={self.uid: 1.0}, averaging_group=()
         )
 
     def without(self, missing: Collection[int]) -> RoundView:
@@ -100,7 +100,7 @@ class RoundView:
         if not missing:
             return self
         sources = tuple(j for j in self.sources if j not in missing)
-        return replace(self, sources=sources, weights=self._kept(self.weights, missing), circle=())
+        return replace(self, sources=sources, weights=self._kept(self.weights, missing), averaging_group=())
 
     def among(self, members: Collection[int]) -> RoundView:
         """The same round with nobody but `members`: what edges to others weigh goes to the node itself."""
@@ -117,9 +117,11 @@ class RoundView:
 
     @property
     def averaging(self) -> tuple[int, ...]:
-        """`circle`, unless a rule has made other neighbors or weights of those that it came with: then none."""
-        others = tuple(uid for uid in self.circle if uid != self.uid)
-        return self.circle if self.neighbors == self.sources == others and _alike(self.weights, self.uid) else ()
+        """`averaging_group`, unless a rule has made other neighbors or weights of those that it came with: then
+        none."""
+        others = tuple(uid for uid in self.averaging_group if uid != self.uid)
+        alike = self.neighbors == self.sources == others and _alike(self.weights, self.uid)
+        return self.averaging_group if alike else ()
 
 
 def parts(graph: Graph, members: Collection[int], rounds: int) -> list[set[int]]:
@@ -166,18 +168,19 @@ def view_at_rest(
     return RoundView(uid, round, (), (), {uid: 1.0}, {uid: 1.0}, everybody, seed)
 
 
-def circle_of(graph: Graph, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-    """What `RoundView.circle` says of node `uid` in a graph: a clique of it that nobody else has an edge to."""
-    circle = tuple(sorted({uid, *graph.sources(uid, round, members)}))
-    if len(circle) < 2:
+def averaging_group_of(graph: Graph, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
+    """What `RoundView.averaging_group` says of node `uid` in a graph: a clique of it that nobody else has an edge
+    to."""
+    averaging_group = tuple(sorted({uid, *graph.sources(uid, round, members)}))
+    if len(averaging_group) < 2:
         return ()
-    for each in (uid, *circle):  # the own row says no most of the time
-        others = tuple(other for other in circle if other != each)
+    for each in (uid, *averaging_group):  # the own row says no most of the time
+        others = tuple(other for other in averaging_group if other != each)
         if graph.neighbors(each, round, members) != others or graph.sources(each, round, members) != others:
             return ()
         if not _alike(graph.weights(each, round, members), each):
             return ()
-    return circle
+    return averaging_group
 
 
 def _alike(weights: Mapping[int, float], uid: int) -> bool:

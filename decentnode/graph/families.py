@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from decentnode import component, rng
+from decentnode import rng
+from decentnode.config import component
 from decentnode.errors import GraphError
 from decentnode.graph.topology import NodesConfig, SeededConfig, StaticTopology, adjacency, components
 

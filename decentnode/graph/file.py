@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from decentnode import component
-from decentnode.component import Config
+from decentnode.config import component
+from decentnode.config.component import Config
 from decentnode.errors import GraphError
 from decentnode.graph.topology import Lists, Topology, components
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from decentnode import component
-from decentnode.component import Config, load_class, section
+from decentnode.config import component
+from decentnode.config.component import Config, load_class, section
 from decentnode.errors import GraphError
 from decentnode.graph import FAMILIES
 from decentnode.graph.topology import Lists, NodesConfig, Topology

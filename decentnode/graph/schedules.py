@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from decentnode import component, rng
+from decentnode import rng
+from decentnode.config import component
 from decentnode.errors import GraphError
 from decentnode.graph.families import random_regular_lists
 from decentnode.graph.topology import Lists, NodesConfig, SeededConfig, Topology

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from decentnode import component
-from decentnode.component import Component, Config
+from decentnode.config import component
+from decentnode.config.component import Component, Config
 from decentnode.errors import GraphError
 from decentnode.graph.base import Graph
 from decentnode.graph.weights import MetropolisHastings, MetropolisHastingsConfig, Weights

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import Field
 
-from decentnode import component
-from decentnode.component import Component, Config
+from decentnode.config import component
+from decentnode.config.component import Component, Config
 from decentnode.errors import GraphError
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ import psutil
 import zmq
 
 from decentnode.build import machines_of, make_model, schemas_of, threads_of
-from decentnode.communication.board import FOLDER, Layout
-from decentnode.communication.connections import listen
-from decentnode.communication.security import load_keyring
-from decentnode.communication.zeromq_config import ZeroMQConfig
+from decentnode.communication.shared_memory.publish_buffer import FOLDER, Layout
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.connections import listen
+from decentnode.communication.zeromq.security import load_keyring
 from decentnode.data import shares
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment

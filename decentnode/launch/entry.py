@@ -11,8 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from decentnode.launch.channel import Channel
 from decentnode.launch.messages import Request, Task
+from decentnode.launch.pipe import Pipe
 from decentnode.launch.signals import SUSPENDING
 
 PR_SET_PDEATHSIG = 1
@@ -42,12 +42,12 @@ def redirect_output(path: Path) -> None:
     os.close(file)
 
 
-def _leave(work: Callable[[Channel], int], connection: Connection) -> None:
+def _leave(work: Callable[[Pipe], int], connection: Connection) -> None:
     """End the process with the exit code of `work`, without waiting for threads that a library left behind.
 
     The supervisor hears the last word first, however long a terminal keeps it stopped; when it is gone, so is this.
     """
-    code, channel = 8, Channel(connection)
+    code, channel = 8, Pipe(connection)
     try:
         code = work(channel)
         channel.flush(timeout_seconds=None)
@@ -61,7 +61,7 @@ def prepare(request: Request, connection: Connection) -> None:
     """Target of the child that loads the experiment for the supervisor."""
     protect()
 
-    def work(channel: Channel) -> int:
+    def work(channel: Pipe) -> int:
         from decentnode.launch.prepare import answer
 
         return answer(request, channel)
@@ -75,11 +75,11 @@ def node(task: Task, connection: Connection) -> None:
     if task.run_dir is not None:
         redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")
 
-    def work(channel: Channel) -> int:
+    def work(channel: Pipe) -> int:
         if task.in_process:
             from decentnode.launch.in_process import run_task
         else:
-            from decentnode.launch.child import run_task
+            from decentnode.launch.node_process import run_task
         return run_task(task, channel)
 
     _leave(work, connection)

@@ -11,11 +11,11 @@ from typing import Any
 from decentnode.build import build_in_process
 from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment, load
-from decentnode.launch.channel import Channel
-from decentnode.launch.child import describe_failure, set_up
 from decentnode.launch.entry import node_dir
-from decentnode.launch.messages import Finished, Joined, Stop, Task
+from decentnode.launch.messages import Finished, NodeJoined, StopRun, Task
 from decentnode.launch.models import save_node
+from decentnode.launch.node_process import describe_failure, set_up
+from decentnode.launch.pipe import Pipe
 from decentnode.launch.reporting import Reporter
 from decentnode.launch.sources import local_modules
 from decentnode.node.node import Node
@@ -47,7 +47,7 @@ def run_in_process(
     return nodes
 
 
-def run_task(task: Task, channel: Channel) -> int:
+def run_task(task: Task, channel: Pipe) -> int:
     """The whole life of the child that holds all nodes; the exit code."""
     reporters: dict[int, Reporter] = {}
     try:
@@ -60,7 +60,7 @@ def run_task(task: Task, channel: Channel) -> int:
         def ready(nodes: list[Node]) -> None:
             threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()
             for node in nodes:
-                channel.send(Joined(node.uid))
+                channel.send(NodeJoined(node.uid))
 
         nodes = run_in_process(experiment, lambda uid, record: reporters[uid].record(record), ready)
         for node in reversed(nodes):
@@ -78,11 +78,11 @@ def run_task(task: Task, channel: Channel) -> int:
         return failed.exit_code
 
 
-def _listen(channel: Channel, nodes: list[Node]) -> None:
+def _listen(channel: Pipe, nodes: list[Node]) -> None:
     while True:
         try:
             message = channel.receive()
         except (EOFError, OSError):
             os._exit(1)
-        if isinstance(message, Stop):
+        if isinstance(message, StopRun):
             nodes[0].ask_stop()

@@ -99,12 +99,12 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Joined:
+class NodeJoined:
     uid: int
 
 
 @dataclass(frozen=True)
-class Absent:
+class NodesAbsent:
     """From uid 0 while nodes join: who has not, and why nodes were refused (by the uid they claimed)."""
 
     uids: list[int]
@@ -148,19 +148,21 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopRun:
     pass
 
 
 @dataclass(frozen=True)
-class PeerFailed:
+class PeerFailure:
     uid: int
     reason: str
 
 
-Message = Facts | Header | Bound | Joined | Absent | Progress | Finished | Failed | Peers | Stop | PeerFailed
+ChildMessage = (
+    Facts | Header | Bound | NodeJoined | NodesAbsent | Progress | Finished | Failed | Peers | StopRun | PeerFailure
+)
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Facts, Header, Bound, Joined, Absent, Progress, Finished, Failed, Peers, Stop, PeerFailed)
+    for kind in (Facts, Header, Bound, NodeJoined, NodesAbsent, Progress, Finished, Failed, Peers, StopRun, PeerFailure)
 }

@@ -40,7 +40,7 @@ MODULES = (
     "zmq",
     "msgpack",
     "decentnode.build",
-    "decentnode.launch.child",
+    "decentnode.launch.node_process",
     "decentnode.launch.in_process",
     "decentnode.launch.prepare",
     *components(),

@@ -11,24 +11,24 @@ import yaml
 
 from decentnode import __version__
 from decentnode.build import device_of, make_model, threads_of
-from decentnode.communication.zeromq_config import ZeroMQConfig
+from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.data import shares
 from decentnode.errors import DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment, load
 from decentnode.graph import spectrum
 from decentnode.graph.file import format_edges
-from decentnode.launch.channel import Channel
-from decentnode.launch.environment import source_hash
-from decentnode.launch.environments import detect, machine_of
 from decentnode.launch.messages import Facts, Failed, Header, Request
+from decentnode.launch.pipe import Pipe
+from decentnode.launch.provenance import source_hash
+from decentnode.launch.schedulers import detect, machine_of
 from decentnode.launch.sources import local_modules
-from decentnode.launch.traffic import Traffic, traffic
+from decentnode.launch.traffic_estimate import TrafficEstimate, estimate_traffic
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
 from decentnode.mapping.hosts import address, unreachable
 
 
-def answer(request: Request, channel: Channel) -> int:
+def answer(request: Request, channel: Pipe) -> int:
     """Send Facts and Header, or Failed; the exit code."""
     try:
         experiment = load(request.config, request.overrides, request.environ)
@@ -165,7 +165,7 @@ def header(experiment: Experiment) -> list[list[str]]:
         ["data", f"{experiment.data.name}, {sum(sizes):,} training samples, {_section(partition)}: "
                  f"smallest node {min(sizes):,}, largest {max(sizes):,}"],
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
-        ["sharing", f"{_rule(experiment)}: {_told(traffic(experiment, module))}"],
+        ["sharing", f"{_rule(experiment)}: {_told(estimate_traffic(experiment, module))}"],
         *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
     ]  # fmt: skip
 
@@ -176,7 +176,7 @@ def _rule(experiment: Experiment) -> str:
     return experiment.sharing.name + (f" with {codec.name}" if codec is not None else "")
 
 
-def _told(found: Traffic) -> str:
+def _told(found: TrafficEstimate) -> str:
     most = "" if found.exact else "at most "
     when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
     return f"{most}{size(found.message)} per message, {most}{size(found.sent)} sent per node {when}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decentnode.launch import environment, run_dir, sources
+from decentnode.launch import provenance, run_dir, sources
 from decentnode.launch.messages import Facts
 from decentnode.metrics import summary as summaries
 
@@ -45,7 +45,7 @@ class Records:
     def _write_environment(self) -> None:
         facts = {"name": self._facts.name, "digest": self._facts.digest, "machine": self._facts.machine}
         try:
-            environment.write(self.directory, facts, self._config_dir)
+            provenance.write(self.directory, facts, self._config_dir)
         except OSError as error:
             self.notices.append(f"the environment could not be written: {error.strerror}")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from decentnode.launch.messages import Message, Progress
+from decentnode.launch.messages import ChildMessage, Progress
 from decentnode.metrics.writer import MetricsWriter, finite
 
-Send = Callable[[Message], None]
+Send = Callable[[ChildMessage], None]
 
 
 class Reporter:

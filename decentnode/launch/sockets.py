@@ -1,9 +1,10 @@
 """Private folders for Unix sockets, of a run and of the fork server, removed at the end, or by the next run when the
 process that made them is killed.
 
-With it go boards in shared memory that bear its name (communication/board.py): of nodes that were killed early. The
-folders lie where every user of the machine may make files, so that names, links and owners prove nothing: what is
-removed has a name that this file gives, is this user's own, and is reached without following a link.
+With it go publish buffers in shared memory that bear its name (communication/shared_memory/publish_buffer.py): of nodes
+that were killed early. The folders lie where every user of the machine may make files, so that names, links and owners
+prove nothing: what is removed has a name that this file gives, is this user's own, and is reached without following a
+link.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from pathlib import Path
 
 PREFIX = "decentnode-"
 LOCK, UNLOCKED = "lock", "lock.new"
-BOARDS = Path("/dev/shm")
+BUFFERS = Path("/dev/shm")
 MAX_PATH_BYTES = 80
 """Of the folder; the path of a Unix socket may have 107."""
 UNFINISHED_SECONDS = 3600.0
 """Age at which a folder without a lock is taken for one whose run was killed while it made it."""
 
 _RANDOM = re.compile(r"[a-z0-9_]{8}")  # what tempfile.mkdtemp puts behind a prefix
-_BOARD = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as path_of in communication/board.py
+_BUFFER = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as `path_of` of publish buffers names them
 
 
 class SocketDir:
@@ -56,12 +57,12 @@ class SocketDir:
 
 
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError), os.scandir(BOARDS) as boards:
-        for board in boards:
-            if board.name.startswith(folder.name) and _BOARD.fullmatch(board.name[len(folder.name) :]):
+    with contextlib.suppress(OSError), os.scandir(BUFFERS) as boards:
+        for buffer in boards:
+            if buffer.name.startswith(folder.name) and _BUFFER.fullmatch(buffer.name[len(folder.name) :]):
                 with contextlib.suppress(OSError):
-                    if board.stat(follow_symlinks=False).st_uid == os.getuid():
-                        os.unlink(board.path)
+                    if buffer.stat(follow_symlinks=False).st_uid == os.getuid():
+                        os.unlink(buffer.path)
     shutil.rmtree(folder, ignore_errors=True)
 
 

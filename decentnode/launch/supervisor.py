@@ -14,31 +14,31 @@ from typing import Any
 from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interrupted, PeerLost, UsageError
 from decentnode.launch import forkserver
 from decentnode.launch.entry import node_dir
-from decentnode.launch.environment import usable_cores
-from decentnode.launch.fleet import Worker, end_all, start_node
-from decentnode.launch.loading import Loader
+from decentnode.launch.loader import Loader
 from decentnode.launch.messages import (
-    Absent,
     Bound,
+    ChildMessage,
     Facts,
     Failed,
     Finished,
     Header,
-    Joined,
-    Message,
-    PeerFailed,
+    NodeJoined,
+    NodesAbsent,
+    PeerFailure,
     Peers,
     Progress,
     Request,
-    Stop,
+    StopRun,
     Task,
 )
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Ledger, Outcome, first_cause, summary
+from decentnode.launch.provenance import usable_cores
 from decentnode.launch.records import Records
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.sockets import SocketDir
 from decentnode.launch.waiting import names, waiting_for
+from decentnode.launch.workers import Worker, end_all, start_node
 
 TICK_SECONDS = 0.25
 NOTICE_SECONDS = 3.0
@@ -113,7 +113,7 @@ class Run:
         self._kill_at: float | None = None
         self._first_finish: float | None = None
         self._cause_told = False
-        self._absent: Absent | None = None
+        self._absent: NodesAbsent | None = None
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
         self._sockets = SocketDir()
         self._phase_since = self._noticed = time.monotonic()
@@ -182,7 +182,7 @@ class Run:
             worker.reap()
             self._on_exit(worker)
 
-    def _on_message(self, worker: Worker, message: Message) -> None:
+    def _on_message(self, worker: Worker, message: ChildMessage) -> None:
         if isinstance(message, Progress):
             self.ledger.progress(message.uid, message.record)
             self.observer.progress(message.uid, message.record)
@@ -196,12 +196,12 @@ class Run:
             elif len(self.endpoints) == len(self.facts.local):
                 self._enter("joining")
                 self._tell_all(Peers(self.endpoints))
-        elif isinstance(message, Joined):
+        elif isinstance(message, NodeJoined):
             worker.joined.add(message.uid)
             everybody = all(worker.joined.issuperset(worker.uids) for worker in self.workers)
             if everybody and self.phase != "running":
                 self._on_all_joined()
-        elif isinstance(message, Absent):
+        elif isinstance(message, NodesAbsent):
             self._absent = message
         elif isinstance(message, Finished):
             worker.finished.add(message.uid)
@@ -212,7 +212,8 @@ class Run:
             self._first_finish = self._first_finish or time.monotonic()
             worker.leaving_since = time.monotonic() if worker.over else None
             if message.stopped:
-                self._tell_all(Stop())  # also where another machine was asked: who is on its way back in hears it here
+                # also where another machine was asked: a node that is on its way back into the run hears it here
+                self._tell_all(StopRun())
         elif isinstance(message, Failed):
             worker.failed, worker.leaving_since = True, time.monotonic()
             self._on_death(message)
@@ -235,7 +236,7 @@ class Run:
             self._on_failure(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
         self._start_again(worker)
 
-    def _tell_all(self, message: Message) -> None:
+    def _tell_all(self, message: ChildMessage) -> None:
         for worker in self.workers:
             if worker.alive and not worker.over:
                 worker.send(message)
@@ -250,7 +251,7 @@ class Run:
         if not may or (failed.exit_code in FOR_ALL and not comes_back):
             self._on_failure(failed)
             return
-        self._tell_all(PeerFailed(failed.uid, failed.title))
+        self._tell_all(PeerFailure(failed.uid, failed.title))
         if failed.exit_code == Interrupted.exit_code:  # the stop found it outside of the run
             self.ledger.lost.setdefault(failed.uid, failed)
             return
@@ -287,7 +288,7 @@ class Run:
     def _on_failure(self, failed: Failed) -> None:
         self.ledger.failures.append(failed)
         if len(self.ledger.failures) == 1:
-            self._tell_all(PeerFailed(failed.uid, failed.title))
+            self._tell_all(PeerFailure(failed.uid, failed.title))
             self._kill_at = time.monotonic() + (GRACE_SECONDS if self.phase == "running" else 1.0)
         if not failed.follower:
             self._tell_cause()
@@ -310,7 +311,7 @@ class Run:
                 self._kill_at = time.monotonic()
             else:
                 self.observer.stopping(signal.Signals(number).name)
-                self._tell_all(Stop())
+                self._tell_all(StopRun())
 
     def _check_time(self, now: float) -> None:
         """Every wait has an end, and a name for whom it waits."""

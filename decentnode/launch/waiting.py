@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decentnode.launch.messages import Absent, Facts
+from decentnode.launch.messages import Facts, NodesAbsent
 
 
 def names(uids: Sequence[int]) -> str:
@@ -18,7 +18,7 @@ def names(uids: Sequence[int]) -> str:
     return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in ranges)
 
 
-def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: Absent | None, waited: float) -> str:
+def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbsent | None, waited: float) -> str:
     """late: local nodes that `phase` waits for. absent: what uid 0 last said, if it is here."""
     if phase == "starting":
         return f"node {names(late)} to load data and model ({waited:.0f} s)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 
-from decentnode.component import Component
+from decentnode.config.component import Component
 
 
 @dataclass(frozen=True)

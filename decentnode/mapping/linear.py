@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from decentnode import component
-from decentnode.component import Config
+from decentnode.config import component
+from decentnode.config.component import Config
 from decentnode.mapping.addresses import Addresses, hosts
 from decentnode.mapping.table import MachineConfig, Table
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pydantic
 from pydantic import Field
 
-from decentnode import component
-from decentnode.component import Config
+from decentnode.config import component
+from decentnode.config.component import Config
 from decentnode.errors import MappingError
 from decentnode.mapping.addresses import find
 from decentnode.mapping.base import Mapping, Place

@@ -114,7 +114,7 @@ FIGURES = (
         for purpose, meaning in PURPOSES.items()
     ),
     Figure("bytes_saved_total", "bytes", "of data and metadata, not sent: one call of a whole clique (all_reduce) did",
-           "communication/circle.py", "saved MB", 1e-6, of=("bytes_saved",), how=_total),
+           "communication/torch_distributed/group_collective.py", "saved MB", 1e-6, of=("bytes_saved",), how=_total),
     Figure("bytes_sent_per_node", "bytes", "bytes_sent_total / nodes", "report/compare.py", "payload MB/node", 1e-6),
     Figure("bytes_metadata_per_node", "bytes", "bytes_metadata_total / nodes", "report/compare.py",
            "metadata MB/node", 1e-6),

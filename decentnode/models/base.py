@@ -6,7 +6,7 @@ import abc
 
 from torch import nn
 
-from decentnode.component import Component, Config
+from decentnode.config.component import Component, Config
 from decentnode.errors import UsageError
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.models.base import Model, image_shape
 
 

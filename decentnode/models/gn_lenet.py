@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.models.base import Model, image_shape
 
 

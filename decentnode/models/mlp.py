@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 from torch import nn
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.models.base import Model
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from decentnode.component import Settings
+from decentnode.config.component import Settings
 
 
 class NodeConfig(Settings):
@@ -15,7 +15,7 @@ class NodeConfig(Settings):
     schedule: Literal["sequential", "overlapped"] = "sequential"
     """sequential: local steps, then exchange and mix. overlapped: the exchange of x(r) flies while the local steps
     run from x(r); then x(r+1) = sum_j W_ij x_j(r) + what the steps changed, which is exactly D-PSGD."""
-    mix_behind: bool | None = None
+    mix_in_background: bool | None = None
     """With overlapped, on a CPU: let a thread of its own mix what arrives while the local steps run, which takes memory
     for one more model. When not given: where a node has more than one thread, or models are larger than
     `communication.window_bytes` and come over the network. Results have the same bits."""
@@ -41,6 +41,6 @@ class NodeConfig(Settings):
 
     @model_validator(mode="after")
     def _behind_what(self) -> Self:
-        if self.mix_behind and self.schedule != "overlapped":
-            raise ValueError("mix_behind: true needs schedule: overlapped; otherwise nothing is mixed meanwhile")
+        if self.mix_in_background and self.schedule != "overlapped":
+            raise ValueError("mix_in_background: true needs schedule: overlapped; otherwise nothing is mixed meanwhile")
         return self

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import EVALUATION, Circle, Communication, Pending
+from decentnode.communication.base import EVALUATION, AveragingGroup, Communication, Pending
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
-from decentnode.graph.base import Graph, RoundView, circle_of, parts
+from decentnode.graph.base import Graph, RoundView, averaging_group_of, parts
 from decentnode.node.config import NodeConfig
 from decentnode.node.schedule import SCHEDULES, Mixed
 from decentnode.payload import Payload
@@ -64,7 +64,7 @@ class Node:
         self.doing = "joining"
         """What the node is at, in a word or two, for whoever looks on."""
         self._last_view: RoundView | None = None
-        self._last_circle: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
+        self._last_group: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
         self._stop_asked = False
         self._edges: dict[int, tuple[int, int, int, int, float]] = {}
         self._evaluation: dict[str, float] = {}
@@ -78,8 +78,8 @@ class Node:
     def _take_rule(self, sharing: Sharing) -> None:
         self.sharing = sharing
         self.schedule = SCHEDULES[self.config.schedule](
-            self.training, sharing, self.communication, circles=self.config.missing == "fail",
-            behind=self.config.mix_behind,
+            self.training, sharing, self.communication, averaging_groups=self.config.missing == "fail",
+            behind=self.config.mix_in_background,
         )
 
     # -- running ----------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Node:
     def _planned(self, round: int) -> list[RoundView]:
         """A view per phase, then that of the float buffers: with one phase the rule's, else the graph's own.
 
-        All are known before the first of them sends (H2 in communication/hybrid.py).
+        All are known before the first of them sends (H2 in communication/hybrid/transport.py).
         """
         seen, rule = replace(self._seen(round), lr=self.training.learning_rate), self.sharing
         plans = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.phases)]
@@ -244,18 +244,18 @@ class Node:
             return replace(last, round=round, extra={})
         seen = replace(rule_view(self.sharing, self.graph, self.uid, round, self.seed, alive), generation=generation)
         if number is not None:
-            seen = self._last_view = replace(seen, circle=self._circle(number, alive))
+            seen = self._last_view = replace(seen, averaging_group=self._averaging_group(number, alive))
         return seen
 
-    def _circle(self, number: int, alive: tuple[int, ...] | None) -> tuple[int, ...]:
+    def _averaging_group(self, number: int, alive: tuple[int, ...] | None) -> tuple[int, ...]:
         """Found once for every exchange of the graph's period and set of members. number: of the exchange."""
         period = self.graph.period
         key = (number if period is None else number % period, self.generation.members)
-        if not self.schedule.circles:
+        if not self.schedule.averaging_groups:
             return ()
-        if self._last_circle is None or self._last_circle[0] != key:
-            self._last_circle = key, circle_of(self.graph, self.uid, number, alive)
-        return self._last_circle[1]
+        if self._last_group is None or self._last_group[0] != key:
+            self._last_group = key, averaging_group_of(self.graph, self.uid, number, alive)
+        return self._last_group[1]
 
     def finish_round(self, round: int) -> None:
         """Blocking: wait for the neighbors of the last phase, mix, record."""
@@ -332,8 +332,8 @@ class Node:
             return None
         payload = Payload({"x": self.training.model.buffers})
         outgoing = dict.fromkeys(now.neighbors, payload)
-        circle = Circle(now.averaging, payload) if self.schedule.circles and now.averaging else None
-        return self.communication.exchange(now.round, outgoing, now.sources, self.sharing.phases, circle)
+        group = AveragingGroup(now.averaging, payload) if self.schedule.averaging_groups and now.averaging else None
+        return self.communication.exchange(now.round, outgoing, now.sources, self.sharing.phases, group)
 
     def _mix_buffers(self, now: RoundView) -> None:
         if self._buffers is None:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Circle, Communication, Exchange
+from decentnode.communication.base import AveragingGroup, Communication, Exchange
 from decentnode.errors import PeerFault, PeerLost
 from decentnode.graph.base import RoundView
-from decentnode.node.behind import Behind, pays, possible
+from decentnode.node.background import BackgroundMixer, supported, worthwhile
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.decoding import decode
@@ -103,14 +103,15 @@ class Schedule(abc.ABC):
     """One round, cut where the neighbors must act before it can go on. `view` is that of the phase under way."""
 
     def __init__(
-        self, training: Training, sharing: Sharing, communication: Communication, *, circles: bool = False,
+        self, training: Training, sharing: Sharing, communication: Communication, *, averaging_groups: bool = False,
         behind: bool | None = None,
     ) -> None:
-        """circles: whether the transport may be told of them: one who is missing is missed with all others then.
+        """averaging groups: whether the transport may be told of them: one who is missing is missed with all others
+        then.
 
-        behind: `mix_behind` of the config.
+        behind: `mix_in_background` of the config.
         """
-        self.circles = circles
+        self.averaging_groups = averaging_groups
         self.behind = behind
         self.training = training
         self.sharing = sharing
@@ -118,7 +119,7 @@ class Schedule(abc.ABC):
         self.times = RoundTimes()
         self._outgoing: dict[int, Payload] = {}
         self._refused: frozenset[int] = frozenset()
-        self._mixing: Behind | None = None
+        self._mixing: BackgroundMixer | None = None
 
     @property
     def model(self) -> FlatModel:
@@ -157,10 +158,10 @@ class Schedule(abc.ABC):
     def _send(self, model: Tensor, view: RoundView) -> Exchange:
         started = time.perf_counter()
         self._outgoing = self.sharing.outgoing(model, view)
-        circle = None
-        if self.circles and view.averaging and not self.sharing.scalars:
-            circle = Circle(view.averaging, self.sharing.own(model, view))
-        exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase, circle)
+        group = None
+        if self.averaging_groups and view.averaging and not self.sharing.scalars:
+            group = AveragingGroup(view.averaging, self.sharing.own_contribution(model, view))
+        exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase, group)
         self.times.send += time.perf_counter() - started
         return exchange
 
@@ -228,7 +229,7 @@ class Schedule(abc.ABC):
         if not any(payload.tensors["x"].data_ptr() == model.data_ptr() for payload in self._outgoing.values()):
             return None
         started = time.perf_counter()
-        place = self.communication.claim(model, self.communication.config.timeout_seconds)
+        place = self.communication.acquire_slot(model, self.communication.config.timeout_seconds)
         self.times.wait += time.perf_counter() - started
         return place
 
@@ -308,19 +309,19 @@ class Overlapped(Schedule):
         elif self.sharing.elementwise:
             self._before = self._before.clone()
         self.times.send += time.perf_counter() - started
-        if self._mixes_behind:
+        if self._mixes_in_background:
             self._begin_mixing(view)
         update = self._train(view)
         check()
         return update
 
     @functools.cached_property
-    def _mixes_behind(self) -> bool:
+    def _mixes_in_background(self) -> bool:
         """Found in the first round: nothing of it changes within a generation of members."""
         rule, model = self.sharing, self.model.parameters
-        if rule.phases > 1 or rule.needs_gradient or not possible(self.communication, model):
+        if rule.phases > 1 or rule.needs_gradient or not supported(self.communication, model):
             return False
-        return pays(self.communication, model) if self.behind is None else self.behind
+        return worthwhile(self.communication, model) if self.behind is None else self.behind
 
     def _begin_mixing(self, view: RoundView) -> None:
         """From here until `join` the exchange, the rule and `_mixed` are the other thread's."""
@@ -336,7 +337,7 @@ class Overlapped(Schedule):
                     spans.append((each.start, each.stop, seen))
 
         self.communication.exposed_since = math.inf
-        self._mixing = Behind(mix)
+        self._mixing = BackgroundMixer(mix)
 
     def mix(self, view: RoundView) -> Mixed:
         if self._delta is None:
@@ -359,7 +360,7 @@ class Overlapped(Schedule):
         self._delta = None
         return mixed
 
-    def _advance_mixed(self, mixing: Behind) -> None:
+    def _advance_mixed(self, mixing: BackgroundMixer) -> None:
         """Blocking until what arrived is mixed: from there on the model goes to where it has the update, too."""
         started = time.perf_counter()
         self.communication.exposed_since = time.monotonic()

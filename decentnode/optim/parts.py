@@ -15,7 +15,7 @@ from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
 ONE_BY_ONE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, AccumAdam, AccumAdamW)
 """Optimizers that update every parameter from its own gradient and state alone, and write nothing into groups."""
 
-Groups = list[dict[str, Any]]
+ParameterGroups = list[dict[str, Any]]
 
 
 def divisible(optimizer: Optimizer) -> bool:
@@ -31,9 +31,9 @@ def divisible(optimizer: Optimizer) -> bool:
     return type(optimizer) in ONE_BY_ONE and untouched and not any(hooks)
 
 
-def divided(optimizer: Optimizer, part_of: Mapping[Tensor, int], parts: int) -> list[Groups]:
+def divided(optimizer: Optimizer, part_of: Mapping[Tensor, int], parts: int) -> list[ParameterGroups]:
     """The parameter groups of each part, as they are now, and last those of parameters that are in none."""
-    found: list[Groups] = [[] for _ in range(parts + 1)]
+    found: list[ParameterGroups] = [[] for _ in range(parts + 1)]
     for group in optimizer.param_groups:
         shares: dict[int, list[Tensor]] = {}
         for p in group["params"]:
@@ -44,7 +44,7 @@ def divided(optimizer: Optimizer, part_of: Mapping[Tensor, int], parts: int) -> 
 
 
 @contextlib.contextmanager
-def restricted(optimizer: Optimizer, groups: Groups) -> Iterator[None]:
+def restricted(optimizer: Optimizer, groups: ParameterGroups) -> Iterator[None]:
     """Inside, these are all the groups that the optimizer has."""
     kept, optimizer.param_groups = optimizer.param_groups, groups
     try:

@@ -2,7 +2,7 @@
 
 from decentnode.parallel.comm_optimizer import CommOptimizer
 from decentnode.parallel.ddp import DecentralizedDataParallel
-from decentnode.parallel.dist_optimizer import DistOptimizer
-from decentnode.parallel.start import initialize_dist
+from decentnode.parallel.methods.base import DistOptimizer
+from decentnode.parallel.process_group import initialize_dist
 
 __all__ = ["CommOptimizer", "DecentralizedDataParallel", "DistOptimizer", "initialize_dist"]

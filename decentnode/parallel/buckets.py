@@ -31,7 +31,7 @@ WORTH_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class BucketPart:
     """Some parameters of a bucket that stand one after the other."""
 
     params: tuple[Parameter, ...]
@@ -47,7 +47,7 @@ class Part:
 
 
 class _Where(NamedTuple):
-    part: Part
+    part: BucketPart
     at: int
     """Where a block starts."""
 
@@ -112,7 +112,7 @@ class Bucket:
         self.parts = list(self._cut(PART_BYTES // self.flat.element_size() if self._hashes else max(1, total)))
         self._marks: Marks = np.zeros((self._mark(total) + len(self.parts), 2), np.uint64)
 
-    def _cut(self, elements: int) -> Iterator[Part]:
+    def _cut(self, elements: int) -> Iterator[BucketPart]:
         """Parts of whole parameters, each full with so many elements or more; the last of a run may be smaller."""
         number = start = stop = 0
         for even, run in self._runs():
@@ -122,7 +122,7 @@ class Bucket:
                 stop += p.numel()
                 if stop - start >= elements or p is run[-1]:
                     small = (stop - start) * p.element_size() <= CACHED_BYTES
-                    yield Part(tuple(kept), start, stop, small, even, self._mark(start) + number)
+                    yield BucketPart(tuple(kept), start, stop, small, even, self._mark(start) + number)
                     kept, start, number = [], stop, number + 1
 
     def _runs(self) -> Iterator[tuple[bool, list[Parameter]]]:
@@ -183,7 +183,7 @@ class Bucket:
             self.snapshot_part(part, into, copy)
         self.sent = into
 
-    def snapshot_part(self, part: Part, into: Tensor, copy: Tensor | None = None, cached: bool = False) -> None:
+    def snapshot_part(self, part: BucketPart, into: Tensor, copy: Tensor | None = None, cached: bool = False) -> None:
         """As `snapshot`, for a part alone; `sent` stays what it was. cached: the part was just now in the cache."""
         if not self._hashes:
             self._seen = self._versions()
@@ -200,7 +200,7 @@ class Bucket:
             if self._hashes:
                 self._hash_of[where.at] = self._hash(where, flat)
 
-    def advance(self, part: Part, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
+    def advance(self, part: BucketPart, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
         """In one pass: mix a part as `mix` does, take an optimizer's step, and put the snapshot into `place` [S].
 
         Only where `one_pass` holds. view: None mixes nothing. rows: of `advance.AdamSteps`. place: None takes none.
@@ -222,7 +222,7 @@ class Bucket:
         arrived = [(self.received[uid][piece], view.weights[uid]) for uid in view.sources]
         return Mixing(self.sent[piece], view.weights[view.uid], arrived)
 
-    def mix(self, view: RoundView, part: Part | None = None, cached: bool = False) -> None:
+    def mix(self, view: RoundView, part: BucketPart | None = None, cached: bool = False) -> None:
         """Mix the payloads of `view.sources` in `received` as the rule says; what a script wrote is kept whole.
 
         part: that alone. cached: what is written stays in the cache for who writes it next.
@@ -251,7 +251,9 @@ class Bucket:
                 self.rule.mix(mixed, {uid: Payload({"x": x}) for uid, x in arrived.items()}, view)
                 flat.add_(mixed.sub_(sent))
 
-    def mix_mean(self, total: Tensor, n: int, strength: float, part: Part | None = None, cached: bool = False) -> None:
+    def mix_mean(
+        self, total: Tensor, n: int, strength: float, part: BucketPart | None = None, cached: bool = False
+    ) -> None:
         """As `mix`, for x <- x + strength (total / n - x); total [S]: sum of all n snapshots, used up."""
         for where, flat, sent, mean in self._blocks(part, self.flat, self.sent, total):
             written = self._written(where, flat, sent)
@@ -305,7 +307,7 @@ class Bucket:
         """Counters that every write makes larger which torch knows of."""
         return [self.flat._version, *(p._version for p in self.params)]
 
-    def _blocks(self, part: Part | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    def _blocks(self, part: BucketPart | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Where a block is, and that block of every tensor [S]."""
         for each in self.parts if part is None else [part]:
             for at in range(each.start, each.stop, self._block):

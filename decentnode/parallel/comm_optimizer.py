@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decentnode.parallel.dist_optimizer import DistOptimizer
-from decentnode.parallel.elastic import EAMSGD, EASGD, EASGDPlus
-from decentnode.parallel.leader import LSGD, LSGDPlus
+from decentnode.parallel.methods.base import DistOptimizer
+from decentnode.parallel.methods.elastic import EAMSGD, EASGD, EASGDPlus
+from decentnode.parallel.methods.leader import LSGD, LSGDPlus
 
 
 class GradientAveraging(DistOptimizer):

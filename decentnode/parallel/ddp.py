@@ -23,12 +23,12 @@ from decentnode.optim.functions import DECAYED
 from decentnode.optim.parts import divided, divisible, restricted
 from decentnode.parallel.advance import AdamSteps
 from decentnode.parallel.buckets import make_buckets
-from decentnode.parallel.ending import close_at_exit, keep
-from decentnode.parallel.exchange import Exchange, mean_over_ranks
-from decentnode.parallel.plan import Plan, SharingRule, make_sharing
-from decentnode.parallel.shared import SharedExchange, usable
-from decentnode.parallel.start import broadcast_all, check_alike
-from decentnode.parallel.topology import Topology, make_topology
+from decentnode.parallel.exchange import BucketExchange, mean_over_ranks
+from decentnode.parallel.plan import Plan, SharingRule, sharing_named
+from decentnode.parallel.process_group import broadcast_all, check_alike
+from decentnode.parallel.shared_memory import SharedMemoryExchange, usable
+from decentnode.parallel.shutdown import close_at_exit, keep
+from decentnode.parallel.topology_names import TopologyLike, make_topology
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class DecentralizedDataParallel(Module):
         model: Module,
         optim_fn: OptimFn | None = None,
         lr_scheduler_fn: Callable[[Optimizer], Any] | None = None,
-        topology: Topology = "complete",
+        topology: TopologyLike = "complete",
         scaler: Any = None,
         grad_clip_norm: float = 0.0,
         param_as_bucket_view: bool = True,
@@ -113,7 +113,7 @@ class DecentralizedDataParallel(Module):
             raise ValueError("model must have parameters that require gradients")
         device = self._named[0][1].device
         graph = make_topology(topology, self.world_size, local)
-        plan = Plan(graph, make_sharing(sharing), self.rank)
+        plan = Plan(graph, sharing_named(sharing), self.rank)
         self._check_all_alike(model, graph, plan, device)
         broadcast_all([*model.parameters(), *model.buffers()])
         self._tag_parameters()
@@ -163,13 +163,13 @@ class DecentralizedDataParallel(Module):
         check_alike("topology", rows, device)
         check_alike("sharing rule", [plan.describe()], device)
 
-    def _make_exchange(self, transport: str, timeout_seconds: float, device: torch.device) -> Exchange:
+    def _make_exchange(self, transport: str, timeout_seconds: float, device: torch.device) -> BucketExchange:
         """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
         shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, self._plan, device)
         if transport == "shared_memory" and not shared:
             raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
-        return (SharedExchange(self._plan, timeout_seconds, self._buckets) if shared
-                else Exchange(self._plan, timeout_seconds))  # fmt: skip
+        return (SharedMemoryExchange(self._plan, timeout_seconds, self._buckets) if shared
+                else BucketExchange(self._plan, timeout_seconds))  # fmt: skip
 
     def _make_hooks(self) -> list[RemovableHandle]:
         """Hooks that do not keep this alive."""

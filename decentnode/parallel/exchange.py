@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentnode.errors import PeerLost
 from decentnode.parallel.advance import Rows
-from decentnode.parallel.buckets import Bucket, Part
+from decentnode.parallel.buckets import Bucket, BucketPart
 from decentnode.parallel.plan import Plan
 
 
@@ -35,7 +35,7 @@ class Flight:
     """Number of the exchange in shared memory."""
 
 
-class Exchange:
+class BucketExchange:
     """The exchange of all buckets: a bucket arrives, is mixed part by part, and may depart again for the next step."""
 
     def __init__(self, plan: Plan, timeout_seconds: float) -> None:
@@ -69,7 +69,7 @@ class Exchange:
         """What departs from now on is of this step."""
         self._step = step
 
-    def snapshot(self, bucket: Bucket, part: Part, cached: bool = False) -> None:
+    def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
         """A part as it is now is what departs. cached: it was just now in the cache."""
         place = self._place(bucket)
         if place is not None:
@@ -82,7 +82,7 @@ class Exchange:
         view = None if flight is None else self.plan.view(flight.step)
         return bucket.one_pass(view) and all(self._mean_group(step) is None for step in groups)
 
-    def advance(self, bucket: Bucket, part: Part, flight: Flight | None, factor: float, rows: Rows) -> None:
+    def advance(self, bucket: Bucket, part: BucketPart, flight: Flight | None, factor: float, rows: Rows) -> None:
         """Mix a part of a bucket that has arrived, take the optimizer's step, and let it be what departs."""
         view = None if flight is None else self.plan.view(flight.step, factor)
         bucket.advance(part, view, rows, self._place(bucket))
@@ -145,7 +145,7 @@ class Exchange:
             self._wait(flight)
         return flight
 
-    def mix(self, bucket: Bucket, part: Part, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
+    def mix(self, bucket: Bucket, part: BucketPart, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
         """Mix a part of a bucket that has arrived."""
         if self._mean_group(flight.step) is not None:
             clique = self.plan.clique(flight.step)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.graph.base import Graph, RoundView
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
@@ -24,7 +24,7 @@ REMEMBERED = 64
 """Steps whose views are kept."""
 
 
-def make_sharing(given: SharingRule) -> Sharing:
+def sharing_named(given: SharingRule) -> Sharing:
     """A rule that buckets can use.
 
     Raises ValueError for one that is not elementwise or needs what buckets lack, UsageError for an unknown name.
@@ -56,7 +56,7 @@ def make_sharing(given: SharingRule) -> Sharing:
 
 
 @dataclass(frozen=True)
-class Clique:
+class RankGroup:
     """Ranks that all do x <- x + strength (mean of theirs - x)."""
 
     members: tuple[int, ...]
@@ -69,7 +69,7 @@ class Plan:
     def __init__(self, graph: Graph, rule: Sharing, rank: int) -> None:
         """Raises ValueError where the graph does not have what the rule needs."""
         self.graph, self.rule, self.rank = graph, rule, rank
-        self._cliques: dict[int, Clique | None] = {}
+        self._cliques: dict[int, RankGroup | None] = {}
         self._views: dict[tuple[int, float], RoundView] = {}
         self._check()
 
@@ -122,7 +122,7 @@ class Plan:
         """The steps of so many exchanges that all cliques of a topology that repeats are among them."""
         return itertools.islice(exchange_rounds(self.rule), min(max(self.graph.period or 0, 16), 64))
 
-    def clique(self, step: int) -> Clique | None:
+    def clique(self, step: int) -> RankGroup | None:
         """The ranks among whom one all_reduce does the step: more than two, who all hear each other with one weight.
 
         None where it is otherwise; every member comes to the same answer.
@@ -137,7 +137,7 @@ class Plan:
             self._cliques[key] = self._find_clique(step, self.rank)
         return self._cliques[key]
 
-    def _find_clique(self, step: int, rank: int) -> Clique | None:
+    def _find_clique(self, step: int, rank: int) -> RankGroup | None:
         members = {rank, *self.view(step, rank=rank).sources}
         if len(members) <= 2 or not self.rule.linear:
             return None
@@ -150,7 +150,7 @@ class Plan:
         if max(weights) - min(weights) > 1e-12:
             return None
         strength = len(members) * weights[0]
-        return Clique(tuple(sorted(members)), 1.0 if abs(strength - 1.0) < 1e-12 else strength)
+        return RankGroup(tuple(sorted(members)), 1.0 if abs(strength - 1.0) < 1e-12 else strength)
 
     def cliques(self) -> list[tuple[int, ...]]:
         """The members of all cliques that come again, of all ranks, in one order."""

@@ -20,7 +20,7 @@ MAX_LABEL = 60
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """An experiment: per figure the values of its runs in the figure's unit, in the order of the seeds."""
 
     name: str
@@ -41,9 +41,9 @@ class Row:
         return figure.shown(mean) if deviation is None else f"{figure.shown(mean)} ±{figure.shown(deviation)}"
 
 
-def row(name: str, summaries: Sequence[Mapping[str, Any]]) -> Row:
+def row(name: str, summaries: Sequence[Mapping[str, Any]]) -> ComparedRow:
     """summaries: as in summary.json, one per seed."""
-    return Row(name, len(summaries), {
+    return ComparedRow(name, len(summaries), {
         figure.name: [value for each in summaries if (value := _value(each, figure.name)) is not None]
         for figure in COLUMNS
     })  # fmt: skip
@@ -56,13 +56,13 @@ def _value(summary: Mapping[str, Any], name: str) -> float | None:
     return value / max(1, len(summary.get("nodes", {}))) if name in PER_NODE else float(value)
 
 
-def rows(groups: Sequence[Sequence[Ran]]) -> list[Row]:
+def rows(groups: Sequence[Sequence[Ran]]) -> list[ComparedRow]:
     """A row per group of repeats."""
     named = zip(labels(groups), groups, strict=True)
     return [row(label, [each.summary for each in group]) for label, group in named]
 
 
-def text_table(rows: Sequence[Row]) -> str:
+def text_table(rows: Sequence[ComparedRow]) -> str:
     """For a terminal or a page of reStructuredText: a simple table."""
     cells = [["experiment", "runs", *(figure.title for figure in COLUMNS)]]
     names = [each.name if len(each.name) <= MAX_LABEL else f"{each.name[: MAX_LABEL - 4]} ..." for each in rows]
@@ -83,7 +83,7 @@ def text_table(rows: Sequence[Row]) -> str:
     return "\n".join([rule, line(cells[0]), rule, *(line(values) for values in cells[1:]), rule])
 
 
-def csv_table(rows: Sequence[Row]) -> str:
+def csv_table(rows: Sequence[ComparedRow]) -> str:
     """Means and deviations in columns of their own, in the figures' units, for other programs."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -95,6 +95,6 @@ def csv_table(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def as_json(rows: Sequence[Row]) -> str:
+def as_json(rows: Sequence[ComparedRow]) -> str:
     """All values, by experiment and figure, in the figures' units."""
     return json.dumps({each.name: {"runs": each.runs, **{k: list(v) for k, v in each.values.items()}} for each in rows})

@@ -38,7 +38,7 @@ class Told:
 
 
 @dataclass
-class RunState:
+class RunProgress:
     """All local nodes; `update` with every record that comes."""
 
     rounds: int
@@ -53,7 +53,7 @@ class RunState:
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0) -> RunState:
+    def of(cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0) -> RunProgress:
         return cls(rounds, {uid: NodeState(uid) for uid in uids}, evaluate_every=evaluate_every)
 
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from decentnode.metrics.reader import read
 from decentnode.report import repeats
 from decentnode.report.repeats import Ran
 
-__all__ = ["AXES", "METRICS", "Line", "Run", "Series", "lines", "load"]
+__all__ = ["AXES", "METRICS", "Line", "RecordedRun", "Series", "lines", "load"]
 
 METRICS = tuple(CURVES)
 
@@ -31,7 +31,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The records of a run by uid, in order."""
 
     label: str
@@ -93,7 +93,7 @@ class Line:
     """What one line of a plot stands for: a run, or repeats of one experiment."""
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[RecordedRun, ...]
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
         """Of one run its own. Of several, means and standard deviations of the runs' means, over the rounds that all
@@ -111,13 +111,13 @@ class Line:
         )  # fmt: skip
 
 
-def load(path: Path, label: str = "") -> Run:
+def load(path: Path, label: str = "") -> RecordedRun:
     """Raises UsageError when the directory holds no metrics."""
     files = sorted(path.glob("nodes/*/metrics.jsonl"))
     nodes = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
     if not any(nodes.values()):
         raise UsageError(f"{path} holds no metrics: nodes/*/metrics.jsonl must have records")
-    return Run(label or path.parent.name, path, nodes)
+    return RecordedRun(label or path.parent.name, path, nodes)
 
 
 def lines(

@@ -7,13 +7,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from decentnode.report.progress import RunState
+from decentnode.report.progress import RunProgress
 from decentnode.report.words import duration, number, size
 
 COLUMNS = ("node", "round", "loss", "accuracy (after)", "sent", "round time", "waiting", "longest for")
 
 
-def live_table(state: RunState, elapsed: float, note: str, max_rows: int) -> RenderableType:
+def live_table(state: RunProgress, elapsed: float, note: str, max_rows: int) -> RenderableType:
     """A bar, one row per local node (at most `max_rows`), and a line with what concerns all."""
     done = state.round
     bar = Table.grid(padding=(0, 1))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full

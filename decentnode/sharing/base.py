@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor, dtype
 
-from decentnode.component import Component, Config, section
 from decentnode.compression import CODECS
+from decentnode.config.component import Component, Config, section
 from decentnode.graph.base import EQUAL, RoundView
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
@@ -36,7 +36,7 @@ class Sharing(Component, abc.ABC):
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     """mix is x <- w_ii x + sum_j w_ij payload_j["x"], the model being what leaves: where all neighbors have one weight
-    a transport may hand over the sum instead (`own`, `mix_sum`)."""
+    a transport may hand over the sum instead (`own_contribution`, `mix_sum`)."""
     # what is needed of W; the run is refused before it starts where the graph does not give it
     needs_symmetric: ClassVar[bool] = False
     needs_doubly_stochastic: ClassVar[bool] = False
@@ -55,7 +55,7 @@ class Sharing(Component, abc.ABC):
     needs_sequential: ClassVar[bool] = False
     """Whether it uses `begin`, `adjust` or `finish`, which an overlapped schedule cannot serve."""
     needs_tree: ClassVar[bool] = False
-    makes_own_edges: ClassVar[bool] = False
+    overrides_topology: ClassVar[bool] = False
     """Whether `plan` chooses other neighbors than the graph's."""
     needs_groups: ClassVar[bool] = False
     """Whether its Config has `groups` (machine, or lists of uids of one size); the graph must be lumpable between them
@@ -71,10 +71,10 @@ class Sharing(Component, abc.ABC):
         """For rules whose Config has a `step_size` that may be left out: what is tried to find it (step_size.py)."""
         return None
 
-    def locate(self, machines: Sequence[Sequence[int]]) -> None:
+    def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
         """Once, before everything else: the uids on every machine, ascending."""
 
-    def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Once, before the first schema: the shapes of the parameters that stand one after the other in the model."""
 
     def exchange_number(self, round: int) -> int | None:
@@ -97,7 +97,7 @@ class Sharing(Component, abc.ABC):
         """As `plan`, for the model's float buffers; asked of rules with several phases only."""
         return view
 
-    def hears_itself(self, view: RoundView) -> bool:  # noqa: ARG002
+    def includes_self(self, view: RoundView) -> bool:  # noqa: ARG002
         """Whether `received` is to have what this node sent itself, as its neighbors read it, where that is not what it
         gave out: a lossy codec lies between."""
         return False
@@ -150,13 +150,15 @@ class Sharing(Component, abc.ABC):
         """As `mix`, but the result goes to `out`, which shares no memory with `model`."""
         self.mix(out.copy_(model), received, view)
 
-    def own(self, model: Tensor, view: RoundView) -> Payload | None:  # noqa: ARG002
-        """What this node would send to itself in a phase where the sum of what all of `view.circle` send, themselves
-        included, is all that mixing needs; None where it needs every payload. The answer of all of them is alike."""
+    def own_contribution(self, model: Tensor, view: RoundView) -> Payload | None:  # noqa: ARG002
+        """What this node would send to itself in a phase where the sum of what all of `view.averaging_group` send,
+        themselves included, is all that mixing needs; None where it needs every payload. The answer of all of them is
+        alike."""
         return Payload({"x": model}) if self.linear else None
 
     def mix_sum(self, out: Tensor, model: Tensor, total: Tensor, view: RoundView) -> None:
-        """As `mix_into`, from the sum over `view.circle`; only after `own` gave something: x <- (w_ii - w) x + w sum.
+        """As `mix_into`, from the sum over `view.averaging_group`; only after `own_contribution` gave something: x <-
+        (w_ii - w) x + w sum.
 
         out: where the result goes, may be the model itself. total: the sum of their tensors "x", not modified.
         """

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from decentnode import rng
-from decentnode.component import load_class
 from decentnode.compression.base import Codec, make_codec
+from decentnode.config.component import load_class
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
@@ -25,12 +25,12 @@ COUNT = ".count"
 def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing:
     """The rule of a section, within its compression where it does not compress by itself.
 
-    machines: the uids on every machine; without them the rule is still to be told (`locate`).
+    machines: the uids on every machine; without them the rule is still to be told (`set_machines`).
     Raises EnvironmentFault when a codec's library is not installed.
     """
     made: Sharing = load_class(config.name, SHARINGS, "sharing")(config)
     if machines:
-        made.locate(machines)
+        made.set_machines(machines)
     if made.compresses or getattr(config, "compression", None) is None:
         return made
     return Compressed(made, make_codec(config.compression))
@@ -58,18 +58,18 @@ class Compressed(Sharing):
         self.codec = codec
         for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
                      "smallest_eigenvalue", "forgets_losses", "needs_gradient", "phases", "needs_sequential",
-                     "needs_tree", "makes_own_edges", "needs_groups", "scalars"):  # fmt: skip
+                     "needs_tree", "overrides_topology", "needs_groups", "scalars"):  # fmt: skip
             setattr(self, name, getattr(rule, name))
         self.elementwise = rule.elementwise and codec.elementwise  # type: ignore[misc]
         self._specs: dict[str, TensorSpec] = {}
         self._own: Payload | None = None
         """What this node sent, as its neighbors read it, until it is mixed."""
 
-    def locate(self, machines: Sequence[Sequence[int]]) -> None:
-        self.rule.locate(machines)
+    def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
+        self.rule.set_machines(machines)
 
-    def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        self.rule.bind(shapes)
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.rule.set_parameter_shapes(shapes)
 
     def exchange_number(self, round: int) -> int | None:
         return self.rule.exchange_number(round)
@@ -127,7 +127,7 @@ class Compressed(Sharing):
             if id(payload) not in packed:
                 packed[id(payload)] = self._packed(payload, draws)
             out[uid] = packed[id(payload)]
-        self._own = self._decoded(next(iter(out.values()))) if out and self.rule.hears_itself(view) else None
+        self._own = self._decoded(next(iter(out.values()))) if out and self.rule.includes_self(view) else None
         return out
 
     def _packed(self, payload: Payload, draws: torch.Generator | None) -> Payload:
@@ -175,7 +175,7 @@ class Compressed(Sharing):
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         if self.elementwise:
             received = {uid: self._slice(payload) for uid, payload in received.items()}
-        if self._own is not None and self.rule.hears_itself(view):
+        if self._own is not None and self.rule.includes_self(view):
             received, self._own = {**received, view.uid: self._own}, None
         self.rule.mix(model, received, view)
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.sharing.full import Full, FullConfig
 from decentnode.sharing.state import Tensors

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.sharing.momentum_tracking import MildMomentumConfig
 from decentnode.sharing.qg_momentum import QuasiGlobalMomentum

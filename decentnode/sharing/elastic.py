@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig

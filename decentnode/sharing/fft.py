@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.errors import PeerFault
 from decentnode.payload import TensorSpec
 from decentnode.sharing.topk import TopK, TopKConfig

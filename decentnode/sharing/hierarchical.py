@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.mixing import mix_into
@@ -40,20 +40,21 @@ class Hierarchical(Sharing):
     Float buffers take the same matrix in one exchange. Of a node that falls silent, its weight returns: in the first
     phase to the owner of a shard, in the second to the own group, and in the third the others keep their own values of
     its shard. Means are added in ascending order of uid: the same bits on every transport and on all nodes of a group;
-    where a clique is a group, its transport may add them in an order of its own (communication/circle.py).
+    where a clique is a group, its transport may add them in an order of its own
+    (communication/torch_distributed/group_collective.py).
     """
 
     Config: ClassVar[type[component.Config]] = HierarchicalConfig
     phases: ClassVar[int] = 3
     needs_groups: ClassVar[bool] = True
-    makes_own_edges: ClassVar[bool] = True
+    overrides_topology: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:
         assert isinstance(config, HierarchicalConfig)
         self.config = config
         self._groups: Groups | None = None
 
-    def locate(self, machines: Sequence[Sequence[int]]) -> None:
+    def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
         """Raises ValueError for groups that differ in size or miss a node."""
         members = members_of(self.config.groups, machines)
         problem = problem_of(members, sum(map(len, machines)))
@@ -63,7 +64,7 @@ class Hierarchical(Sharing):
 
     @property
     def groups(self) -> Groups:
-        """Known from `locate` on."""
+        """Known from `set_machines` on."""
         assert self._groups is not None, "locate comes before everything else"
         return self._groups
 
@@ -80,12 +81,13 @@ class Hierarchical(Sharing):
             sources = self._alive(groups.mates(view.uid, groups.of(view.sources)), view)
             weights = {uid: weights[uid] for uid in sorted((view.uid, *sources))}
             out = 1.0 / (1 + len(neighbors))
-            return replace(view, neighbors=neighbors, sources=sources, weights=weights,
-                           out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), out), circle=())  # fmt: skip
+            out_weights = dict.fromkeys(sorted((view.uid, *neighbors)), out)
+            return replace(view, neighbors=neighbors, sources=sources, weights=weights, out_weights=out_weights,
+                           averaging_group=())  # fmt: skip
         group = self._alive(sorted(groups.members[at]), view)
         peers = tuple(uid for uid in group if uid != view.uid)
         equal = dict.fromkeys(group, 1.0 / len(group))
-        return replace(view, neighbors=peers, sources=peers, weights=equal, out_weights=equal, circle=group)
+        return replace(view, neighbors=peers, sources=peers, weights=equal, out_weights=equal, averaging_group=group)
 
     def plan_buffers(self, view: RoundView) -> RoundView:
         """W_between kron the mean in a group, in one exchange: the buffers of a group agree as its models do."""
@@ -101,14 +103,14 @@ class Hierarchical(Sharing):
             for uids in (view.neighbors, view.sources)
         )  # fmt: skip
         weights = {uid: alive.get(uid, 0.0) for uid in sorted((view.uid, *sources))}
-        return replace(view, neighbors=neighbors, sources=sources, weights=weights, circle=(),
+        return replace(view, neighbors=neighbors, sources=sources, weights=weights, averaging_group=(),
                        out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), 1.0 / (1 + len(neighbors))))
 
-    def hears_itself(self, view: RoundView) -> bool:
+    def includes_self(self, view: RoundView) -> bool:
         """In the last phase: the owner of a shard keeps it as the others of its group read it, lossy codec or not."""
         return view.phase == GATHER
 
-    def own(self, model: Tensor, view: RoundView) -> Payload | None:
+    def own_contribution(self, model: Tensor, view: RoundView) -> Payload | None:
         if view.phase != REDUCE:
             return None
         return Payload({"x": model[self._shard(model.numel(), view.uid)]})

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.sharing.gradient_tracking import GradientTracking, TrackingConfig
 from decentnode.sharing.qg_momentum import MomentumConfig
 

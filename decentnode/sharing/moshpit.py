@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full
@@ -26,7 +26,7 @@ class Moshpit(Full):
     """
 
     Config: ClassVar[type[component.Config]] = MoshpitConfig
-    makes_own_edges: ClassVar[bool] = True
+    overrides_topology: ClassVar[bool] = True
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)
@@ -44,4 +44,6 @@ class Moshpit(Full):
         group = [members[first + k * step] for k in range(side) if first + k * step < len(members)]
         peers = tuple(uid for uid in group if uid != view.uid)
         weights = dict.fromkeys(group, 1.0 / len(group))
-        return replace(view, neighbors=peers, sources=peers, weights=weights, out_weights=weights, circle=tuple(group))
+        return replace(
+            view, neighbors=peers, sources=peers, weights=weights, out_weights=weights, averaging_group=tuple(group)
+        )

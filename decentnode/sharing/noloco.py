@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component, rng
+from decentnode import rng
+from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
@@ -37,7 +38,7 @@ class NoLoCo(Tensors, LocalSGD):
     elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     needs_sequential: ClassVar[bool] = True
-    makes_own_edges: ClassVar[bool] = True
+    overrides_topology: ClassVar[bool] = True
     TENSORS: ClassVar[tuple[str, ...]] = ("slow", "momentum")
 
     def __init__(self, config: component.Config) -> None:

@@ -10,8 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component, rng
-from decentnode.component import Config
+from decentnode import rng
+from decentnode.config import component
+from decentnode.config.component import Config
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
@@ -36,7 +37,7 @@ class Matrix:
 
 
 @dataclass
-class Edge:
+class EdgeFactors:
     """What both ends of an edge keep alike, up to rounding."""
 
     turn: int
@@ -64,11 +65,11 @@ class PowerGossip(Sharing):
         self.rank = config.rank
         self.matrices: list[Matrix] = []
         self.plain: list[tuple[int, int]] = []
-        self.edges: dict[int, Edge] = {}
+        self.edges: dict[int, EdgeFactors] = {}
         self._sent: dict[int, list[Tensor]] = {}
         self._plain = torch.empty(0)
 
-    def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         start = 0
         for shape in shapes:
             size = torch.Size(shape).numel()
@@ -95,7 +96,7 @@ class PowerGossip(Sharing):
         for uid in view.neighbors:
             edge = self.edges.get(uid)
             if edge is None:
-                edge = self.edges[uid] = Edge(0, self._factors(uid, view, 0))
+                edge = self.edges[uid] = EdgeFactors(0, self._factors(uid, view, 0))
             edge.factors = [factor.to(model.device, model.dtype) for factor in edge.factors]
             products = [
                 (m.of(model).t() if edge.turn % 2 else m.of(model)) @ factor
@@ -145,7 +146,7 @@ class PowerGossip(Sharing):
                 drawn = self._factors(uid, view, edge.turn + 1) if drawn is None else drawn
                 q = drawn[index].to(q)
             fresh.append(q.to(model.dtype))
-        self.edges[uid] = Edge(edge.turn + 1, fresh)
+        self.edges[uid] = EdgeFactors(edge.turn + 1, fresh)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         products = self.rank * sum(max(m.rows, m.columns) for m in self.matrices)
@@ -160,5 +161,6 @@ class PowerGossip(Sharing):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.edges = {
-            int(uid): Edge(int(each["turn"]), [f.clone() for f in each["factors"]]) for uid, each in state.items()
+            int(uid): EdgeFactors(int(each["turn"]), [f.clone() for f in each["factors"]])
+            for uid, each in state.items()
         }

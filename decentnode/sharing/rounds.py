@@ -42,8 +42,8 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0) -> tuple[int, int] | Non
     """(a, b): node a never hears of node b, not even by others, in the rounds in which the rule exchanges; None where
     everybody hears of everybody.
 
-    rule: told what its `plan` needs to know (`locate`). Edges without weight count for nothing, except where the rule
-    has weights of its own.
+    rule: told what its `plan` needs to know (`set_machines`). Edges without weight count for nothing, except where the
+    rule has weights of its own.
     """
     nodes = range(graph.num_nodes)
     own_weights = rule.needs_column_stochastic or rule.needs_tree

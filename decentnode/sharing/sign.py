@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from decentnode import component
-from decentnode.component import Config, section
 from decentnode.compression import CODECS
+from decentnode.config import component
+from decentnode.config.component import Config, section
 from decentnode.sharing.choco import Choco
 from decentnode.sharing.qsgd import QSGDGossipConfig
 

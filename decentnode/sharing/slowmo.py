@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.state import Tensors

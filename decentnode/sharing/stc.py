@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
-from decentnode.component import Config
 from decentnode.compression import bits, indices, select
 from decentnode.compression.base import Codec
+from decentnode.config import component
+from decentnode.config.component import Config
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import TensorSpec

@@ -9,8 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component, rng
+from decentnode import rng
 from decentnode.compression import select
+from decentnode.config import component
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
@@ -36,7 +37,7 @@ class Subsample(Sharing):
         self._sizes: tuple[int, ...] = ()
         self._elements = 0
 
-    def bind(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self._sizes = tuple(torch.Size(shape).numel() for shape in shapes)
 
     def chosen(self, elements: int, uid: int, view: RoundView) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode import component
 from decentnode.compression.wavelets import DWT, WAVELETS
+from decentnode.config import component
 from decentnode.payload import TensorSpec
 from decentnode.sharing.topk import TopK, TopKConfig
 

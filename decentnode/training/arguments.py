@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from decentnode.component import Config, nearest
+from decentnode.config.component import Config, nearest
 
 
 class ArgumentsConfig(Config):

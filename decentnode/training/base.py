@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentnode.component import Component
+from decentnode.config.component import Component
 from decentnode.tensors import FlatModel
 
 Direction = Callable[[Tensor], Tensor]

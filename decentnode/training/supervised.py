@@ -13,17 +13,18 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from decentnode import component, rng
-from decentnode.component import Config, Settings
+from decentnode import rng
+from decentnode.config import component
+from decentnode.config.component import Config, Settings
 from decentnode.data.base import Samples
 from decentnode.errors import CheckpointError, DataError, Diverged
 from decentnode.tensors import FlatModel
 from decentnode.training import statistics
 from decentnode.training.arguments import problem_at
 from decentnode.training.base import Direction, Evaluation, Training, Update
+from decentnode.training.lr_schedules import LearningRateSchedule, ScheduleConfig
 from decentnode.training.optimizers import OptimizerConfig, make_optimizer, trial_of
 from decentnode.training.sampler import Sampler
-from decentnode.training.schedules import Schedule, ScheduleConfig
 from decentnode.training.source import Source
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -98,7 +99,7 @@ class SupervisedConfig(Config):
         if self.label_smoothing and self.loss != "cross_entropy":
             raise ValueError(f"must have loss cross_entropy with label_smoothing, got {self.loss}")
         try:
-            Schedule(self.lr_schedule, trial_of(self.optimizer))
+            LearningRateSchedule(self.lr_schedule, trial_of(self.optimizer))
         except (ValueError, KeyError) as error:  # one_cycle and cyclic move a momentum, which not every optimizer has
             text = f"must suit optimizer {self.optimizer.name}: {error}"
             raise problem_at("lr_schedule", text, self.lr_schedule.name) from error
@@ -140,7 +141,7 @@ class Supervised(Training):
         self._sampler = self._make_sampler()
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(config.optimizer, self._parameters)
-        self._schedule = Schedule(config.lr_schedule, self._optimizer)
+        self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
 
     def _split(self, train: Samples, test: Samples) -> dict[str, tuple[Source, Tensor]]:
         """Per split its source and the indices [M] into it; no sample is in two splits."""

@@ -113,10 +113,10 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Refused:
+class JoinRefused:
     """This node asked to be let in, and can never be."""
 
     reason: str
 
 
-Event = Broken | Install | Going | Outside | Refused
+GenerationEvent = Broken | Install | Going | Outside | JoinRefused

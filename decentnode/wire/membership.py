@@ -22,14 +22,14 @@ from decentnode.wire.codec import bitmap, from_bitmap
 from decentnode.wire.generation import (
     FIRST,
     Broken,
-    Event,
     Generation,
+    GenerationEvent,
     Going,
     Install,
+    JoinRefused,
     Limits,
     Name,
     Outside,
-    Refused,
     new_origin,
     proposer_of,
 )
@@ -95,7 +95,7 @@ class Membership:
         self._digest, self._describe = digest, describe
         self._guest = False
         """Whether this node came from outside and is in no generation yet."""
-        self._events: list[Event] = []
+        self._events: list[GenerationEvent] = []
         self._seen: Name = FIRST
         self._pending: Generation | None = None
         self._installed = False
@@ -125,7 +125,7 @@ class Membership:
         """The generation that messages of this node are of: the one in force, or that it got ready for."""
         return self._pending if self._pending is not None and self._installed else self.generation
 
-    def suspect(self, uids: Collection[int], now: float, reason: str = "", dead: bool = False) -> list[Event]:
+    def suspect(self, uids: Collection[int], now: float, reason: str = "", dead: bool = False) -> list[GenerationEvent]:
         """These do not answer, though they are waited for; or (dead) their processes have ended."""
         self.left -= set(uids)
         self._suspect(set(uids), now, reason, dead)
@@ -149,7 +149,7 @@ class Membership:
         if not following:
             self._turn(now)
 
-    def leave(self, now: float, reason: str) -> list[Event]:
+    def leave(self, now: float, reason: str) -> list[GenerationEvent]:
         """Come from outside: a restarted process, or one that the others went on without."""
         self._go_outside(now, reason)
         return self._taken()
@@ -161,7 +161,7 @@ class Membership:
             if uid != self.uid:
                 self._say(uid, Suspect, generation.name, bitmap([self.uid], self.num_nodes), int(self.stopping))
 
-    def installed(self, generation: Generation, now: float) -> list[Event]:
+    def installed(self, generation: Generation, now: float) -> list[GenerationEvent]:
         """What belonged to the generation before is put away."""
         if self._pending is None or self._pending.name != generation.name:
             return self._taken()
@@ -174,7 +174,7 @@ class Membership:
             self._say(self.coordinator, Ready, generation.name)
         return self._taken()
 
-    def tick(self, now: float, waiting_for: Iterable[int] = (), waiting_seconds: float = 0.0) -> list[Event]:
+    def tick(self, now: float, waiting_for: Iterable[int] = (), waiting_seconds: float = 0.0) -> list[GenerationEvent]:
         """A few times per second. waiting_for: whom the training waits for, and for how long already."""
         if self._last_tick is not None and now - self._last_tick > self.limits.suspect_seconds / 2:
             self._forgive(now)  # this process did not run: that is nobody else's silence
@@ -192,7 +192,7 @@ class Membership:
         elif self.stage in ("preparing", "committing"):
             self._lead(now)
         elif self.stage == "outside":
-            self._knock(now)
+            self._request_join(now)
         elif self.stage == "short":
             if self.stopping:
                 self._turn(now)  # to close, any number is enough
@@ -207,7 +207,7 @@ class Membership:
 
     # -- messages ---------------------------------------------------------------------------------------------
 
-    def receive(self, message: Message, now: float) -> list[Event]:
+    def receive(self, message: Message, now: float) -> list[GenerationEvent]:
         """Raises PeerFault for what may not be said; nothing changes then."""
         source = message.source
         if source >= self.num_nodes or source == self.uid:
@@ -387,7 +387,7 @@ class Membership:
 
     def _on_denied(self, denied: Denied, now: float) -> None:  # noqa: ARG002
         if self.stage == "outside" and denied.digest == self._digest:
-            self._events.append(Refused(f"refused by {self._describe(denied.source)}: {denied.reason}"))
+            self._events.append(JoinRefused(f"refused by {self._describe(denied.source)}: {denied.reason}"))
 
     @staticmethod
     def _is_of(proposer: int, name: Name) -> bool:
@@ -575,7 +575,7 @@ class Membership:
             names.clear()
         self._events.append(Outside(reason))
 
-    def _knock(self, now: float) -> None:
+    def _request_join(self, now: float) -> None:
         if now < self._next_join:
             return
         self._next_join = now + JOIN_EVERY_SECONDS
@@ -612,7 +612,7 @@ class Membership:
         number, origin = self.generation.name if name is None else name
         self.outbox.append((to, kind(self.run, number, self.uid, *values, origin=origin)))
 
-    def _taken(self) -> list[Event]:
+    def _taken(self) -> list[GenerationEvent]:
         events, self._events = self._events, []
         return events
 

@@ -1,6 +1,6 @@
 """Everything that nodes say to each other, as frozen dataclasses with bounded fields.
 
-A message travels as a header (a msgpack array with fixed positions) behind a prefix (wire/seal.py); `Chunk` and
+A message travels as a header (a msgpack array with fixed positions) behind a prefix (wire/framing.py); `Chunk` and
 `Part` have raw little-endian tensor bytes behind it, in a second frame where they are many.
 """
 
@@ -206,7 +206,8 @@ class Report(Message):
 
 @dataclass(frozen=True)
 class Slot(Message):
-    """A doorbell: my payload of this round lies in this slot of my board (communication/board.py)."""
+    """A doorbell: my payload of this round lies in this slot of my publish buffer
+    (communication/shared_memory/publish_buffer.py)."""
 
     TYPE: ClassVar[int] = 16
     round: int = number(MAX_ROUND)

@@ -50,7 +50,7 @@ MAX_HELLOS = 8
 
 
 @dataclass(frozen=True)
-class Tree:
+class ControlTree:
     """The control tree as one uid sees it."""
 
     uid: int
@@ -58,13 +58,13 @@ class Tree:
     children: tuple[int, ...]
 
     @classmethod
-    def of(cls, uid: int, num_nodes: int, fan_out: int = FAN_OUT) -> Tree:
+    def of(cls, uid: int, num_nodes: int, fan_out: int = FAN_OUT) -> ControlTree:
         first = uid * fan_out + 1
         children = tuple(range(first, min(first + fan_out, num_nodes)))
         return cls(uid, (uid - 1) // fan_out if uid else None, children)
 
     @classmethod
-    def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> Tree:
+    def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> ControlTree:
         """The tree over `members`, ascending, the lowest of which is the root."""
         place = cls.of(members.index(uid), len(members), fan_out)
         parent = None if place.parent is None else members[place.parent]
@@ -108,7 +108,7 @@ class PeerDeparted:
     rounds: int
 
 
-Event = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | Message
+SessionEvent = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | Message
 
 _ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
 IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Skipped, Ask, Key})
@@ -148,7 +148,7 @@ class Session:
         self.generation, self.origin = FIRST
         self.members: tuple[int, ...] = tuple(range(num_nodes))
         """Of the generation, ascending."""
-        self.tree = Tree.among(uid, self.members)
+        self.tree = ControlTree.among(uid, self.members)
         self.state = "joining"
         self.outbox: list[tuple[int, Message]] = []
         self.present = {uid}
@@ -169,7 +169,7 @@ class Session:
         """Go on as a member of another generation: what was said in the one before counts no more, but a stop."""
         self.run, self.members = run, members
         self.generation, self.origin = name
-        self.tree, self.state, self._welcomed = Tree.among(self.uid, members), "running", True
+        self.tree, self.state, self._welcomed = ControlTree.among(self.uid, members), "running", True
         self.outbox.clear()
         self.departed.clear()
         self.failed.clear()
@@ -187,7 +187,7 @@ class Session:
     def send(self, to: int, kind: type[Message], *values: object) -> None:
         self.outbox.append((to, kind(self.run, self.generation, self.uid, *values, origin=self.origin)))
 
-    def tick(self, now: float) -> list[Event]:
+    def tick(self, now: float) -> list[SessionEvent]:
         """Called a few times per second while joining; `now` is any monotonic clock."""
         self._hellos.clear()
         if self.state == "joining" and not self._welcomed and now >= self._next_hello:
@@ -232,7 +232,7 @@ class Session:
 
     # -- incoming ---------------------------------------------------------------------------------------------
 
-    def receive(self, message: Message) -> list[Event]:
+    def receive(self, message: Message) -> list[SessionEvent]:
         """Events for one decoded message. Raises PeerFault when it may not be said, and then changes nothing."""
         self.admit(message)
         handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
@@ -276,7 +276,7 @@ class Session:
             reason = "stale_generation" if stale else "wrong_generation"
             raise PeerFault(reason, f"{type(message).__name__} of generation {message.generation}")
 
-    def _on_hello(self, hello: Hello) -> list[Event]:
+    def _on_hello(self, hello: Hello) -> list[SessionEvent]:
         heard = self._hellos[hello.source] = self._hellos.get(hello.source, 0) + 1
         if heard > MAX_HELLOS:
             raise PeerFault("hello_flood", f"from {hello.source}")
@@ -311,7 +311,7 @@ class Session:
             self.send(self._parent(), Refused, uid, fitting(reason))
         return True
 
-    def _on_welcome(self, welcome: Welcome) -> list[Event]:
+    def _on_welcome(self, welcome: Welcome) -> list[SessionEvent]:
         if self._welcomed:
             return []
         self.run = welcome.run
@@ -323,13 +323,13 @@ class Session:
         self._tell_presence()
         return []
 
-    def _on_reject(self, reject: Reject) -> list[Event]:
+    def _on_reject(self, reject: Reject) -> list[SessionEvent]:
         if self.state != "joining" or self._welcomed or reject.digest != self.digest:
             return []
         self.state = "failed"
         return [Rejected(reject.reason)]
 
-    def _on_present(self, present: Present) -> list[Event]:
+    def _on_present(self, present: Present) -> list[SessionEvent]:
         self.present |= from_bitmap(present.uids, self.num_nodes)
         for uid in self.present & self.refusals.keys():
             del self.refusals[uid]
@@ -341,46 +341,46 @@ class Session:
             self._present_sent = set(self.present)
             self.send(self._parent(), Present, bitmap(self.present, self.num_nodes))
 
-    def _complete(self) -> list[Event]:
+    def _complete(self) -> list[SessionEvent]:
         if self.state == "joining" and self.tree.parent is None and len(self.present) == self.num_nodes:
             return self._begin()
         return []
 
-    def _begin(self) -> list[Event]:
+    def _begin(self) -> list[SessionEvent]:
         self.state = "running"
         self.present = set(range(self.num_nodes))
         for child in self.tree.children:
             self.send(child, Start)
         return [Joined()]
 
-    def _on_start(self, start: Start) -> list[Event]:  # noqa: ARG002
+    def _on_start(self, start: Start) -> list[SessionEvent]:  # noqa: ARG002
         return self._begin()
 
-    def _on_refused(self, refused: Refused) -> list[Event]:
+    def _on_refused(self, refused: Refused) -> list[SessionEvent]:
         if refused.uid >= self.num_nodes:
             raise PeerFault("unknown_uid", str(refused.uid))
         self.note_refusal(refused.uid, refused.reason)
         return []
 
-    def _on_absent(self, absent: Absent) -> list[Event]:
+    def _on_absent(self, absent: Absent) -> list[SessionEvent]:
         missing = tuple(sorted(from_bitmap(absent.uids, self.num_nodes)))
         self.state = "failed"
         for child in self.tree.children:
             self.send(child, Absent, absent.uids, absent.reason)
         return [NotAssembled(missing, absent.reason)]
 
-    def _on_stop(self, stop: Stop) -> list[Event]:
+    def _on_stop(self, stop: Stop) -> list[SessionEvent]:
         if self.stop_asked:
             return []
         self.stop_asked = True
         self._flood(Stop, but=stop.source)
         return [StopAsked()]
 
-    def _on_depart(self, depart: Depart) -> list[Event]:
+    def _on_depart(self, depart: Depart) -> list[SessionEvent]:
         self.departed[depart.source] = depart.rounds
         return [PeerDeparted(depart.source, depart.rounds)]
 
-    def _on_fail(self, fail: Fail) -> list[Event]:
+    def _on_fail(self, fail: Fail) -> list[SessionEvent]:
         if fail.uid >= self.num_nodes:
             raise PeerFault("unknown_uid", str(fail.uid))
         if fail.uid in self.failed:
@@ -389,7 +389,7 @@ class Session:
         self._flood(Fail, fail.uid, fail.reason, but=fail.source)
         return [PeerFailed(fail.uid, fail.reason)]
 
-    def _on_report(self, report: Report) -> list[Event]:
+    def _on_report(self, report: Report) -> list[SessionEvent]:
         if report.uid >= self.num_nodes:
             raise PeerFault("unknown_uid", str(report.uid))
         if self.tree.parent is not None:
@@ -409,5 +409,5 @@ class Session:
         found: list[int] = []
         while level:
             found += level
-            level = [child for uid in level for child in Tree.among(uid, self.members).children]
+            level = [child for uid in level for child in ControlTree.among(uid, self.members).children]
         return sorted(found)

@@ -3,8 +3,8 @@
 Two processes, each sending and receiving one model at a time. Raw gloo and every way of ours take turns round by round
 between the same two processes, each with buffers of its own and in an order drawn anew each time, so that what else the
 machine does and what lies in its caches hits all alike. Ours includes the header, chunks,
-counters and the hand-over to the training thread; the model lies where `claim` put it, as in a real round. Nothing is
-mixed.
+counters and the hand-over to the training thread; the model lies where `acquire_slot` put it, as in a real round.
+Nothing is mixed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from common import machine, memory_ceilings, run_rounds
 from link import both
 
 from decentnode.communication.base import Schema
-from decentnode.communication.collective import Collective
-from decentnode.communication.gloo import connect, listen, make_group
-from decentnode.communication.zeromq_config import BindPlan
+from decentnode.communication.hybrid.collective import Collective
+from decentnode.communication.torch_distributed.gloo import connect, listen, make_group
+from decentnode.communication.zeromq.config import BindPlan
 from decentnode.payload import Payload, TensorSpec
 
 SIZES = {"100 MB": (25_000_000, 20), "4 MB": (1_000_000, 200), "4 KB": (1000, 1000)}
@@ -40,7 +40,7 @@ RUNS = {
     "zeromq": "zeromq",
     "shared_memory": "shared_memory",
 }
-ALL = {"all_reduce": "collective", "point to point": "{name: collective, at_once: false}"}
+ALL = {"all_reduce": "collective", "point to point": "{name: collective, use_collectives: false}"}
 
 
 def open_node(uid: int, elements: int, folder: Path, batched: bool, pipe: Connection) -> Collective:
@@ -91,7 +91,7 @@ class OwnExchange:
         other = 1 - self.node.uid
         flying = self.node.exchange(self.round, {other: Payload({"x": self.x})}, (other,))
         assert sum(arrival.stop - arrival.start for arrival in flying.arrivals(60)) == self.x.numel()
-        place = self.node.claim(self.x, 60)  # as a round does: the next model goes where it can be sent from
+        place = self.node.acquire_slot(self.x, 60)  # as a round does: the next model goes where it can be sent from
         self.x = self.x if place is None else place
         self.round += 1
 

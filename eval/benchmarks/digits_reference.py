@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import decentnode.data
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.data.base import Partition, Samples
 from decentnode.models.base import Model
 from decentnode.tensors import FlatModel

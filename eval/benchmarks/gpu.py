@@ -322,8 +322,8 @@ def codecs(tiny: bool) -> Iterator[Row]:
     """Choosing, coding of indices and quantizing, in copies of the model measured in the same process."""
     import torch
 
-    from decentnode.component import load_class
     from decentnode.compression import CODECS, indices, select
+    from decentnode.config.component import load_class
 
     gpu = on_gpu(tiny)
     elements = 25_000_000 if gpu else 100_000
@@ -398,8 +398,8 @@ def staging(tiny: bool) -> Iterator[Row]:
         return
     import torch
 
-    from decentnode.communication.plan import TensorPlan, to_bytes
-    from decentnode.communication.staging import CudaCopies, Staging
+    from decentnode.communication.receive.chunking import TensorPlan, to_bytes
+    from decentnode.communication.receive.staging import CudaCopies, Staging
     from decentnode.payload import TensorSpec
 
     elements = 32_000_000

@@ -24,9 +24,9 @@ import zmq
 from common import machine, memory_ceilings
 
 from decentnode.communication.base import Schema
-from decentnode.communication.security import load_keyring, write_keys
-from decentnode.communication.zeromq import ZeroMQ
-from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
+from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
+from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import keep_freed_memory
 
@@ -154,7 +154,7 @@ class Edge:
         node = self.open(uid, pipe)
         x, times = torch.ones(self.elements), []
         for r in range(REPEATS + 1):
-            place = node.claim(x, 60)  # as a round does: the model moves where it can be sent from
+            place = node.acquire_slot(x, 60)  # as a round does: the model moves where it can be sent from
             x = x if place is None else place.copy_(x)
             node.barrier(f"round {r}", 60)
             started = time.perf_counter()

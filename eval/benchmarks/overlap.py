@@ -23,8 +23,8 @@ from common import CONFIG, machine, planned_mb, round_records, separate_seconds
 MODEL = "{name: mlp, hidden: [4096, 3000]}"
 SCHEDULES = {
     "sequential": ["node.schedule=sequential"],
-    "overlapped, mixed after": ["node.schedule=overlapped", "node.mix_behind=false"],
-    "overlapped, mixed behind": ["node.schedule=overlapped", "node.mix_behind=true"],
+    "overlapped, mixed after": ["node.schedule=overlapped", "node.mix_in_background=false"],
+    "overlapped, mixed behind": ["node.schedule=overlapped", "node.mix_in_background=true"],
 }
 PARTS = ("seconds", "train_seconds", "send_seconds", "wait_seconds", "mix_seconds", "overlap")
 

@@ -15,8 +15,8 @@ import torch
 from common import machine
 from torch import Tensor
 
-from decentnode.component import load_class, section
 from decentnode.compression import indices, select
+from decentnode.config.component import load_class, section
 from decentnode.graph import GRAPHS, WEIGHTS, build
 from decentnode.graph.base import view
 from decentnode.mixing import mix_into, passes
@@ -89,7 +89,7 @@ def rule(options: dict[str, object], shapes: list[tuple[int, ...]], model: Tenso
     models = [model.clone(), model + 0.01 * torch.randn(model.shape, generator=torch.Generator().manual_seed(2))]
     encode, decode, mix, size = [], [], [], 0
     for each in nodes:
-        each.bind(shapes)
+        each.set_parameter_shapes(shapes)
         each.payload_schema(model.numel(), model.dtype)
     for r in range(REPEATS + 1):
         seen = [view(graph, uid, r, 1) for uid in range(2)]

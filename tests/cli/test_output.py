@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-from decentnode.cli.output import KEPT_CHARACTERS, PROGRESS_CHARACTERS, Kind, Output
+from decentnode.cli.output import KEPT_CHARACTERS, PROGRESS_CHARACTERS, Output, OutputKind
 
 
 def pipe() -> tuple[int, TextIO]:
@@ -33,11 +33,11 @@ def test_what_a_full_pipe_does_not_take_waits_in_order_and_progress_is_dropped()
     output = Output(stream)
     line = "p" * 1023 + "\n"
     for _ in range(4 * PROGRESS_CHARACTERS // len(line)):
-        output.put(line, Kind.PROGRESS)
+        output.put(line, OutputKind.PROGRESS)
     for _ in range(2 * KEPT_CHARACTERS // len(line)):
-        output.put(line.replace("p", "l"), Kind.LINE)
-    output.put("the error\n", Kind.ERROR)
-    output.put("the result\n", Kind.RESULT)
+        output.put(line.replace("p", "l"), OutputKind.LINE)
+    output.put("the error\n", OutputKind.ERROR)
+    output.put("the result\n", OutputKind.RESULT)
     assert output.behind and not output.drain(0.0)
     found: list[str] = []
     reader = threading.Thread(target=lambda: found.extend(read_all(reading)))
@@ -59,7 +59,7 @@ def test_a_closed_pipe_gets_nothing_and_errors_go_to_the_other_stream(tmp_path: 
     os.close(reading)
     with open(tmp_path / "stderr", "w") as instead:
         output = Output(stream, instead)
-        for kind in Kind:
+        for kind in OutputKind:
             output.put(f"{kind.name}\n", kind)
         assert output.drain(30)
     assert (tmp_path / "stderr").read_text() == "ERROR\n"
@@ -69,14 +69,14 @@ def test_an_error_is_not_written_twice_into_one_closed_pipe(tmp_path: Path) -> N
     reading, stream = pipe()
     os.close(reading)
     output = Output(stream, stream)
-    output.put("error\n", Kind.ERROR)
+    output.put("error\n", OutputKind.ERROR)
     assert output.drain(30)
 
 
 def test_a_stream_without_a_descriptor_is_written_to(tmp_path: Path) -> None:
     stream = io.StringIO()
     output = Output(stream)
-    with output.writing(Kind.RESULT):
+    with output.writing(OutputKind.RESULT):
         print("a", "b", file=output)
     assert output.drain(30) and stream.getvalue() == "a b\n"
     assert output.foreground and not output.isatty()
@@ -87,7 +87,7 @@ def test_a_stream_made_non_blocking_by_somebody_loses_nothing() -> None:
     os.set_blocking(stream.fileno(), False)
     output = Output(stream)
     text = "x" * 200_000 + "\n"
-    output.put(text, Kind.RESULT)
+    output.put(text, OutputKind.RESULT)
     found: list[str] = []
     reader = threading.Thread(target=lambda: found.extend(read_all(reading)))
     reader.start()

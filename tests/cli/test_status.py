@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from decentnode.cli import main
-from decentnode.report.status import blame, going, state_of, table
+from decentnode.report.run_status import blame, going, state_of, table
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication, Schema
-from decentnode.communication.collective import Collective
-from decentnode.communication.hybrid import Hybrid
+from decentnode.communication.hybrid.collective import Collective
+from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.inproc import Hub, Inproc
-from decentnode.communication.security import load_keyring, write_keys
-from decentnode.communication.zeromq import ZeroMQ
-from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
+from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
+from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload, TensorSpec
 
 BATCHED = "batched"

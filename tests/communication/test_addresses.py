@@ -10,11 +10,11 @@ import pytest
 import torch
 import zmq
 
-from decentnode.communication import connections
-from decentnode.communication.collective import Collective
-from decentnode.communication.security import load_keyring, write_keys
-from decentnode.communication.zeromq import ZeroMQ
-from decentnode.communication.zeromq_config import BindPlan
+from decentnode.communication.hybrid.collective import Collective
+from decentnode.communication.zeromq import connections
+from decentnode.communication.zeromq.config import BindPlan
+from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault
 from decentnode.mapping.hosts import endpoint
 from tests.communication.contract import flat_schema, gossip, nodes, together

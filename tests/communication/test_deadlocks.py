@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Arrival, Communication, Schema
-from decentnode.communication.clique import SEND_WINDOW
-from decentnode.communication.communicator import MAX_OPERATIONS, GlooCommunicator
-from decentnode.communication.hybrid import Hybrid
+from decentnode.communication.hybrid.transport import Hybrid
+from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW
+from decentnode.communication.torch_distributed.communicator import MAX_OPERATIONS, GlooCommunicator
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS

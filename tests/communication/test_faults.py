@@ -14,11 +14,11 @@ import pytest
 import torch
 from zmq import Frame
 
-from decentnode.communication.io_thread import BULK
-from decentnode.communication.zeromq import ZeroMQ
+from decentnode.communication.zeromq.io_thread import BULK
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
-from decentnode.wire import seal
+from decentnode.wire import framing
 from tests.communication.contract import flat_schema, make, together, values
 from tests.communication.relay import Relay
 from tests.conftest import scale, wait_until
@@ -100,7 +100,7 @@ def watch_numbers(node: ZeroMQ, seen: dict[tuple[int, int], bytes]) -> list[int]
     send, again = node._io.send, [0]
 
     def watched(uid: int, plane: int, first: bytes, body: Frame | bytes | None, token: bytes = b"") -> bool:
-        sequence = seal.opened(memoryview(first))[0]
+        sequence = framing.opened(memoryview(first))[0]
         if plane == BULK and sequence:
             second = b"" if body is None else bytes(body if isinstance(body, bytes) else body.buffer)
             digest = hashlib.sha256(first + second).digest()
@@ -126,7 +126,7 @@ def test_what_is_sent_again_is_what_was_sent_although_the_model_goes_on(transpor
             for r in range(rounds):
                 model.fill_(10.0 * r + node.uid)  # the local steps, where the model lives
                 exchange = node.exchange(r, {other: Payload({"x": model})}, (other,))
-                place = node.claim(model, 60)
+                place = node.acquire_slot(model, 60)
                 assert place is not None
                 for arrival in exchange.arrivals(60):
                     got = arrival.received[other].tensors["x"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from decentnode.communication.base import Counters, Schema
-from decentnode.communication.inbox import Inbox
-from decentnode.communication.status import Status
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.run_state import RunState
 from decentnode.errors import PeerFault
 from decentnode.payload import TensorSpec
 from decentnode.wire import codec
@@ -76,7 +76,7 @@ def test_the_inbox_takes_or_refuses_any_chunk(elementwise: bool) -> None:
         consumed[0] += size
 
     counters = Counters()
-    inbox = Inbox((Schema(600_000, specs, elementwise),), 1 << 20, Status(), counters, count)
+    inbox = Inbox((Schema(600_000, specs, elementwise),), 1 << 20, RunState(), counters, count)
     totals = (0, 1, 10, 700, 900, 901, 600_000, 1 << 40)
     taken = refused = 0
     for step in range(scale(4000, 100_000)):
@@ -98,9 +98,9 @@ def test_the_inbox_takes_or_refuses_any_chunk(elementwise: bool) -> None:
 
 
 class Slots:
-    """A reader of a board that is not there."""
+    """A reader of a publish buffer that is not there."""
 
-    borrows = False
+    imported = False
 
     def __init__(self, elements: int) -> None:
         self.slots = [[[torch.zeros(elements)] for _ in range(2)]]
@@ -114,7 +114,7 @@ class Slots:
 def test_the_inbox_takes_or_refuses_any_doorbell(exact: bool) -> None:
     draw = random.Random(int(exact))
     spec = {"x": TensorSpec(torch.float32, 1000, exact=exact)}
-    inbox = Inbox((Schema(1000, spec, exact),), 1 << 20, Status(), Counters(), lambda _uid, _size: None)
+    inbox = Inbox((Schema(1000, spec, exact),), 1 << 20, RunState(), Counters(), lambda _uid, _size: None)
     readers = [Slots(1000) for _ in range(4)]
     sizes = [b"", *((n).to_bytes(8, "little") for n in (0, 1, 999, 1000, 1001, 1 << 40)), bytes(16)]
     taken: dict[str, int] = {}
@@ -142,7 +142,7 @@ def test_the_inbox_takes_or_refuses_any_doorbell(exact: bool) -> None:
 def test_payloads_that_came_as_chunks_take_none_of_a_boards_slots() -> None:
     """A sender whose neighbors get different payloads rings for some rounds and sends chunks for others."""
     spec = {"x": TensorSpec(torch.float32, 10, exact=False)}
-    inbox = Inbox((Schema(10, spec, False),), 1 << 20, Status(), Counters(), lambda _uid, _size: None)
+    inbox = Inbox((Schema(10, spec, False),), 1 << 20, RunState(), Counters(), lambda _uid, _size: None)
     packed = (10).to_bytes(8, "little")
     for round in range(6):
         inbox.put(Chunk(RUN, 0, 1, round, 0, 0, 0, 10, {}), memoryview(bytearray(40)))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.communication.security import load_keyring, write_keys
-from decentnode.communication.zeromq import ZeroMQ
-from decentnode.communication.zeromq_config import BindPlan, ZeroMQConfig
+from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
+from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError
 from decentnode.wire.generation import Limits
 from tests.communication.contract import flat_schema, together

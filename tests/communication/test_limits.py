@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 import zmq
 
-from decentnode.communication.plan import MESSAGE_COST
-from decentnode.communication.zeromq import ZeroMQ
+from decentnode.communication.receive.chunking import MESSAGE_COST
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.metrics.events import EVENTS
 from decentnode.tensors import BLOCK_ELEMENTS
-from decentnode.wire import codec, seal
+from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk
 from tests.communication.contract import flat_schema, gossip, nodes
 
@@ -56,8 +56,8 @@ def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:
         for chunk in range(16):
             header = codec.encode(Chunk(victim.run_id, 0, 1, 0, 0, 0, chunk, elements, {}))
             body = bytes(4 * BLOCK_ELEMENTS)
-            sum_ = seal.body_sum(seal.XXH3, body)
-            dealer.send_multipart([seal.sealed(1 + chunk, header, seal.XXH3, sum_), body])
+            sum_ = framing.body_sum(framing.XXH3, body)
+            dealer.send_multipart([framing.sealed(1 + chunk, header, framing.XXH3, sum_), body])
         until(lambda: seen.count(("window_exceeded", 1)) == 16 - fitting, lambda: victim.counters.faults)
         assert victim.counters.faults == {"window_exceeded": 16 - fitting} and "window_exceeded" in EVENTS
         (incoming,) = victim._inbox._incoming[0, 0].values()

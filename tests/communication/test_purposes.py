@@ -7,9 +7,9 @@ import torch
 
 from decentnode.build import schemas_of, step_all
 from decentnode.communication.base import Communication, EdgeCounters, purpose_of
-from decentnode.communication.plan import MESSAGE_COST
-from decentnode.communication.traffic import Outgoing
-from decentnode.component import load_class
+from decentnode.communication.receive.chunking import MESSAGE_COST
+from decentnode.communication.zeromq.link_state import QueuedMessage
+from decentnode.config.component import load_class
 from decentnode.metrics.figures import PURPOSES, Purpose
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node
@@ -17,7 +17,7 @@ from decentnode.payload import SCALAR_BYTES, Payload
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.compressed import make_sharing
 from decentnode.tensors import BLOCK_ELEMENTS
-from decentnode.wire import seal
+from decentnode.wire import framing
 from tests.communication.contract import BATCHED, TRANSPORTS, nodes, together
 from tests.communication.test_faults import one_round, over_relays
 from tests.graph.contract import make
@@ -92,7 +92,7 @@ def test_payloads_are_split_by_name_and_scalars_are_metadata() -> None:
 def test_a_body_counts_for_its_purpose_and_the_rest_as_protocol(
     purpose: Purpose, counted: tuple[int, int]
 ) -> None:
-    message, edge = Outgoing.bulk(b"header", memoryview(bytes(900)), seal.XXH3, purpose=purpose), EdgeCounters()
+    message, edge = QueuedMessage.bulk(b"header", memoryview(bytes(900)), framing.XXH3, purpose=purpose), EdgeCounters()
     assert message.cost == 900 + MESSAGE_COST
     first, body = message.frames(1, None)
     message.count(edge, first, body)

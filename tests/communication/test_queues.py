@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from decentnode.communication.base import Communication
-from decentnode.communication.layout import SLOTS
-from decentnode.communication.traffic import MAX_PAYLOADS, MAX_URGENT, Edge
-from decentnode.communication.zeromq import ZeroMQ
+from decentnode.communication.shared_memory.layout import SLOTS
+from decentnode.communication.zeromq.link_state import MAX_PAYLOADS, MAX_URGENT, PeerLink
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import flat_schema, nodes, together
@@ -57,7 +57,7 @@ def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(t
 
 
 def test_messages_without_numbers_for_a_peer_that_takes_none_are_bounded() -> None:
-    urgent = Edge(1 << 20, needs_pass=False).planes[0].urgent
+    urgent = PeerLink(1 << 20, needs_pass=False).planes[0].urgent
     for number in range(3 * MAX_URGENT):
         urgent.append(b"%d" % number)
     assert len(urgent) == MAX_URGENT and urgent[-1] == b"%d" % (3 * MAX_URGENT - 1), "the newest are kept"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from decentnode import compression
-from decentnode.component import load_class
 from decentnode.compression.base import Codec
+from decentnode.config.component import load_class
 from decentnode.errors import PeerFault
 
 Make = Callable[[], Codec]

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from decentnode.component import Component, Config, Settings, section
-from decentnode.problems import explain
-from decentnode.yaml_source import Item, parse
+from decentnode.config.component import Component, Config, Settings, section
+from decentnode.config.problems import explain
+from decentnode.config.yaml_source import Item, parse
 
 
 class SgdConfig(Config):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ConfigDict, ValidationError
 
-from decentnode.component import Config, load_class, nearest, section
+from decentnode.config.component import Config, load_class, nearest, section
 from decentnode.errors import UsageError
 
 from . import fakes

@@ -354,3 +354,19 @@ def test_cliques_and_edges_must_fit_the_mapping(write):
     text = said(write(BASE + "mapping: {name: linear, nodes_per_machine: 4}\n" + wrong))
     assert "communication.cliques must name nodes of the run, got 99 of 4 nodes" in text
     assert "communication.edges by collective need both nodes in one clique, got 0 and 1" in text
+
+
+def test_a_key_under_its_former_name_is_read_with_a_hint(write, caplog: pytest.LogCaptureFixture) -> None:
+    text = BASE + "communication: {name: collective, at_once: false}\nnode: {rounds: 2, mix_behind: false}\n"
+    experiment = load(write(text), environ={}, check=False)
+    assert experiment.communication.use_collectives is False
+    assert experiment.origin("communication.use_collectives").startswith("a.yaml:")
+    assert "communication.at_once is called communication.use_collectives now" in caplog.text
+    assert "node.mix_behind is called node.mix_in_background now" in caplog.text
+    assert load(write(BASE), ["node.mix_behind=false"], environ={}, check=False).node.mix_in_background is False
+
+
+def test_a_key_under_both_its_names_is_an_error(write) -> None:
+    text = BASE + "communication: {name: collective, at_once: false, use_collectives: true}\n"
+    with pytest.raises(ConfigError, match=r"communication.at_once is called communication.use_collectives now"):
+        load(write(text), environ={}, check=False)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decentnode.config.yaml_source import MAX_BYTES, assignments, merge, parse, problem, read, replace
 from decentnode.errors import ConfigError
-from decentnode.yaml_source import MAX_BYTES, assignments, merge, parse, problem, read, replace
 
 
 def said(text: str) -> str:

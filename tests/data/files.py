@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.data import DATASETS
 from decentnode.data.base import Dataset
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.data import DATASETS, shares
 from decentnode.errors import DataError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.data import PARTITIONS
 from decentnode.data.base import Partition
 from decentnode.errors import DataError

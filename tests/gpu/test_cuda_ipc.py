@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decentnode.communication.hybrid import Hybrid
+from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload
 from tests.gpu.processes import on_one_gpu
@@ -19,7 +19,7 @@ ELEMENTS = 64_000_000
 
 def exchange_and_check(node: Hybrid, device: torch.device) -> bool:
     others = tuple(uid for uid in range(len(node._machine_of)) if uid != node.uid)
-    assert node.edges.way(node.uid, others[0]) == "cuda_ipc" and node._memory.readers == set(others)
+    assert node.routing.way(node.uid, others[0]) == "cuda_ipc" and node._memory.readers == set(others)
     for r in range(20):
         x = torch.full((node.schemas[0].elements,), 100.0 * r + node.uid, device=device)
         flying = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)

@@ -43,8 +43,8 @@ def test_batches_give_the_bits_of_one_process(tmp_path: Path, device: str, backe
     common = (f"graph={{name: {'ring' if nodes > 2 else 'complete'}, nodes: {nodes}}}", "node.rounds=6",
               f"mapping={{name: linear, nodes_per_machine: {nodes}, device: {device}}}", "node.evaluate_every=0",
               f"sharing={rule}")  # fmt: skip
-    # all_reduce adds in another order, hence at_once: false
-    options = "at_once: false, " + ("batched: true" if backend == "gloo" else "backend: nccl")
+    # all_reduce adds in another order, hence use_collectives: false
+    options = "use_collectives: false, " + ("batched: true" if backend == "gloo" else "backend: nccl")
     way = f"communication={{name: collective, {options}}}"
     found, summary = models_of(tmp_path / "batches", *common, way)
     expected, _ = models_of(tmp_path / "one", *common, "communication=inproc")

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from decentnode.communication.arrivals import InboxExchange
-from decentnode.communication.base import Circle, Counters, Schema
-from decentnode.communication.batched import BatchedPath
-from decentnode.communication.circle import Kind, SumExchange
-from decentnode.communication.communicator import NcclCommunicator, describe_gpu, refusal
-from decentnode.communication.gloo import connect, listen
-from decentnode.communication.inbox import Inbox
-from decentnode.communication.status import Status
+from decentnode.communication.base import AveragingGroup, Counters, Schema
+from decentnode.communication.receive.exchange import InboxExchange
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.run_state import RunState
+from decentnode.communication.torch_distributed.batched_p2p import BatchedPath
+from decentnode.communication.torch_distributed.communicator import NcclCommunicator, describe_gpu, refusal
+from decentnode.communication.torch_distributed.gloo import connect, listen
+from decentnode.communication.torch_distributed.group_collective import CollectiveKind, SumExchange
 from decentnode.payload import Payload, TensorSpec
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def path() -> Iterator[BatchedPath]:
     """A node that is its own neighbor."""
     if not dist.is_nccl_available():
         pytest.skip("this build of torch has no NCCL")
-    device, status, counters = torch.device("cuda", torch.cuda.current_device()), Status(), Counters()
+    device, status, counters = torch.device("cuda", torch.cuda.current_device()), RunState(), Counters()
     inbox = Inbox((DENSE, SPARSE), 1 << 22, status, counters, lambda uid, size: None, device=device)
     server = listen("127.0.0.1", 30)
     communicator = NcclCommunicator(connect("127.0.0.1", server.port, "test/0", 30), 0, (0,), device, 30)
@@ -65,18 +65,18 @@ def test_sizes_that_only_the_header_tells(path: BatchedPath) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_sums_of_one(path: BatchedPath, kind: Kind) -> None:
+def test_sums_of_one(path: BatchedPath, kind: CollectiveKind) -> None:
     for r in range(5):
         path._inbox.advance(r)
         payload = Payload({"x": torch.randn(DENSE.elements, device="cuda")})
-        path.begin_at_once(kind, (r, 0), Circle((0,), payload), {0: payload})
+        path.begin_collective(kind, (r, 0), AveragingGroup((0,), payload), {0: payload})
         got = torch.cat([arrival.total for arrival in SumExchange(path._inbox, (r, 0), (0,)).arrivals(30)])  # type: ignore[misc]
         assert torch.equal(got, payload.tensors["x"])
 
 
 def test_gathering_of_one(path: BatchedPath) -> None:
     payload = Payload({"x": torch.randn(DENSE.elements, device="cuda")})
-    path.begin_at_once("all_gather", (0, 0), Circle((0,)), {0: payload})
+    path.begin_collective("all_gather", (0, 0), AveragingGroup((0,)), {0: payload})
     got = [a.received[0].tensors["x"] for a in InboxExchange(path._inbox, 0, 0, (0,), frozenset({0})).arrivals(30)]
     assert torch.equal(torch.cat(got), payload.tensors["x"])
 

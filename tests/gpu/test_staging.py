@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decentnode.communication.plan import TensorPlan
-from decentnode.communication.staging import CudaCopies, Staging
+from decentnode.communication.receive.chunking import TensorPlan
+from decentnode.communication.receive.staging import CudaCopies, Staging
 from decentnode.payload import TensorSpec
 
 pytestmark = pytest.mark.gpu

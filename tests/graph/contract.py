@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.graph import GRAPHS
 from decentnode.graph.topology import Topology
 

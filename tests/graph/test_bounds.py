@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.graph import GRAPHS
 
 BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {

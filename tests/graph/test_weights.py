@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.errors import GraphError
 from decentnode.graph import WEIGHTS, build
-from decentnode.graph.base import circle_of
+from decentnode.graph.base import averaging_group_of
 from decentnode.graph.families import Ring, Star
 from decentnode.graph.weights import FileWeights, FileWeightsConfig, check
 from tests.graph.contract import make
@@ -106,7 +106,7 @@ def test_nodes_average_in_one_call_only_if_all_of_them_have_one_weight_for_the_o
     """Node 0 has, but its neighbors have not: with another answer on every node they would wait for each other."""
     np.savetxt(tmp_path / "w.txt", [[0.4, 0.3, 0.3], [0.3, 0.5, 0.2], [0.3, 0.2, 0.5]])
     unequal = make("complete", nodes=3, weights=FileWeights(FileWeightsConfig(path="w.txt"), tmp_path))
-    assert [circle_of(unequal, uid, 0) for uid in range(3)] == [()] * 3
+    assert [averaging_group_of(unequal, uid, 0) for uid in range(3)] == [()] * 3
     np.savetxt(tmp_path / "w.txt", [[0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.3, 0.3, 0.4]])
     equal = make("complete", nodes=3, weights=FileWeights(FileWeightsConfig(path="w.txt"), tmp_path))
-    assert [circle_of(equal, uid, 0) for uid in range(3)] == [(0, 1, 2)] * 3
+    assert [averaging_group_of(equal, uid, 0) for uid in range(3)] == [(0, 1, 2)] * 3

@@ -14,24 +14,24 @@ from typing import Any
 
 import pytest
 
-from decentnode.communication.board import path_of, run_of
-from decentnode.launch import environment, sockets
-from decentnode.launch.channel import Channel
+from decentnode.communication.shared_memory.publish_buffer import path_of, run_of
+from decentnode.launch import provenance, sockets
 from decentnode.launch.messages import (
-    Absent,
     Bound,
+    ChildMessage,
     Facts,
     Failed,
     Finished,
     Header,
-    Joined,
-    Message,
-    PeerFailed,
+    NodeJoined,
+    NodesAbsent,
+    PeerFailure,
     Peers,
     Progress,
-    Stop,
+    StopRun,
 )
 from decentnode.launch.outcome import Ledger, first_cause, summary
+from decentnode.launch.pipe import Pipe
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.sockets import UNFINISHED_SECONDS, SocketDir, remove_stale
 from decentnode.launch.waiting import names, waiting_for
@@ -43,21 +43,21 @@ FACTS = Facts(
 )  # fmt: skip
 FINISHED = Finished(0, {"uid": 0, "rounds": 10, "accuracy": 0.5}, False)
 
-MESSAGES: list[Message] = [
-    FACTS, Header([["graph", "ring"]]), Bound(1, "ipc://a", "ipc://b"), Joined(1), Absent([2], {"2": "late"}),
+MESSAGES: list[ChildMessage] = [
+    FACTS, Header([["graph", "ring"]]), Bound(1, "ipc://a", "ipc://b"), NodeJoined(1), NodesAbsent([2], {"2": "late"}),
     Progress(1, {"kind": "round", "loss": None}), FINISHED, Failed(1, 8, "title", "text", True),
-    Peers({"0": ["a", "b"]}), Stop(), PeerFailed(1, "gone"),
+    Peers({"0": ["a", "b"]}), StopRun(), PeerFailure(1, "gone"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_arrive_as_they_were_sent(message: Message) -> None:
+def test_messages_arrive_as_they_were_sent(message: ChildMessage) -> None:
     ours, theirs = multiprocessing.Pipe()
-    Channel(ours).send(message)
-    assert Channel(theirs).receive() == message
+    Pipe(ours).send(message)
+    assert Pipe(theirs).receive() == message
     ours.close()
     with pytest.raises(EOFError):
-        Channel(theirs).receive()
+        Pipe(theirs).receive()
     theirs.close()
 
 
@@ -111,10 +111,10 @@ def test_reports_of_all_machines_come_through_uid_0() -> None:
 def test_waiting_names_machines_and_nodes() -> None:
     assert names([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert names([]) == ""
-    absent = Absent([2, 3, 5], {"5": "node 5 has another config"})
+    absent = NodesAbsent([2, 3, 5], {"5": "node 5 has another config"})
     text = waiting_for(FACTS, "joining", [0, 1], absent, 4.0)
     assert text == "machine 1 at 10.0.0.2 (node 2-3, 5); refused: node 5 has another config (4 s)"
-    assert waiting_for(FACTS, "joining", [0], Absent([], {}), 4.0).startswith("the word to start")
+    assert waiting_for(FACTS, "joining", [0], NodesAbsent([], {}), 4.0).startswith("the word to start")
     assert "node 0-1 to load" in waiting_for(FACTS, "starting", [0, 1], None, 4.0)
     assert "machine 0 (10.0.0.1)" in waiting_for(replace(FACTS, machine=1), "joining", [2], None, 4.0)
 
@@ -137,7 +137,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     base.mkdir()
     boards.mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(base))
-    monkeypatch.setattr(sockets, "BOARDS", boards)
+    monkeypatch.setattr(sockets, "BUFFERS", boards)
     monkeypatch.setattr(sockets, "MAX_PATH_BYTES", 1000)
     return base
 
@@ -148,9 +148,9 @@ def test_socket_folders_and_boards_of_killed_runs_are_removed_by_the_next(
     shared: Path, generation: Name, lent: bool
 ) -> None:
     alive, killed = SocketDir(), SocketDir()
-    boards = [sockets.BOARDS / path_of(run_of(Path(each.path), generation), 3, lent).name for each in (alive, killed)]
-    for board in boards:
-        board.touch()
+    boards = [sockets.BUFFERS / path_of(run_of(Path(each.path), generation), 3, lent).name for each in (alive, killed)]
+    for buffer in boards:
+        buffer.touch()
     os.close(killed._lock)  # what the system does with the files of a killed process
     remove_stale(shared)
     assert Path(alive.path).exists() and not Path(killed.path).exists()
@@ -215,8 +215,8 @@ def test_names_and_links_in_the_shared_folder_are_not_trusted(shared: Path, tmp_
     (stale / "link").symlink_to(elsewhere)
     others = [live, boards / "decentnode-stale000-x", boards / "decentnode-stale0001-0-00-0"]
     its = [boards / "decentnode-stale000-0-00-3", boards / "decentnode-stale000-1-0a-3-lent"]
-    for board in others + its:
-        board.touch()
+    for buffer in others + its:
+        buffer.touch()
     before = {path for path in shared.iterdir() if path != stale}
     remove_stale(shared)
     assert set(shared.iterdir()) == before and mine.read_text() == "keep" and (elsewhere / "lock").exists()
@@ -250,7 +250,7 @@ def test_a_folder_whose_run_was_killed_before_its_lock_is_removed_when_it_is_old
 
 def test_the_environment_is_written_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_TOKEN", "hunter2")
-    environment.write(tmp_path, {"name": "ring"}, tmp_path)
+    provenance.write(tmp_path, {"name": "ring"}, tmp_path)
     text = (tmp_path / "env.json").read_text()
     assert '"torch"' in text and '"cpu"' in text
     assert "hunter2" not in text

@@ -15,7 +15,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from decentnode.errors import ConfigError, UsageError
-from decentnode.launch.loading import LoadError
+from decentnode.launch.loader import LoadError
 from decentnode.launch.messages import Facts, Failed, Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome

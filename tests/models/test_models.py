@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.errors import UsageError
 from decentnode.models import MODELS
 from decentnode.models.base import Model

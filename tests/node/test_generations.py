@@ -12,7 +12,7 @@ import torch
 from decentnode.build import schemas_of
 from decentnode.communication.base import CommunicationConfig
 from decentnode.communication.inproc import Hub, Inproc
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node
@@ -44,7 +44,7 @@ class Run:
         def renew() -> Sharing:
             made: Any = load_class(name, SHARINGS, "sharing")
             rule: Sharing = make_sharing(made.Config(name=name), [])
-            rule.bind([(8, 5)])
+            rule.set_parameter_shapes([(8, 5)])
             return rule
 
         return renew

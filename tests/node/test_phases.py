@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentnode import component
 from decentnode.build import schemas_of, step_all
 from decentnode.communication.base import Communication
+from decentnode.config import component
 from decentnode.errors import PeerLost
 from decentnode.graph.base import RoundView
 from decentnode.graph.topology import Topology

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from decentnode.parallel import DecentralizedDataParallel, initialize_dist
-from decentnode.parallel.leader import LSGD
+from decentnode.parallel.methods.leader import LSGD
 
 SLOW_SECONDS = 0.3
 KEPT: list[Any] = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.graph.base import RoundView
 from decentnode.parallel import buckets
 from decentnode.parallel.advance import GRAIN_BYTES, loops

@@ -14,8 +14,8 @@ import pytest
 from decentnode.errors import UsageError
 from decentnode.graph.base import Graph
 from decentnode.parallel.advance import exact, loops
-from decentnode.parallel.plan import Plan, make_sharing
-from decentnode.parallel.topology import make_topology
+from decentnode.parallel.plan import Plan, sharing_named
+from decentnode.parallel.topology_names import make_topology
 from decentnode.sharing.ac import AdaptiveConsensus
 from decentnode.sharing.full import Full
 from tests.parallel import work
@@ -53,7 +53,7 @@ def test_groups_average_by_all_reduce(n: int, local: int, copies: float) -> None
 
 def test_cliques_are_the_same_for_everybody() -> None:
     graph = make_topology("alternating-exp-ring", 12, 3)
-    plans = [Plan(graph, make_sharing({"name": "ac", "factor": 0.5, "final": 0.5}), rank) for rank in range(12)]
+    plans = [Plan(graph, sharing_named({"name": "ac", "factor": 0.5, "final": 0.5}), rank) for rank in range(12)]
     machines, both = [(0, 1, 2), (3, 4, 5)], (0, 1, 2, 3, 4, 5)
     assert len({tuple(plan.cliques()) for plan in plans}) == 1 and {*machines, both} < {*plans[0].cliques()}
     for step in range(8):
@@ -62,7 +62,7 @@ def test_cliques_are_the_same_for_everybody() -> None:
             assert clique is not None and clique.strength == pytest.approx(0.5) and rank in clique.members
             assert all(plans[other].clique(step) == clique for other in clique.members)
     for topology in ("ring", "exp", {"name": "random_matching"}, {"name": "ring"}):
-        assert not Plan(make_topology(topology, 8, 8), make_sharing("full"), 0).cliques()
+        assert not Plan(make_topology(topology, 8, 8), sharing_named("full"), 0).cliques()
 
 
 @pytest.mark.parametrize(("transport", "compiled"), [("collective", True), ("auto", True), ("auto", False)])
@@ -82,7 +82,7 @@ def test_a_step_by_parts_is_a_step_at_once(name: str, transport: str, compiled: 
 def test_fallbacks_are_said_once(
     name: str, n: int, local: int, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decentnode.parallel.topology._told", set())
+    monkeypatch.setattr("decentnode.parallel.topology_names._told", set())
     with caplog.at_level(logging.WARNING):
         graph: Graph = make_topology(name, n, local)
         make_topology(name, n, local)
@@ -153,14 +153,14 @@ def test_a_rule_does_what_it_does_in_a_simulation(n: int, topology: str, rule: A
 ])  # fmt: skip
 def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
     with pytest.raises((ValueError, UsageError), match=says):
-        make_sharing(rule)
+        sharing_named(rule)
 
 
 def test_a_rule_says_what_it_needs_of_the_topology() -> None:
     picky = type("Picky", (Full,), {"needs_static": True})
     with pytest.raises(ValueError, match="topology must be static for Picky"):
-        Plan(make_topology("ring", 4, 4), make_sharing(picky), 0)
-    assert Plan(make_topology("complete", 4, 4), make_sharing(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
+        Plan(make_topology("ring", 4, 4), sharing_named(picky), 0)
+    assert Plan(make_topology("complete", 4, 4), sharing_named(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
 
 
 def test_accumulation() -> None:

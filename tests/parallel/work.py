@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.graph.base import Graph, RoundView
 from decentnode.optim import AccumAdam
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, buckets
-from decentnode.parallel.plan import Plan, make_sharing
-from decentnode.parallel.topology import make_topology
+from decentnode.parallel.plan import Plan, sharing_named
+from decentnode.parallel.topology_names import make_topology
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full
 
@@ -83,7 +83,7 @@ def simulate_rule(graph: Graph, section: Any, n: int, steps: int) -> list[Tensor
     """As `simulate`, for any elementwise rule, each rank's on its whole model."""
     models = [model() for _ in range(n)]
     optimizers = [SGD(m.parameters()) for m in models]
-    rules = [make_sharing(rule_of(section)) for _ in range(n)]
+    rules = [sharing_named(rule_of(section)) for _ in range(n)]
     for rank, rule in enumerate(rules):
         rule.begin(flat(models[rank]), Plan(graph, rule, rank).view(0))
     for t in range(steps):

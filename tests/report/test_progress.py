@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from decentnode.report.closing import closing
-from decentnode.report.progress import RunState
+from decentnode.report.progress import RunProgress
 from decentnode.report.table import live_table
 from decentnode.report.words import duration, number, plural, size
 
@@ -20,8 +20,8 @@ def test_numbers_for_people() -> None:
     )  # fmt: skip
 
 
-def filled() -> RunState:
-    state = RunState.of(10, [0, 1])
+def filled() -> RunProgress:
+    state = RunProgress.of(10, [0, 1])
     for uid in (0, 1):
         state.update(uid, {"kind": "round", "round": 3 + uid, "loss": 0.5, "seconds": 0.1, "wait_seconds": 0.05,
                            "data_bytes_sent": 900, "metadata_bytes_sent": 100, "waited_for": 1 - uid,
@@ -42,7 +42,7 @@ def test_an_evaluation_is_complete_when_all_nodes_told_theirs() -> None:
     ), "the loss of node 0 in round 4 was lost"
 
 
-def told(state: RunState, uid: int, round: int, loss: float, sent: int, accuracy: float | None = None) -> bool:
+def told(state: RunProgress, uid: int, round: int, loss: float, sent: int, accuracy: float | None = None) -> bool:
     """A node finished `round` rounds, and evaluated after them."""
     state.update(uid, {"kind": "round", "round": round - 1, "loss": loss, "data_bytes_sent": sent})
     if accuracy is None:
@@ -51,7 +51,7 @@ def told(state: RunState, uid: int, round: int, loss: float, sent: int, accuracy
 
 
 def test_an_accuracy_is_never_shown_as_that_of_another_round() -> None:
-    state = RunState.of(10, [0, 1], evaluate_every=4)
+    state = RunProgress.of(10, [0, 1], evaluate_every=4)
     told(state, 0, 4, 0.3, 1000, 0.5)
     told(state, 0, 6, 0.1, 3000)  # it runs ahead
     assert told(state, 1, 4, 0.5, 1000, 0.5)
@@ -69,7 +69,7 @@ def test_an_accuracy_is_never_shown_as_that_of_another_round() -> None:
 
 
 def test_the_line_needs_nothing_to_have_happened() -> None:
-    assert RunState.of(10, [0, 1]).line() == "round=0/10 sent=0B"
+    assert RunProgress.of(10, [0, 1]).line() == "round=0/10 sent=0B"
 
 
 @pytest.mark.parametrize("max_rows", [1, 20])

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.report.plots import plot
-from decentnode.report.runs import AXES, METRICS, Run, lines, load
+from decentnode.report.runs import AXES, METRICS, RecordedRun, lines, load
 
 
 def fake_run(
@@ -64,7 +64,7 @@ def test_bytes_grow_whoever_leaves_or_begins_anew(tmp_path: Path) -> None:
             if count is not None:
                 records[uid].append({"kind": "round", "round": r, "time": 1.0, "data_bytes_sent": count})
         records[0].append({"kind": "evaluation", "round": r + 1, "time": 1.0, "accuracy": 0.5})
-    run = Run("x", tmp_path, records)
+    run = RecordedRun("x", tmp_path, records)
     assert run.series("accuracy", "bytes").x == [30, 50, 65, 85]
 
 

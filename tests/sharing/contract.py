@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentnode.component import load_class
 from decentnode.compression import CODECS
 from decentnode.compression.base import Codec
 from decentnode.compression.lossless import Lossless
+from decentnode.config.component import load_class
 from decentnode.graph.base import RoundView, view
 from decentnode.graph.topology import Topology
 from decentnode.payload import Payload, TensorSpec
@@ -90,8 +90,8 @@ def bound(make_rule: Make, models: list[Tensor]) -> list[Sharing]:
     n = len(models)
     machines = [range(n // 2), range(n // 2, n)] if n % 2 == 0 else [range(u, u + 1) for u in range(n)]
     for each, model in zip(rules, models, strict=True):
-        each.locate(machines)
-        each.bind(shapes_of(model.numel()))
+        each.set_machines(machines)
+        each.set_parameter_shapes(shapes_of(model.numel()))
         each.payload_schema(model.numel(), model.dtype)
     return rules
 
@@ -221,7 +221,7 @@ def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
         pytest.skip("a value may be further off after being coded than the models are apart")
     if name_of(make_rule) in NOT_CONVEX:
         pytest.skip("goes in the direction of others without ending among them")
-    if make_rule().needs_tree or make_rule().makes_own_edges or make_rule().needs_column_stochastic:
+    if make_rule().needs_tree or make_rule().overrides_topology or make_rule().needs_column_stochastic:
         pytest.skip("relays sums, has pairs of its own, or shares that do not come back by themselves")
     gossip(make_rule, make("complete", nodes=5), models, 1, frozenset({2}))
     for model in models:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.sharing import SHARINGS
 
 SHARE = ([1e-9, 1], [0, -0.5, 1.001])

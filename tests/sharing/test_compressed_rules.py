@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from decentnode.build import build_in_process, step_all
-from decentnode.component import load_class
 from decentnode.compression import indices
+from decentnode.config.component import load_class
 from decentnode.errors import ConfigError, PeerFault
 from decentnode.experiment import load
 from decentnode.graph.base import view
@@ -131,7 +131,7 @@ def test_powergossip_agrees_on_matrices_and_keeps_the_mean() -> None:
     mean = torch.stack(models).mean(0)
     rules = [rule("powergossip", rank=1)() for _ in models]
     for each in rules:
-        each.bind([(20, 3, 4), (7,)])
+        each.set_parameter_shapes([(20, 3, 4), (7,)])
         assert each.payload_schema(247, torch.float64)["products"].max_elements == 20
     graph = make("ring", nodes=8)
     for r in range(800):
@@ -147,7 +147,7 @@ def test_powergossip_finds_a_difference_of_its_rank_at_once() -> None:
     models = [torch.zeros(225, dtype=torch.float64), torch.outer(u, v).reshape(-1)]
     rules = [rule("powergossip", rank=1)() for _ in models]
     for each in rules:
-        each.bind([(15, 15)])
+        each.set_parameter_shapes([(15, 15)])
     for r in range(2):
         one_round(rules, models, make("ring", nodes=2), r, pull=0.0)
     assert spread(models) < 0.51, "the second exchange uses the factor that the first one found"
@@ -160,7 +160,7 @@ def test_powergossip_begins_an_edge_anew_after_a_lost_message() -> None:
     models = draw(4, 100, torch.float64)
     rules = [rule("powergossip", rank=2)() for _ in models]
     for each in rules:
-        each.bind([(10, 10)])
+        each.set_parameter_shapes([(10, 10)])
     graph = make("ring", nodes=4)
     for r in range(120):
         one_round(rules, models, graph, r, pull=0.0, missing=frozenset({1}) if r == 7 else frozenset())
@@ -250,7 +250,7 @@ def test_an_order_without_accumulated_scores_is_refused() -> None:
 
 def test_subsample_draws_layers_apart() -> None:
     each = rule("subsample", fraction=0.5, layerwise=True)()
-    each.bind([(10,), (4, 5), (1,)])
+    each.set_parameter_shapes([(10,), (4, 5), (1,)])
     at = each.chosen(31, 3, view(make("ring", nodes=4), 0, 0, 1))  # type: ignore[attr-defined]
     assert [int(((at >= a) & (at < b)).sum()) for a, b in ((0, 10), (10, 30), (30, 31))] == [5, 10, 1]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decentnode.build import build_in_process, schemas_of, step_all
 from decentnode.communication.base import Communication
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.errors import ConfigError, PeerLost
 from decentnode.experiment import load
 from decentnode.graph.base import view
@@ -327,5 +327,5 @@ def test_float_buffers_take_the_matrix_of_the_models(name: str, options: dict[st
 def test_the_rule_is_told_its_groups() -> None:
     each = Hierarchical(Hierarchical.Config.model_validate({"name": "hierarchical"}))
     with pytest.raises(ValueError, match=r"groups must have one size, got 1 \(nodes 2\) and 2 \(nodes 0, 1\)"):
-        each.locate([(0, 1), (2,)])
+        each.set_machines([(0, 1), (2,)])
     assert isinstance(each.config, Config)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decentnode.build import build_in_process, step_all
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.graph.topology import Topology

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from decentnode import component
+from decentnode.config import component
 from decentnode.crosschecks import _misses
 from decentnode.errors import ConfigError
 from decentnode.experiment import load

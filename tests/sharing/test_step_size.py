@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decentnode.build import build_in_process
-from decentnode.component import load_class
+from decentnode.config.component import load_class
 from decentnode.experiment import load
 from decentnode.graph.base import view
 from decentnode.sharing import SHARINGS

@@ -14,8 +14,8 @@ from torch import nn
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
+from decentnode.training.lr_schedules import LR_SCHEDULES, LearningRateSchedule, ScheduleConfig
 from decentnode.training.optimizers import OptimizerConfig, make_optimizer
-from decentnode.training.schedules import SCHEDULES, Schedule, ScheduleConfig
 from decentnode.training.supervised import SupervisedConfig
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def test_a_config_survives_its_own_dump() -> None:
 
 def rates(section: dict[str, Any], ticks: int, lr: float = 0.1) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
-    schedule = Schedule(ScheduleConfig.model_validate(section), optimizer)
+    schedule = LearningRateSchedule(ScheduleConfig.model_validate(section), optimizer)
     found = []
     for _ in range(ticks):
         found.append(float(optimizer.param_groups[0]["lr"]))
@@ -104,17 +104,17 @@ def rates(section: dict[str, Any], ticks: int, lr: float = 0.1) -> list[float]:
 
 
 def test_required_arguments_are_known_here() -> None:
-    assert set(REQUIRED) < set(SCHEDULES)
+    assert set(REQUIRED) < set(LR_SCHEDULES)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LR_SCHEDULES)
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_schedules_are_those_of_torch(name: str) -> None:
     arguments = REQUIRED.get(name, {})
     ours = rates({"name": name, **arguments}, 10)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     theirs = []
-    scheduler = SCHEDULES[name](optimizer, **arguments)
+    scheduler = LR_SCHEDULES[name](optimizer, **arguments)
     for _ in range(10):
         theirs.append(float(optimizer.param_groups[0]["lr"]))
         scheduler.step()
@@ -146,7 +146,8 @@ def test_a_schedule_that_ends_before_the_run_is_refused(schedule: str, training:
         load(quickstart, sets(ticks - 1))
     chosen: Any = load(quickstart, sets(ticks)).training
     assert chosen.most_ticks(12, 180) == chosen.lr_schedule.most_ticks()
-    ours = Schedule(chosen.lr_schedule, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    ours = LearningRateSchedule(chosen.lr_schedule, optimizer)
     for _ in range(chosen.lr_schedule.most_ticks()):
         ours.tick()
     with pytest.raises(ValueError, match="total steps"):
@@ -161,13 +162,13 @@ def test_warm_up_comes_before_the_schedule() -> None:
     assert rates({"name": "constant", "warmup": 2, "warmup_factor": 0.5}, 4) == pytest.approx([0.05, 0.075, 0.1, 0.1])
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LR_SCHEDULES)
 def test_a_restored_schedule_goes_on_with_the_same_bits(name: str) -> None:
     config = ScheduleConfig.model_validate({"name": name, "warmup": 2, **REQUIRED.get(name, {})})
 
-    def make() -> tuple[torch.optim.Optimizer, Schedule]:
+    def make() -> tuple[torch.optim.Optimizer, LearningRateSchedule]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
-        return optimizer, Schedule(config, optimizer)
+        return optimizer, LearningRateSchedule(config, optimizer)
 
     first, schedule = make()
     for _ in range(5):
@@ -192,6 +193,6 @@ def test_checking_a_config_does_not_import_the_compiler() -> None:
 
 
 def test_nothing_warns(recwarn: pytest.WarningsRecorder) -> None:
-    for name in SCHEDULES:
+    for name in LR_SCHEDULES:
         rates({"name": name, **REQUIRED.get(name, {})}, 5)
     assert not recwarn.list

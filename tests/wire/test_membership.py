@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap
-from decentnode.wire.generation import Broken, Install, Limits, Refused, new_origin
+from decentnode.wire.generation import Broken, Install, JoinRefused, Limits, new_origin
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import (
     FIELDS,
@@ -404,7 +404,7 @@ def test_a_join_with_another_config_is_refused_by_name_on_both_sides() -> None:
     joiner = Membership(2, 3, world.limits, digest="other")
     joiner.leave(world.now, "started")
     (event,) = joiner.receive(denied, world.now)
-    assert event == Refused(
+    assert event == JoinRefused(
         "refused by node 0: node 2 asks to join with another config or graph (digest other, the run has d)"
     )
     assert not joiner.receive(Denied(RUN, 0, 1, "d", "what another one asked"), world.now)

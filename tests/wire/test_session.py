@@ -22,7 +22,7 @@ from decentnode.wire.messages import (
     Stop,
     Welcome,
 )
-from decentnode.wire.session import Joined, NotAssembled, PeerFailed, Rejected, Session, StopAsked, Tree
+from decentnode.wire.session import ControlTree, Joined, NotAssembled, PeerFailed, Rejected, Session, StopAsked
 
 RUN = b"run-id-8"
 
@@ -101,7 +101,7 @@ def test_the_root_names_exactly_who_is_missing(missing: tuple[int, ...]) -> None
 def test_a_stranger_is_refused_by_name(uid: int, change: dict[str, object], says: str) -> None:
     sessions = make(16, but=(uid,))
     stale = Session(uid, int(change.get("num_nodes", 16)), str(change.get("digest", "same")), change.get("run"))  # type: ignore[arg-type]
-    stale.tree = Tree.of(uid, 16)
+    stale.tree = ControlTree.of(uid, 16)
     net = Net([*sessions, stale])
     net.settle(ticks=3)
     rejected = [event for event in net.events[uid] if isinstance(event, Rejected)]
@@ -208,6 +208,6 @@ def test_reports_of_the_whole_tree_reach_the_root() -> None:
 
 def test_trees_span() -> None:
     for n in (1, 2, 9, 10, 73, 74, 600):
-        trees = [Tree.of(u, n) for u in range(n)]
+        trees = [ControlTree.of(u, n) for u in range(n)]
         assert sorted(c for t in trees for c in t.children) == list(range(1, n))
         assert all(u in trees[t.parent].children for u, t in enumerate(trees) if t.parent is not None)

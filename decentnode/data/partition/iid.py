@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.data.base import Partition
 from decentnode.data.partition.checks import dealt, require_samples
 

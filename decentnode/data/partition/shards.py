@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.data.base import Partition
 from decentnode.data.partition.checks import dealt, require_samples
 from decentnode.errors import DataError

@@ -1,0 +1,161 @@
+"""An exchange as the rounds see it: slices of what lies in the inbox, as soon as every source has them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Arrival, Exchange, Schema
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
+from decentnode.payload import Payload
+
+_NOBODY: frozenset[int] = frozenset()
+
+
+class InboxExchange(Exchange):
+    """One round's exchange over an inbox."""
+
+    def __init__(
+        self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int],
+        dropped: frozenset[int] = frozenset(),
+    ) -> None:
+        """dropped: neighbors to which nothing was sent, because they take nothing."""
+        self._inbox = inbox
+        self._dropped = dropped
+        self._key = (round, phase)
+        self._expected = expected
+        self._neighbors = neighbors
+        self._missing: frozenset[int] = frozenset()
+        self._rejected: frozenset[int] = frozenset()
+        self._began, self._last = time.monotonic(), 0.0
+        self._read_in_place: list[tuple[int, SlotPayload]] = []
+        """Of the arrival under way: payloads in neighbors' slots that the caller reads where they lie."""
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self._last - self._began)
+
+    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
+        self._inbox.status.raise_if_failed()
+        schema = self._inbox.schemas[self._key[1]]
+        yield from self._chunks(schema, timeout_seconds) if schema.elementwise else self._whole(schema, timeout_seconds)
+        self._inbox.finish(self._key)
+
+    def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
+        inbox, plan = self._inbox, self._inbox.plans[self._key[1]][0]
+        alive = list(self._expected)
+        chunk, stop = 0, -1
+        while stop < schema.elements:
+            arrived = inbox.wait(self._key, chunk, alive, timeout_seconds)
+            if len(arrived) < len(alive):
+                self._missing |= set(alive) - arrived.keys()
+            self._note(arrived)
+            start, stop = plan.bounds(chunk, schema.elements)
+            if inbox.on_cpu and all(incoming.in_one_piece for incoming in arrived.values()):
+                stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
+            received = self._accepted({
+                source: Payload({plan.name: self._placed(incoming.part(chunk, start, stop))})
+                for source, incoming in arrived.items()
+            }, arrived)
+            yield Arrival(start, stop, received, self._missing)
+            alive = [source for source in received if source not in self._missing]
+            if stop < schema.elements:  # the rest is let go of as the exchange is finished
+                inbox.release(chunk, arrived)
+            chunk += 1
+        self._read_in_place = []
+
+    def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
+        arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
+        self._missing = frozenset(self._expected) - arrived.keys()
+        self._note(arrived)
+        received = self._accepted({
+            source: self._own(incoming) for source, incoming in arrived.items()
+        }, arrived)
+        yield Arrival(0, schema.elements, received, self._missing)
+
+    def _own(self, incoming: PartialPayload) -> Payload:
+        """A whole payload on the device of the models. A rule that mixes whole payloads keeps a state that cannot be
+        taken back, so that it gets none whose bytes may still change: what lies in a slot is copied."""
+        payload = incoming.payload()
+        copied = self._inbox.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
+        tensors = {name: t.clone() if copied else self._placed(t) for name, t in payload.tensors.items()}
+        return Payload(tensors, payload.scalars)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """On the device of the models; the copy of one that lies elsewhere is complete."""
+        inbox = self._inbox
+        return tensor if (inbox.on_cpu and tensor.is_cpu) or tensor.device == inbox.device else inbox.lift(tensor)
+
+    def _note(self, arrived: dict[int, PartialPayload]) -> None:
+        for incoming in arrived.values():
+            if incoming.arrived > self._last:
+                self._last = incoming.arrived
+            if isinstance(incoming, SlotPayload):
+                incoming.enter()
+
+    def _accepted(self, received: dict[int, Payload], arrived: dict[int, PartialPayload]) -> dict[int, Payload]:
+        """Without those that hold NaN or infinity, where these are to be rejected, and those that are copies of what
+        changed meanwhile."""
+        if self._inbox.reject_non_finite:
+            for source in [source for source, payload in received.items() if not _finite(payload)]:
+                del received[source]
+                self._missing |= {source}
+                self._rejected |= {source}
+                self._inbox.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
+        in_slots = [
+            (source, each)
+            for source, each in arrived.items()
+            if isinstance(each, SlotPayload) and not each.reader.imported
+        ]
+        if in_slots and not (self._inbox.on_cpu and self._inbox.schemas[self._key[1]].elementwise):
+            for source in self._changed(in_slots):
+                received.pop(source, None)
+            in_slots = []
+        self._read_in_place = in_slots
+        return received
+
+    @property
+    def in_place(self) -> bool:
+        return bool(self._read_in_place)
+
+    def spoiled(self) -> frozenset[int]:
+        return frozenset(self._changed(self._read_in_place)) if self._read_in_place else _NOBODY
+
+    def _changed(self, in_slots: list[tuple[int, SlotPayload]]) -> list[int]:
+        """Sources of payloads that their owners wrote over while they were read: missing from now on."""
+        found = [source for source, each in in_slots if not each.intact()]
+        for source in found:
+            if source not in self._missing:
+                self._missing |= {source}
+                self._inbox.counters.fault("overwritten", source, f"round {self._key[0]}, phase {self._key[1]}")
+        return found
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return self._missing
+
+    @property
+    def undelivered(self) -> frozenset[int]:
+        gone, round = self._inbox.status.departed, self._key[0]
+        return self._dropped | {uid for uid in self._neighbors if gone.get(uid, round + 1) <= round}
+
+    @property
+    def departed(self) -> frozenset[int]:
+        status = self._inbox.status
+        if status.stopping or status.regrouping:
+            return self._missing
+        round = self._key[0]
+        return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}
+
+
+def _finite(payload: Payload) -> bool:
+    """The sum of a tensor is finite unless an element is not (or all are huge, which is no better)."""
+    return all(
+        math.isfinite(float(tensor.sum(dtype=torch.float64)))
+        for tensor in payload.tensors.values() if tensor.is_floating_point()
+    ) and all(math.isfinite(value) for value in payload.scalars.values())

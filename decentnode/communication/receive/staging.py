@@ -1,0 +1,190 @@
+"""Host memory between a GPU and what reads and writes bytes: pinned, taken once, copied on streams beside the work.
+
+Outwards a payload is fetched piece by piece into a slot; piece k leaves while k + 1 is still being copied. A slot is
+free again when nobody holds a lease on it any more: a message keeps its own until its peer has acknowledged it, as it
+may have to be sent again. Inwards a piece is put into the next of a few slots, and lifted from there while the
+next one is put (docs/explanation/transports.rst).
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.receive.chunking import TensorPlan
+from decentnode.payload import TensorSpec
+from decentnode.tensors import as_bytes
+
+OUT_SLOTS, IN_SLOTS = 2, 4
+"""Payloads under way at a time; pieces of IN_BYTES on their way in."""
+IN_BYTES = 4 << 20
+
+
+class Mark(abc.ABC):
+    """A copy that was queued."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Blocking until it is over."""
+
+
+class Copies(abc.ABC):
+    """Copies between a device and host memory, in queues of their own. Used from the training thread."""
+
+    @abc.abstractmethod
+    def host(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that copies run at full speed to and from; may wait for the device."""
+
+    @abc.abstractmethod
+    def fetch(self, out: Tensor, source: Tensor) -> Mark:
+        """Device to host, after what the current queue has done so far to `source`; not blocking."""
+
+    @abc.abstractmethod
+    def blank(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """A tensor on the device to lift into."""
+
+    @abc.abstractmethod
+    def lift(self, out: Tensor, source: Tensor) -> Mark:
+        """Host to device, into (a part of) a blank; the current queue goes on behind it. Not blocking."""
+
+
+class CudaCopies(Copies):
+    """Written from torch's documentation; it has run on no GPU yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def host(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(elements, dtype=dtype, pin_memory=True)
+
+    def fetch(self, out: Tensor, source: Tensor) -> Mark:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            out.copy_(source, non_blocking=True)
+            source.record_stream(self._out)
+            return _CudaMark(self._out)
+
+    def blank(self, elements: int, dtype: torch.dtype) -> Tensor:
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._in):  # memory that earlier work of the current stream may still read is not given
+            out = torch.empty(elements, dtype=dtype, device=self._device)
+        out.record_stream(current)
+        return out
+
+    def lift(self, out: Tensor, source: Tensor) -> Mark:
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._in):
+            out.copy_(source, non_blocking=True)
+            mark = _CudaMark(self._in)
+        current.wait_event(mark.event)
+        return mark
+
+
+class _CudaMark(Mark):
+    def __init__(self, stream: Any) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class Lease:
+    """Held by every message whose bytes lie in a slot, or in the model itself."""
+
+
+class Leases:
+    """Those on places that the model lives in: the bytes there must not change while one is held."""
+
+    def __init__(self) -> None:
+        self.hurry: Callable[[], None] = lambda: None
+        """Asks all peers now what they have of what was sent."""
+        self._held: dict[int, weakref.ref[Lease]] = {}
+
+    def take(self, place: Tensor) -> Lease:
+        """One for all messages that are sent from a place at a time."""
+        address = place.data_ptr()
+        found = self._held.get(address)
+        lease = found() if found is not None else None
+        if lease is None:
+            lease = Lease()
+            self._held[address] = weakref.ref(lease)
+        return lease
+
+    def held(self, address: int) -> bool:
+        """Whether a message is still sent from the place at this address."""
+        found = self._held.get(address)
+        return found is not None and found() is not None
+
+
+class Fetched:
+    """A tensor on its path to the host."""
+
+    def __init__(self, plan: TensorPlan, host: Tensor, marks: Sequence[Mark], lease: object) -> None:
+        self.lease = lease
+        self._plan, self._host, self._marks = plan, host, marks
+
+    def piece(self, chunk: int) -> memoryview:
+        """Blocking until this chunk is there: its bytes, unchanged as long as the lease is held."""
+        self._marks[chunk].wait()
+        return as_bytes(self._host[slice(*self._plan.bounds(chunk, self._host.numel()))])
+
+
+class _Slot:
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+        self.lease: Callable[[], object | None] = lambda: None
+
+
+class Staging:
+    """One node's slots."""
+
+    def __init__(self, copies: Copies, specs: Sequence[TensorSpec]) -> None:
+        """specs: of everything that may leave; OUT_SLOTS are taken for each size and dtype."""
+        self._copies = copies
+        kinds = dict.fromkeys((spec.max_elements, spec.dtype) for spec in specs if spec.max_elements)
+        self._out = {kind: [_Slot(copies.host(*kind)) for _ in range(OUT_SLOTS)] for kind in kinds}
+        model_slots = [copies.host(IN_BYTES, torch.uint8) for _ in range(IN_SLOTS)]
+        self._in: list[tuple[Tensor, Mark | None]] = [(home, None) for home in model_slots]
+        self._next = 0
+
+    def fetch(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
+        """Queue the copies of all chunks of a tensor of `plan`; None while every slot is leased. Not blocking.
+
+        The tensor may change when its last piece was asked for.
+        """
+        slots = self._out.get((plan.spec.max_elements, plan.spec.dtype), [])
+        slot = next((slot for slot in slots if slot.lease() is None), None)
+        if slot is None:
+            return None
+        lease, total = Lease(), tensor.numel()
+        slot.lease = weakref.ref(lease)
+        host = slot.host[:total]
+        parts = [slice(*plan.bounds(chunk, total)) for chunk in range(plan.count(total))]
+        return Fetched(plan, host, [self._copies.fetch(host[part], tensor[part]) for part in parts], lease)
+
+    def lift(self, tensor: Tensor) -> Tensor:
+        """A copy on the device of a host tensor, which may change as soon as this returns. Blocks only while all slots
+        are on their way."""
+        per_slot = IN_BYTES // tensor.element_size()
+        out = self._copies.blank(tensor.numel(), tensor.dtype)
+        for start in range(0, tensor.numel(), per_slot):
+            piece = tensor[start : start + per_slot]
+            slot, mark = self._in[self._next]
+            if mark is not None:
+                mark.wait()
+            home = slot[: piece.nbytes].view(piece.dtype).copy_(piece)
+            self._in[self._next] = slot, self._copies.lift(out[start : start + per_slot], home)
+            self._next = (self._next + 1) % len(self._in)
+        return out
+
+
+def staging_of(device: torch.device, specs: Sequence[TensorSpec]) -> Staging | None:
+    """Of a GPU; None elsewhere."""
+    return Staging(CudaCopies(device), specs) if device.type == "cuda" else None

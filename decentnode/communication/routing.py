@@ -1,0 +1,87 @@
+"""By which path the payloads of an edge travel: one rule, the same answer on both ends without a message."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Literal
+
+PathName = Literal["shared_memory", "cuda_ipc", "collective", "zeromq"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The first that holds: what the configuration says of the edge; the GPU's memory between nodes on one GPU; shared
+    memory between CPU nodes of one machine; torch.distributed inside a clique; shared memory between other nodes of one
+    machine; ZeroMQ."""
+
+    machine_of: Mapping[int, int]
+    memory: bool = False
+    """Whether payloads between nodes of one machine go through shared memory at all."""
+    cliques: tuple[tuple[int, ...], ...] = ()
+    """Disjoint sets of nodes that can have a communicator; uids ascending."""
+    chosen: Mapping[frozenset[int], PathName] = field(default_factory=dict)
+    """Edges that the configuration decides."""
+    gpu: Mapping[int, int] = field(default_factory=dict)
+    """Nodes whose models lie on a GPU, and which one: a number for each."""
+
+    def path(self, a: int, b: int) -> PathName:
+        """Symmetric."""
+        chosen = self.chosen.get(frozenset((a, b)))
+        if chosen is not None:
+            return chosen
+        near = self.memory and self.machine_of[a] == self.machine_of[b]
+        if near and a in self.gpu and self.gpu[a] == self.gpu.get(b):
+            return "cuda_ipc"
+        if near and not {a, b} & self.gpu.keys():
+            return "shared_memory"
+        if b in self.clique_of(a):
+            return "collective"
+        return "shared_memory" if near else "zeromq"
+
+    def clique_of(self, uid: int) -> tuple[int, ...]:
+        """The clique of a node with itself in it; empty without one."""
+        return self._cliques_by_uid.get(uid, ())
+
+    @functools.cached_property
+    def _cliques_by_uid(self) -> dict[int, tuple[int, ...]]:
+        return {uid: clique for clique in self.cliques for uid in clique}
+
+    def used(self, path: PathName) -> bool:
+        """Whether any two nodes of the run would use `path`."""
+        if path == "collective":
+            return any(self.joined(clique) for clique in self.cliques)
+        if path == "cuda_ipc" and not self.gpu:
+            return False
+        if path == "shared_memory" and not self.chosen and not self.gpu:
+            machines = list(self.machine_of.values())
+            if not self.memory or len(set(machines)) == len(machines):
+                return False
+        return any(self.path(a, b) == path for a, b in combinations(sorted(self.machine_of), 2))
+
+    def joined(self, clique: tuple[int, ...]) -> tuple[int, ...]:
+        """The members of a clique that need its communicator: those with an edge by `collective`."""
+        return tuple(a for a in clique if any(b != a and self.path(a, b) == "collective" for b in clique))
+
+    def problems(self) -> Iterator[str]:
+        """What contradicts the mapping or itself, one sentence each."""
+        seen: dict[int, tuple[int, ...]] = {}
+        for clique in self.cliques:
+            unknown = sorted(set(clique) - self.machine_of.keys())
+            if unknown:
+                yield f"cliques must name nodes of the run, got {unknown[0]} of {len(self.machine_of)} nodes"
+            for uid in clique:
+                if uid in seen:
+                    both = f"{list(seen[uid])} and {list(clique)}"
+                    yield f"a node must be in one clique at most, got node {uid} in {both}"
+                seen[uid] = clique
+        for pair, path in self.chosen.items():
+            a, b = sorted(pair)
+            if not pair <= self.machine_of.keys():
+                yield f"edges must name nodes of the run, got {b} of {len(self.machine_of)} nodes"
+            elif path == "collective" and b not in self.clique_of(a):
+                yield f"edges by collective need both nodes in one clique, got {a} and {b}"
+            elif path == "shared_memory" and self.machine_of[a] != self.machine_of[b]:
+                yield f"edges by shared_memory need both nodes on one machine, got {a} and {b}"

@@ -1,0 +1,106 @@
+"""What is known of a run while it goes on, and how the thread that waits for it sleeps."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decentnode.errors import Regrouping
+
+STOPPING_TIMEOUT_SECONDS = 10.0
+"""Once a stop is announced, a silent neighbor is waited for no longer than this."""
+
+
+class Doorbell(Protocol):
+    """Something that whoever waits for arrivals sleeps on."""
+
+    def ring(self) -> None:
+        """Any thread: wake the listener."""
+
+    def listen(self, timeout_seconds: float) -> None:
+        """Blocking until rung; takes in what neighbors said meanwhile."""
+
+
+class _Waiting(contextlib.AbstractContextManager[None]):
+    """Ends `RunState.waiting`; one for all, as a round has several and a generator would cost more than they do."""
+
+    def __init__(self, status: RunState) -> None:
+        self._status = status
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._status.waiting = None
+
+
+@dataclass
+class RunState:
+    """What the I/O thread knows of the run, read by the training thread under `changed`."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Of `changed`: the same, and four times as fast to take."""
+    changed: threading.Condition = field(init=False)
+    stopping: bool = False
+    departed: dict[int, int] = field(default_factory=dict)
+    """Rounds that a departed uid took part in."""
+    silent: set[int] = field(default_factory=set)
+    """Neighbors that were waited for in vain and of which nothing came since: to send to them, nobody waits."""
+    failure: Exception | None = None
+    """What every wait raises from now on."""
+    regrouping: str = ""
+    """Why the generation of members ended: nothing of it is waited for any more. Empty while it is in force."""
+    waiting: tuple[tuple[int, ...], float] | None = None
+    """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
+    exposed_since: float = 0.0
+    """`Communication.exposed_since`."""
+    doorbell: Doorbell | None = None
+    """Where neighbors on this host ring; without one arrivals are waited for on `changed`."""
+    _sleeping: bool = False
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
+        self._until = _Waiting(self)
+
+    def notify(self) -> None:
+        """With `changed` held: wake whoever waits."""
+        if self._sleeping and self.doorbell is not None:
+            self.doorbell.ring()
+        self.changed.notify_all()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Whoever waits for neighbors, with `changed` held (and let go meanwhile): until something may have changed.
+
+        That may be the training thread and one that takes in arrivals for it: the first is at the doorbell, the other
+        is told by it.
+        """
+        if self.doorbell is None or self._sleeping:
+            self.changed.wait(timeout_seconds)
+            return
+        self._sleeping = True
+        self.lock.release()
+        try:
+            self.doorbell.listen(timeout_seconds)
+        finally:
+            self.lock.acquire()
+            self._sleeping = False
+            self.changed.notify_all()  # the doorbell is free
+
+    def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
+        """Training thread: a wait, if it comes to one until the context ends, is for these."""
+        self.waiting = (tuple(uids), time.monotonic())
+        return self._until
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def raise_if_over(self) -> None:
+        """Raises Regrouping once the generation has ended, and whatever every wait raises."""
+        self.raise_if_failed()
+        if self.regrouping:
+            raise Regrouping(self.regrouping)

@@ -1,0 +1,82 @@
+"""Where everything lies in a publish buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Schema
+from decentnode.payload import TensorSpec
+
+PAGE = 4096
+ALIGNMENT = 128
+SLOTS = 2
+OFFER_BYTES, HANDLE_BYTES = 1024, 96
+"""Room for an offer: of the memory, and of each event (64 bytes in CUDA)."""
+
+Slots = list[list[list[Tensor]]]
+"""[phase][slot][tensor]"""
+
+
+class Layout:
+    """Where everything lies; a function of the run's schemas alone, so that both ends agree."""
+
+    def __init__(self, schemas: tuple[Schema, ...], num_nodes: int, lent: bool = False) -> None:
+        """lent: the slots lie in memory of another kind (lending.py); the file has an offer in their place."""
+        self.schemas, self.lent = schemas, lent
+        self.num_nodes = num_nodes
+        self.phases = len(schemas)
+        header = 8 * self.words
+        self.header_bytes = -(-header // PAGE) * PAGE
+        self.offsets: list[list[list[int]]] = []
+        """[phase][slot][tensor]"""
+        position = 0 if lent else self.header_bytes
+        for schema in schemas:
+            slots = []
+            for _ in range(SLOTS):
+                starts = []
+                for spec in schema.tensors.values():
+                    starts.append(position)
+                    position += -(-spec.max_elements * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+                slots.append(starts)
+                position = -(-position // PAGE) * PAGE
+            self.offsets.append(slots)
+        self.slot_bytes = position
+        """Where the last slot ends."""
+        if lent:
+            handles = SLOTS * self.phases * (1 + num_nodes)
+            position = self.header_bytes + -(-(OFFER_BYTES + HANDLE_BYTES * handles) // PAGE) * PAGE
+        self.size = max(position, self.header_bytes + PAGE)
+
+    @property
+    def words(self) -> int:
+        """8-byte words of the header: a magic number, a sequence number per slot, a counter per reader and slot."""
+        return 1 + SLOTS * self.phases * (1 + self.num_nodes)
+
+    def sequence(self, phase: int, slot: int) -> int:
+        """Which word of the header says what lies in a slot."""
+        return 1 + SLOTS * phase + slot
+
+    def counter(self, uid: int, phase: int, slot: int) -> int:
+        """Which word of the header says what `uid` has released of a slot."""
+        return 1 + SLOTS * (self.phases * (1 + uid) + phase) + slot
+
+    def views(self, memory: Any, base: int = 0) -> Slots:
+        """[phase][slot][tensor] over a buffer that starts at byte `base`, or over a tensor [slot_bytes] of bytes."""
+        return [
+            [
+                [_view(memory, spec, start - base) for spec, start in zip(schema.tensors.values(), starts, strict=True)]
+                for starts in slots
+            ]
+            for schema, slots in zip(self.schemas, self.offsets, strict=True)
+        ]
+
+
+def _view(memory: Any, spec: TensorSpec, offset: int) -> Tensor:
+    if isinstance(memory, Tensor):
+        return memory[offset : offset + spec.max_elements * spec.dtype.itemsize].view(spec.dtype)
+    if not spec.max_elements:
+        return torch.empty(0, dtype=spec.dtype)
+    return torch.frombuffer(memory, dtype=spec.dtype, count=spec.max_elements, offset=offset)

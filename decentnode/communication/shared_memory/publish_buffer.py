@@ -1,0 +1,304 @@
+"""A node's publish buffer in shared memory: neighbors on the same host mix straight from it.
+
+One file per node: a header of sequence numbers and release counters, then two slots per phase. A payload is written
+into one slot while neighbors may still read the other. The file is unlinked as soon as everybody who needs it has it
+mapped, so that nothing is left after a crash.
+
+A slot is in one of three states (docs/slots.rst has them with all transitions):
+
+free       nobody may read it, no message is sent from it
+taken      it is being written: by `publish`, or because the model lives there (`take`); its sequence number is 0
+published  its sequence number is that of the payload in it; free again once every reader has released it, or is gone,
+           and no lease on it is held
+
+Two things keep a reader from mixing a payload that is not the one it was told of. The owner writes a free slot only:
+a reader that is late keeps its slot for as long as it likes, and is sent chunks meanwhile. And the reader looks at the
+sequence number again after it has read and before it keeps what it made of it (`BufferReader.intact`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Callable, Collection, Set
+from pathlib import Path
+
+from decentnode.communication.receive.staging import Leases
+from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
+from decentnode.communication.shared_memory.layout import SLOTS, Layout
+from decentnode.errors import EnvironmentFault, PeerFault
+from decentnode.payload import Payload
+from decentnode.wire.generation import Name
+
+FOLDER = Path("/dev/shm")
+MAGIC = 0x6465636E6F6465
+POLL_SECONDS = (20e-6, 1e-3)
+"""Shortest and longest sleep while a slot is still being read; it hardly ever is."""
+LEASED = -1
+"""In place of the uid of a reader: messages are still sent from the slot."""
+
+
+def path_of(run: str, uid: int, lent: bool = False) -> Path:
+    """Where node `uid` publishes, before the file is unlinked; never taken from a message.
+
+    run: the name of the run's private folder on this host and the generation of members, as `run_of` makes it.
+    """
+    return FOLDER / f"decentnode-{run}-{uid}{'-lent' if lent else ''}"
+
+
+def run_of(folder: Path, generation: Name) -> str:
+    """launch/sockets.py removes by this name what nodes leave behind that are killed before all have mapped it."""
+    number, origin = generation
+    return f"{folder.name.removeprefix('decentnode-')}-{number}-{origin.hex()}"
+
+
+class PublishBuffer:
+    """The owner's end. Used from the training thread."""
+
+    def __init__(
+        self, path: Path, layout: Layout, lent: ExportedSlots | None = None, leases: Leases | None = None
+    ) -> None:
+        """lent: the slots, where the layout says that they are not in the file. leases: of messages sent from slots.
+
+        Raises EnvironmentFault when there is no room or no right to make the file.
+        """
+        self.path, self.layout, self._lent = path, layout, lent
+        self._leases = leases or Leases()
+        self._linked = False
+        if lent is not None and len(lent.offer) + 8 > layout.size - layout.header_bytes:
+            raise EnvironmentFault(f"an offer must fit in {layout.size - layout.header_bytes} bytes")
+        self._memory = self._made(path, layout)
+        self._words = memoryview(self._memory)[: 8 * layout.words].cast("q")
+        """MAGIC; by `Layout.sequence` the use of a slot that lies in it, 0 while it is taken; by `Layout.counter` 0
+        while the reader is not attached, else 1 + the last use of the slot that it has done with."""
+        self._words[0] = MAGIC
+        if lent is not None:
+            offer = len(lent.offer).to_bytes(8, "little") + lent.offer
+            self._memory[layout.header_bytes : layout.header_bytes + len(offer)] = offer
+        self.slots = layout.views(self._memory) if lent is None else lent.slots
+        for phase in self.slots:
+            for slot in phase:
+                for tensor in slot:
+                    tensor.zero_()  # every page is there before the first round
+        self._addresses = [[slot[0].data_ptr() for slot in phase] for phase in self.slots]
+        self._uses = [0] * layout.phases
+        """By phase: how many payloads were published; each use has a number of its own within its phase."""
+        self._readers: list[list[tuple[int, frozenset[int]]]] = [[(0, frozenset())] * SLOTS for _ in self.slots]
+        """[phase][slot]: the last use, and whom it was published for."""
+        self._home: int | None = None
+        """The slot of phase 0 that the model lives in."""
+        self.late: Set[int] = frozenset()
+        """Readers that once were waited for in vain and have not released everything yet: nobody waits for them."""
+
+    def _made(self, path: Path, layout: Layout) -> mmap.mmap:
+        try:
+            free = os.statvfs(path.parent)
+            if free.f_bavail * free.f_frsize < layout.size + (16 << 20):
+                raise EnvironmentFault(
+                    f"{path.parent} has {free.f_bavail * free.f_frsize >> 20} MiB left, "
+                    f"shared memory needs {layout.size >> 20} MiB"
+                )
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise EnvironmentFault(f"{path}: {error.strerror}") from error
+        self._linked = True
+        try:
+            os.posix_fallocate(handle, 0, layout.size)
+            return mmap.mmap(handle, layout.size)
+        except OSError as error:
+            self.unlink()
+            raise EnvironmentFault(f"{path}: {error.strerror}") from error
+        finally:
+            os.close(handle)
+
+    def unlink(self) -> None:
+        """Take the name away; the memory lives on in those who have it mapped."""
+        if self._linked:
+            self._linked = False
+            self.path.unlink(missing_ok=True)
+
+    def attached(self, uid: int) -> bool:
+        """Whether `uid` has this publish buffer mapped."""
+        counter, phases = self.layout.counter, range(self.layout.phases)
+        return all(self._words[counter(uid, phase, slot)] for phase in phases for slot in range(SLOTS))
+
+    # -- slots ------------------------------------------------------------------------------------------------
+
+    def publish(
+        self, phase: int, payload: Payload, readers: Collection[int], deadline: float, gone: Callable[[int], bool]
+    ) -> tuple[int, int]:
+        """Write a payload for `readers`; (slot, use) to tell them. One that lies in a slot already is not copied.
+
+        Blocking while no slot is free and one is held by somebody who is not late. `gone` may raise meanwhile. Raises
+        TimeoutError with what holds a slot beyond `deadline` (monotonic seconds): the uid of a reader, which is late
+        from then on, or LEASED. Nothing is written then.
+        """
+        first = next(iter(payload.tensors.values()))
+        addresses, lies_at = self._addresses[phase], first.data_ptr()
+        own = lies_at in addresses and first.numel() > 0
+        if own:
+            slot = addresses.index(lies_at)
+            self.wait_released(phase, slot, deadline, gone)
+        else:
+            slot = self._await(phase, self._in_turn(phase), deadline, gone)
+        use = self._uses[phase] = self._uses[phase] + 1
+        sequence = self.layout.sequence(phase, slot)
+        if not own:
+            self._words[sequence] = 0
+        if self._lent is not None:
+            self._lent.may_write(phase, slot, self._readers[phase][slot][1])
+        if not own:
+            for home, tensor in zip(self.slots[phase][slot], payload.tensors.values(), strict=True):
+                home[: tensor.numel()].copy_(tensor)
+        if self._lent is not None:
+            self._lent.written(phase, slot)
+        self._words[sequence] = use
+        self._readers[phase][slot] = (use, frozenset(readers))
+        return slot, use
+
+    def acquire_slot(self, current: int, deadline: float, gone: Callable[[int], bool]) -> int | None:
+        """Blocking: a free slot of phase 0 for the model to go to from address `current`; None when there is none in
+        time. It is the model's to write until it is published."""
+        slots = [slot for slot, address in enumerate(self._addresses[0]) if address != current]
+        try:
+            self._home = self._await(0, slots, deadline, gone)
+        except TimeoutError:
+            self._home = None
+            return None
+        self._words[self.layout.sequence(0, self._home)] = 0
+        return self._home
+
+    def _in_turn(self, phase: int) -> list[int]:
+        """The slots that a payload may be copied to, the one least recently used first."""
+        first = self._uses[phase] + 1
+        slots = [(first + i) % SLOTS for i in range(SLOTS)]
+        return [slot for slot in slots if slot != self._home] if phase == 0 else slots
+
+    def wait_released(self, phase: int, slot: int, deadline: float, gone: Callable[[int], bool]) -> None:
+        """Blocking until nobody reads a slot any more. Raises TimeoutError as `publish` does."""
+        self._await(phase, [slot], deadline, gone, leases=False)
+
+    def drain(self, deadline: float, gone: Callable[[int], bool]) -> None:
+        """Blocking until nobody needs lent slots any more, which end with this process. Raises TimeoutError."""
+        self.late = frozenset()  # whoever was late has a last chance
+        for phase, slots in enumerate(self.slots if self._lent is not None else []):
+            for slot in range(len(slots)):
+                self.wait_released(phase, slot, deadline, gone)
+        while self._lent is not None and not self._lent.idle():
+            if time.monotonic() > deadline:
+                raise TimeoutError(LEASED)
+            time.sleep(POLL_SECONDS[1])
+
+    def _await(
+        self, phase: int, slots: list[int], deadline: float, gone: Callable[[int], bool], leases: bool = True
+    ) -> int:
+        """Blocking: the first of `slots` that is free, as `publish` says. leases: whether those on it matter."""
+        pause = POLL_SECONDS[0]
+        while True:
+            holders = []
+            for slot in slots:
+                holder = self._holder(phase, slot, gone, leases)
+                if holder is None:
+                    return slot
+                holders.append(holder)
+            if self.late >= set(holders) or time.monotonic() > deadline:
+                self.late = self.late | set(holders)
+                raise TimeoutError(holders[0])
+            if LEASED in holders and pause == POLL_SECONDS[0]:
+                self._leases.hurry()
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS[1])
+
+    def _holder(self, phase: int, slot: int, gone: Callable[[int], bool], leases: bool) -> int | None:
+        """Because of whom a slot is not free, those that are late before others; None where it is."""
+        use, readers = self._readers[phase][slot]
+        words, counter, found = self._words, self.layout.counter, None
+        for uid in readers:
+            if words[counter(uid, phase, slot)] <= use and not gone(uid):
+                if uid in self.late:
+                    return uid
+                found = uid
+        if found is None and leases and self._leases.held(self._addresses[phase][slot]) and not gone(LEASED):
+            return LEASED
+        return found
+
+    def judge(self, silent: Set[int] = frozenset()) -> None:
+        """Whoever was late and has released everything is waited for again. silent: late if they hold anything."""
+        if self.late or silent:
+            slots = [(phase, slot) for phase in range(self.layout.phases) for slot in range(SLOTS)]
+            holders = {uid for phase, slot in slots for uid in self._held_by(phase, slot)}
+            if any(self._leases.held(address) for address in self._addresses[0]):
+                holders.add(LEASED)
+            self.late = holders & (self.late | silent)
+
+    def _held_by(self, phase: int, slot: int) -> list[int]:
+        use, readers = self._readers[phase][slot]
+        return [uid for uid in readers if self._words[self.layout.counter(uid, phase, slot)] <= use]
+
+
+class BufferReader:
+    """A neighbor's end of a publish buffer."""
+
+    def __init__(self, path: Path, layout: Layout, uid: int, device_memory: DeviceMemory | None = None) -> None:
+        """uid: the reading node. lending: where the layout is of lent slots.
+
+        Raises PeerFault when the file is not what the run's schemas say.
+        """
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PeerFault("no_board", f"{path}: {error.strerror}") from error
+        try:
+            status = os.fstat(handle)
+            if status.st_size != layout.size or status.st_uid != os.geteuid():
+                raise PeerFault("wrong_board", f"{path}: {status.st_size} bytes of user {status.st_uid}")
+            self._header = mmap.mmap(handle, layout.header_bytes)
+            self._memory = mmap.mmap(
+                handle, layout.size - layout.header_bytes, prot=mmap.PROT_READ, offset=layout.header_bytes
+            )
+        finally:
+            os.close(handle)
+        words = memoryview(self._header)[: 8 * layout.words].cast("q")
+        if words[0] != MAGIC:
+            raise PeerFault("wrong_board", str(path))
+        self._lies = words[layout.sequence(0, 0) : layout.sequence(layout.phases, 0)]
+        """[SLOTS * phase + slot]: the use that lies there, as the owner says."""
+        self._released = words[layout.counter(uid, 0, 0) : layout.counter(uid + 1, 0, 0)]
+        """[SLOTS * phase + slot]: what this reader says."""
+        self._borrowed: ImportedSlots | None = None
+        self.imported = device_memory is not None
+        """Whether slots have to be entered, and are read by a device behind the host's back."""
+        self._inside: set[tuple[int, int]] = set()
+        if device_memory is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a neighbor's mapping is read-only, and nobody writes to it
+                self.slots = layout.views(self._memory, layout.header_bytes)
+        else:
+            length = min(int.from_bytes(self._memory[:8], "little"), layout.size)
+            self._borrowed = device_memory.import_slots(self._memory[8 : 8 + length], layout, uid)
+            self.slots = self._borrowed.slots
+        for place in range(len(self._released)):
+            self._released[place] = 1
+
+    def enter(self, phase: int, slot: int) -> None:
+        """Training thread, before a slot is read."""
+        if self._borrowed is not None:
+            self._borrowed.enter(phase, slot)
+            self._inside.add((phase, slot))
+
+    def intact(self, phase: int, slot: int, use: int) -> bool:
+        """Whether the payload of this use still lies in the slot. Asked after it was read, and before what was made of
+        it is kept: the owner sets the number to 0 before it changes a byte. Between the last read of a payload and this
+        one a lock was let go of and taken or a call returned, so that no processor puts them in another order."""
+        return self._lies[SLOTS * phase + slot] == use
+
+    def release(self, phase: int, slot: int, use: int) -> None:
+        """The owner may write this slot again. The training thread after `enter`, any thread without."""
+        if self._borrowed is not None and (phase, slot) in self._inside:
+            self._inside.discard((phase, slot))
+            self._borrowed.leave(phase, slot)
+        place = SLOTS * phase + slot
+        if self._released[place] <= use:
+            self._released[place] = use + 1

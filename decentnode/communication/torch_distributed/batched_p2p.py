@@ -1,0 +1,314 @@
+"""Payloads as NCCL wants them: one batch per bucket, in one fixed order, matched by order alone.
+
+Why no schedule of rounds, however its graph changes, can make these batches wait for each other in a circle
+(docs/explanation/transports.rst, "Rules against deadlock"; tests/communication/test_deadlocks.py tries to break them on
+gloo):
+
+R1  Every send has its receive: neighbors and sources of a round are one pure function on both ends, sizes come from
+    the schema or from the header that went before.
+R2  Batches, and calls of all members in their place (circle.py), are launched in the order of (round, phase,
+    bucket), never in the order of arrivals; batch b of a payload is launched when b - 1 of it has been.
+R3  A batch holds all peers at once; different rounds and phases never share one.
+R4  At most 256 operations per batch (`Communicator.batch`).
+R5  The communicator is made eagerly and warmed up by a batch between all its members, in which everybody takes part.
+R6  One communicator per device.
+R7  Whatever waits for the device or allocates on it does so on all nodes alike, or on a thread that launches nothing:
+    receive buffers have the schema's largest size and are taken before the round's first launch.
+R8  A kernel of NCCL spins on the GPU while its peer is late. Nothing here asks first whether the peer is ready: it
+    would put a round trip of control before every launch, and bound nothing, as a peer can die after its answer. What
+    bounds the wait are the deadlines of arrivals, above which communicators are aborted; what bounds its cost is
+    MAX_CTAS: in an overlapped schedule the local steps have the rest of the GPU, in a sequential one the node has
+    nothing else to do. Nodes of very different speed still should not share a clique.
+R9  Every launched operation is waited for, on a thread of its own, before its buffers are used again.
+R10 One thread launches everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.receive.chunking import TensorPlan
+from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
+from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
+from decentnode.communication.torch_distributed.communicator import Communicator
+from decentnode.communication.torch_distributed.group_collective import CollectiveCall
+from decentnode.errors import PeerLost
+from decentnode.payload import Payload
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Sending:
+    """One payload on its path to some peers."""
+
+    uids: list[int]
+    header: Tensor | None
+    parts: list[Tensor]
+    let_go: Callable[[], None]
+
+
+@dataclass
+class _Coming:
+    """One payload that is to come."""
+
+    uid: int
+    header: Tensor | None
+    buffers: Buffers
+    totals: list[int] = field(default_factory=list)
+    parts: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Round:
+    """The batches of one (round, phase)."""
+
+    key: ExchangeKey
+    plans: tuple[TensorPlan, ...]
+    sending: list[_Sending]
+    coming: list[_Coming]
+    ready: Any = None
+    """On a GPU, the event behind which copies of the payloads are complete and receive buffers are free."""
+
+
+class BatchedPath(CliquePath):
+    """A batch per bucket, behind one of headers where the schema leaves sizes or scalars open; one thread launches,
+    another waits.
+
+    A bucket is a chunk of the plan (`chunk_bytes`). A peer that stays silent holds back every other source of its
+    batch, and all later batches: after the deadline they are missing together, and once SEND_WINDOW payloads wait for
+    a peer, PeerLost says so. When one of them departs, nobody waits for the others. Nothing is ever left out of a
+    batch on one side alone.
+    """
+
+    def __init__(
+        self, communicator: Communicator, *parts: Any, peers: frozenset[int] | None = None,
+        start_seconds: float | None = None,
+    ) -> None:
+        """Blocking until every member's warm-up has met ours. parts: CliquePath's.
+
+        peers: others than all members but this node; a node of a world of one may be its own peer. start_seconds:
+        longest wait for the warm-up. Raises RuntimeError after it.
+        """
+        found = communicator.peers if peers is None else peers
+        super().__init__(communicator.calls, Pool(communicator.device, keep=4 * len(found) + 4), *parts)
+        self.peers = found
+        self._communicator, self._device = communicator, communicator.device
+        if self._device.type == "cuda":
+            self._allocate()
+        self._rounds: queue.SimpleQueue[_Round | CollectiveCall | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, name=f"clique {communicator.uid} {name}", daemon=True)
+            for name, target in (("launches", self._launch_all), ("waits", self._wait_all))
+        ]
+        self._warm_up(start_seconds)
+        for thread in self._threads:
+            thread.start()
+
+    def _allocate(self) -> None:
+        """H5, R7: what a round with all peers needs, before round 0: as many models as there are peers, and one."""
+        for plans in self._inbox.plans:
+            for buffers in [Buffers(self._pool, plans, 1) for _ in range(len(self.peers) + 1)]:
+                buffers.done()
+
+    def _warm_up(self, timeout_seconds: float | None) -> None:
+        """R5: NCCL connects pairs at their first use; later batches are a matter of some ranks only."""
+        own = torch.zeros(1, device=self._device)
+        theirs = {uid: torch.empty(1, device=self._device) for uid in self.peers}
+        works = self._communicator.batch([(uid, own) for uid in self.peers], list(theirs.items()))
+        self._communicator.wait(works, timeout_seconds)
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def begin(
+        self, key: ExchangeKey, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
+    ) -> frozenset[int]:
+        plans, gone = self._inbox.plans[key[1]], self._status.departed
+        late = [uid for uid in sources if self._due.get(uid, 0) >= SEND_WINDOW]
+        if late:  # as for sends: their memory is all taken by rounds that are over
+            raise PeerLost(f"nothing came from node {late[0]} in {SEND_WINDOW} rounds, last {key[0]}", late)
+        coming = [self._coming_from(uid, key) for uid in sources if gone.get(uid, key[0] + 1) > key[0]]
+        dropped: set[int] = set()
+        sending = []
+        for payload, uids in outgoing:
+            open_ = [uid for uid in uids if self._opens(uid, key)]
+            dropped |= set(uids) - set(open_)
+            if open_:
+                sending.append(self._sending(payload, plans, open_, key))
+        for each in coming:
+            self._expecting(1, each.uid)
+        self._inbox.together[key] = frozenset(c.uid for c in coming).union(*(s.uids for s in sending))
+        self._rounds.put(_Round(key, plans, sending, coming, self._marked()))
+        return frozenset(dropped)
+
+    def _launch_call(self, turn: CollectiveCall) -> None:
+        turn.ready = self._marked()
+        self._rounds.put(turn)
+
+    def _coming_from(self, uid: int, key: ExchangeKey) -> _Coming:
+        plans = self._inbox.plans[key[1]]
+        buffers, totals = Buffers(self._pool, plans, 2), [plan.spec.max_elements for plan in plans]
+        parts = pieces(plans, buffers.whole) if self._is_exact(key[1]) else []
+        if self._has_header(key[1]):
+            return _Coming(uid, self._pool.take(HEADER_BYTES, torch.uint8), buffers, parts=parts)
+        self._inbox.put_landing(key, uid, buffers.whole, {}, buffers.done)
+        return _Coming(uid, None, buffers, totals, parts)
+
+    def _opens(self, uid: int, key: ExchangeKey) -> bool:
+        """False for a peer that departed. Raises PeerLost where a tagged send could be left out: R1."""
+        if self._may_send(uid, key[0]):
+            return True
+        if self._status.departed.get(uid, key[0] + 1) <= key[0]:
+            return False
+        raise PeerLost(f"node {uid} took nothing for {self._timeout_seconds:g} s, last in round {key[0]}", [uid])
+
+    def _sending(self, payload: Payload, plans: tuple[TensorPlan, ...], uids: list[int], key: ExchangeKey) -> _Sending:
+        tensors = [payload.tensors[plan.name] for plan in plans]
+        totals = [tensor.numel() for tensor in tensors]
+        header = pack(*key, totals, payload.scalars).to(self._device) if self._has_header(key[1]) else None
+        holding: list[object] = [self._lease_of(tensors[0]) if len(tensors) == 1 else None]
+        buffers = None
+        if holding[0] is None or tensors[0].device != self._device:
+            buffers = Buffers(self._pool, plans, 1)
+            for copy, tensor in zip(buffers.cut(totals), tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            tensors = buffers.cut(totals)
+        parts = pieces(plans, tensors)
+        for uid in uids:
+            self._count_sent(uid, key[1], len(parts))
+
+        def let_go() -> None:
+            holding.clear()
+            if buffers is not None:
+                buffers.done()
+
+        return _Sending(uids, header, parts, let_go)
+
+    def _marked(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    # -- launching thread -------------------------------------------------------------------------------------
+
+    def _launch_all(self) -> None:
+        with self._on_device():
+            try:
+                while (each := self._rounds.get()) is not None:
+                    if each.ready is not None:
+                        torch.cuda.current_stream(self._device).wait_event(each.ready)
+                    if isinstance(each, CollectiveCall):
+                        self._launch_calls(each)
+                    else:
+                        self._launch(each)
+            except RuntimeError as error:  # the connection broke: control tells why, or the deadline does
+                logger.debug("launching ended: %s", error)
+        self._launched.put(None)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        if self._device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    def _launch_calls(self, turn: CollectiveCall) -> None:
+        """Bucket by bucket like batches, in the same order of (round, phase): R2."""
+        for launch in turn.launches:
+            work = launch()
+            self._launched.put(lambda work=work: self._called(turn, work))  # type: ignore[misc]
+
+    def _launch(self, each: _Round) -> None:
+        if self._has_header(each.key[1]):
+            headers = self._batch(
+                [(uid, s.header) for s in each.sending if s.header is not None for uid in s.uids],
+                [(c.uid, c.header) for c in each.coming if c.header is not None],
+            )
+            if self._is_exact(each.key[1]):
+                self._launched.put(lambda: self._opened(each, headers))
+            else:
+                self._opened(each, headers)
+        buckets = [len(sending.parts) for sending in each.sending] + [len(coming.parts) for coming in each.coming]
+        for bucket in range(max(buckets, default=0)):
+            works = self._batch(
+                [(uid, s.parts[bucket]) for s in each.sending if bucket < len(s.parts) for uid in s.uids],
+                [(c.uid, c.parts[bucket]) for c in each.coming if bucket < len(c.parts)],
+            )
+            self._launched.put(lambda works=works, bucket=bucket: self._came(each, works, bucket))  # type: ignore[misc]
+        self._launched.put(lambda: self._over(each))
+
+    def _batch(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
+        return self._communicator.batch(sends, receives)
+
+    # -- waiting thread (but `_opened` of payloads whose sizes only headers tell) -------------------------------
+
+    def _wait_all(self) -> None:
+        with self._on_device():
+            try:
+                while (step := self._launched.get()) is not None:
+                    step()
+            except RuntimeError as error:
+                logger.debug("waiting ended: %s", error)
+
+    def _opened(self, each: _Round, works: list[Any]) -> None:
+        """Blocking until the headers are there: from now on the inbox knows the payloads."""
+        self._communicator.wait(works)
+        for coming in each.coming:
+            assert coming.header is not None
+            try:
+                coming.totals, scalars = unpack(coming.header.cpu(), *each.key, each.plans)
+            except ValueError as error:
+                self._counters.fault("malformed", coming.uid, str(error))
+                raise RuntimeError(f"node {coming.uid}: {error}") from error
+            self._pool.give(coming.header)
+            tensors = coming.buffers.cut(coming.totals)
+            if not self._is_exact(each.key[1]):
+                coming.parts = pieces(each.plans, tensors)
+            self._inbox.put_landing(each.key, coming.uid, tensors, dict(scalars), coming.buffers.done)
+            if not coming.parts:
+                self._complete(each, coming)
+
+    def _came(self, each: _Round, works: list[Any], bucket: int) -> None:
+        self._communicator.wait(works)
+        for coming in each.coming:
+            if bucket + 1 < len(coming.parts):
+                self._inbox.landed(each.key, coming.uid, last=False)
+            elif bucket + 1 == len(coming.parts):
+                self._complete(each, coming)
+
+    def _called(self, turn: CollectiveCall, work: Any) -> None:
+        self._communicator.wait([work])
+        self._call_over(turn)
+
+    def _complete(self, each: _Round, coming: _Coming) -> None:
+        self._count_received(coming.uid, each.key[1], coming.totals, len(coming.parts))
+        self._inbox.landed(each.key, coming.uid, last=True)
+        coming.buffers.done()
+        self._expecting(-1, coming.uid)
+
+    def _over(self, each: _Round) -> None:
+        for sending in each.sending:
+            sending.let_go()
+            for uid in sending.uids:
+                self._sent(uid)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def leave(self, clean: bool) -> None:
+        self._rounds.put(None)
+        if clean:
+            for thread in self._threads:
+                thread.join(1.0)
+        self._communicator.leave(clean and not any(thread.is_alive() for thread in self._threads))

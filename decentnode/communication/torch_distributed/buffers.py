@@ -1,0 +1,106 @@
+"""What both ends of a communicator agree on: headers, pieces, and the buffers that payloads leave from and land in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import msgpack
+import torch
+from torch import Tensor
+
+from decentnode.communication.receive.chunking import TensorPlan
+
+HEADER_BYTES = 1024
+
+
+def pack(round: int, phase: int, totals: list[int], scalars: Mapping[str, int | float]) -> Tensor:
+    """[HEADER_BYTES] uint8: two bytes of length, then msgpack. Raises ValueError when it does not fit."""
+    raw = msgpack.packb([round, phase, totals, dict(scalars)])
+    if len(raw) > HEADER_BYTES - 2:
+        raise ValueError(f"payload scalars must fit in {HEADER_BYTES - 2} bytes, got {len(raw)}")
+    framed = len(raw).to_bytes(2, "little") + raw
+    return torch.frombuffer(bytearray(framed.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def unpack(
+    header: Tensor, round: int, phase: int, plans: tuple[TensorPlan, ...]
+) -> tuple[list[int], dict[str, int | float]]:
+    """(elements per tensor, scalars), checked against the own schema. Raises ValueError for anything else.
+
+    header: [HEADER_BYTES] uint8 on the CPU.
+    """
+    raw = header.numpy().tobytes()
+    length = int.from_bytes(raw[:2], "little")
+    try:
+        value = msgpack.unpackb(raw[2 : 2 + length], max_array_len=64, max_map_len=64, max_str_len=256, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ValueError(f"header is not msgpack: {error}") from error
+    if not (isinstance(value, list) and len(value) == 4 and value[:2] == [round, phase]):
+        raise ValueError(f"header must be of round {round}, phase {phase}")
+    totals, scalars = value[2:]
+    if not isinstance(totals, list) or len(totals) != len(plans) or any(type(total) is not int for total in totals):
+        raise ValueError("header must have one size per tensor")
+    for plan, total in zip(plans, totals, strict=True):
+        if not plan.accepts(total):
+            raise ValueError(f"{plan.name} must have at most {plan.spec.max_elements} elements, got {total}")
+    if not isinstance(scalars, dict) or any(
+        not isinstance(k, str) or type(v) not in (int, float) for k, v in scalars.items()
+    ):
+        raise ValueError("scalars must be named numbers")
+    return totals, scalars
+
+
+def pieces(plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors cut as both ends cut them; empty ones give none."""
+    return [
+        tensor[slice(*plan.bounds(chunk, tensor.numel()))]
+        for plan, tensor in zip(plans, tensors, strict=True) if tensor.numel()
+        for chunk in range(plan.count(tensor.numel()))
+    ]  # fmt: skip
+
+
+class Pool:
+    """Buffers of the schema's largest sizes that are used again; any thread. What never comes back is forgotten."""
+
+    def __init__(self, device: torch.device, keep: int = 16, pinned: bool = False) -> None:
+        """keep: how many free ones of one size and dtype are kept. pinned: for copies to and from a GPU."""
+        self.device, self._keep, self._pinned = device, keep, pinned
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """[elements], with any values."""
+        with self._lock:
+            free = self._free.get((elements, dtype))
+            if free:
+                return free.pop()
+        return torch.empty(elements, dtype=dtype, device=self.device, pin_memory=self._pinned)
+
+    def give(self, tensor: Tensor) -> None:
+        with self._lock:
+            free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
+            if len(free) < self._keep:
+                free.append(tensor)
+
+
+class Buffers:
+    """One payload's tensors, back in the pool when their `users` are done with them; any thread."""
+
+    def __init__(self, pool: Pool, plans: tuple[TensorPlan, ...], users: int) -> None:
+        self.whole = [pool.take(plan.spec.max_elements, plan.spec.dtype) for plan in plans]
+        self._pool, self._users = pool, users
+        self._lock = threading.Lock()
+
+    def cut(self, totals: list[int]) -> list[Tensor]:
+        """The tensors of a payload with these sizes."""
+        return [tensor[:total] for tensor, total in zip(self.whole, totals, strict=True)]
+
+    def done(self) -> None:
+        """One user needs them no more."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            for tensor in self.whole:
+                self._pool.give(tensor)

@@ -1,0 +1,168 @@
+"""The path of payloads inside a clique: what every use of a torch.distributed communicator has in common."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from decentnode.communication.base import AveragingGroup, Counters
+from decentnode.communication.receive.inbox import ExchangeKey, Inbox
+from decentnode.communication.run_state import RunState
+from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Pool
+from decentnode.communication.torch_distributed.calls import Calls
+from decentnode.communication.torch_distributed.group_collective import CollectiveCall, CollectiveKind
+from decentnode.payload import Payload
+
+SEND_WINDOW = 4
+"""Payloads that may be under way to one peer; the next one waits."""
+CLOSE_SECONDS = 2.0
+"""Longest wait, when closing, for a peer to take what was sent to it."""
+
+
+class CliquePath(abc.ABC):
+    """One node's end of a communicator. `begin` and `close` are the training thread's.
+
+    Arrived payloads go into the inbox, where exchanges find them beside those of the other paths. Every receive has
+    buffers of its own: a round that fails changes no model. Control never comes here (H1): no barrier, no mean, no
+    word on who is alive.
+    """
+
+    def __init__(
+        self, calls: Calls, pool: Pool, inbox: Inbox, status: RunState, counters: Counters, timeout_seconds: float,
+        lease_of: Callable[[Tensor], object],
+    ) -> None:
+        """calls: of this node's communicator. pool: of buffers on its device. timeout_seconds: longest wait for room in
+        a peer's window.
+
+        lease_of: what to hold while a tensor is sent from where it lies; None where it has to be copied first.
+        """
+        self.peers: frozenset[int] = frozenset()
+        """The members that are reached by this path."""
+        self._calls, self._pool = calls, pool
+        self._inbox, self._status, self._counters = inbox, status, counters
+        self._timeout_seconds, self._lease_of = timeout_seconds, lease_of
+        self._flying: dict[int, int] = {}
+        """Payloads under way to each peer."""
+        self._blocked = 0
+        """Calls that wait for what is under way; others need not be woken by it."""
+        self._coming = 0
+        """Receives under way, calls of all members among them."""
+        self._due: dict[int, int] = {}
+        """By peer: payloads that are still to come."""
+
+    @abc.abstractmethod
+    def begin(
+        self, key: ExchangeKey, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
+    ) -> frozenset[int]:
+        """Send and receive the payloads of one (round, phase); those to whom nothing was sent.
+
+        Payload tensors may be changed as soon as this returns, but for those with a lease. Blocks only while more
+        than SEND_WINDOW payloads are under way to a peer.
+        """
+
+    def begin_collective(
+        self, kind: CollectiveKind, key: ExchangeKey, group: AveragingGroup, outgoing: Mapping[int, Payload]
+    ) -> None:
+        """Instead of `begin`, when all members call it for this (round, phase): what arrives is the inbox's as ever.
+
+        With a member that is known to have left nothing is launched: of the others, too, nothing comes.
+        """
+        self._inbox.together[key] = self.peers
+        if any(self._status.departed.get(uid, key[0] + 1) <= key[0] for uid in group.members):
+            return
+        self._expecting(1)
+        self._launch_call(CollectiveCall(kind, key, self._calls, self._inbox, self._pool).load(group, outgoing))
+
+    @property
+    def scatters(self) -> bool:
+        return self._calls.scatters
+
+    @abc.abstractmethod
+    def _launch_call(self, turn: CollectiveCall) -> None:
+        """Not blocking: launch, then tell `_call_over` of every launch that is over."""
+
+    def _call_over(self, turn: CollectiveCall) -> None:
+        """A waiting thread: the next launch of a turn is over."""
+        if turn.ends:
+            for uid in self.peers:
+                turn.count(self._counters.edge(uid))
+            self._expecting(-1)
+        turn.came()
+
+    @abc.abstractmethod
+    def leave(self, clean: bool) -> None:
+        """Give the communicator up. clean: nothing is under way."""
+
+    def close(self) -> None:
+        """Blocking until what was sent has left, for CLOSE_SECONDS at most; not at all once the run has failed."""
+        status = self._status
+        deadline = time.monotonic() + (0.0 if status.failure is not None or status.regrouping else CLOSE_SECONDS)
+        with status.changed:
+            self._blocked += 1
+            while self._sends_under_way() and (remaining := deadline - time.monotonic()) > 0:
+                status.wait(min(remaining, 0.5))
+            self._blocked -= 1
+            clean = not any(self._flying.values()) and not self._coming
+        self.leave(clean)
+
+    def _sends_under_way(self) -> bool:
+        return any(count and uid not in self._status.departed for uid, count in self._flying.items())
+
+    def _may_send(self, uid: int, round: int) -> bool:
+        """Blocking while the window is full; False when the peer is gone or took nothing in time."""
+        deadline = time.monotonic() + self._timeout_seconds
+        with self._status.changed:
+            while True:
+                self._status.raise_if_failed()
+                if self._status.departed.get(uid, round + 1) <= round:
+                    return False
+                if self._flying.get(uid, 0) < SEND_WINDOW:
+                    self._flying[uid] = self._flying.get(uid, 0) + 1
+                    return True
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    self._counters.fault("send_window", uid, f"round {round}")
+                    return False
+                if self._status.regrouping:
+                    return False
+                self._blocked += 1
+                with self._status.waits_for([uid]):
+                    self._status.wait(min(remaining, 1.0))
+                self._blocked -= 1
+
+    def _sent(self, uid: int) -> None:
+        """Any thread: a payload to `uid` has left."""
+        with self._status.changed:
+            self._flying[uid] -= 1
+            if self._blocked:
+                self._status.notify()
+
+    def _expecting(self, count: int, uid: int | None = None) -> None:
+        """Any thread: so many more receives are under way, or fewer, from `uid` where it is one peer's."""
+        with self._status.changed:
+            self._coming += count
+            if uid is not None:
+                self._due[uid] = self._due.get(uid, 0) + count
+            if self._blocked:
+                self._status.notify()
+
+    def _has_header(self, phase: int) -> bool:
+        """Whether payloads say anything that the schema does not: sizes or scalars. Slices have neither."""
+        return not (self._inbox.schemas[phase].elementwise and self._is_exact(phase))
+
+    def _is_exact(self, phase: int) -> bool:
+        """Whether every size is known before a payload comes."""
+        return all(plan.spec.exact for plan in self._inbox.plans[phase])
+
+    def _count_sent(self, uid: int, phase: int, pieces: int) -> None:
+        edge, headers = self._counters.edge(uid), int(self._has_header(phase))
+        edge.frames_sent += pieces + headers
+        edge.announced_bytes_sent += HEADER_BYTES * headers
+
+    def _count_received(self, uid: int, phase: int, totals: list[int], pieces: int) -> None:
+        edge, plans, headers = self._counters.edge(uid), self._inbox.plans[phase], int(self._has_header(phase))
+        edge.frames_received += pieces + headers
+        edge.payload_bytes_received += sum(t * p.spec.dtype.itemsize for p, t in zip(plans, totals, strict=True))

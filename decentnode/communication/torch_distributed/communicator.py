@@ -1,0 +1,222 @@
+"""One communicator of torch.distributed per clique, used by batches alone: gloo between CPUs, NCCL between GPUs.
+
+Both backends take `batch`'s one path. What only CUDA can run stands in `NcclCommunicator` and has its tests in
+tests/gpu. It is written from torch 2.13's sources and NCCL's documentation; it has run on no GPU yet.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode.communication.torch_distributed.calls import NEVER, Calls
+from decentnode.communication.torch_distributed.gloo import abandon, make_group
+
+logger = logging.getLogger(__name__)
+
+MAX_OPERATIONS = 256
+"""R4: of one batch; NCCL splits larger groups differently on different ranks, and hangs (pytorch#174288)."""
+MAX_CTAS = 8
+"""Multiprocessors of the GPU that kernels of a batch may hold while they wait for a peer (R8; an H200 has 132)."""
+ABORT_SECONDS = 10.0
+POLL_SECONDS = 1e-3
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Deadlines are the run's own: torch's watchdog would take the whole process down. Set where nothing else is."""
+
+
+class _Op(dist.P2POp):
+    """P2POp's own constructor looks for the group in torch's registry of global ranks, where this one is not."""
+
+    def __init__(self, op: Callable[..., Any], tensor: Tensor, peer: int, group: Any) -> None:
+        self.op, self.tensor, self.group, self.tag = op, tensor, group, 0
+        self.peer = self.group_peer = peer
+
+
+class Communicator(abc.ABC):
+    """Used from one issuing thread (R6, R10); batches may be waited for on another."""
+
+    device: torch.device
+    """Where tensors have to be."""
+
+    def __init__(self, uid: int, members: Sequence[int]) -> None:
+        """members: uids by rank."""
+        self.uid = uid
+        self.peers = frozenset(members) - {uid}
+        self._rank = {member: rank for rank, member in enumerate(members)}
+        self._group: Any = None
+
+    @property
+    def calls(self) -> Calls:
+        """What all members do at once; from the issuing thread, in the order of batches."""
+        return Calls(self._group, tuple(self._rank), scatters=self.device.type == "cuda")
+
+    def batch(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
+        """Launch one `batch_isend_irecv` with every peer inside (R3), peers ascending; what `wait` takes.
+
+        sends, receives: (uid, contiguous tensor on `device`), unchanged until waited for. Not blocking. Every send
+        needs its receive in the peer's batch of the same number, of the same size (R1): neither backend says so
+        when it is missing. Raises ValueError for more than MAX_OPERATIONS, RuntimeError when a connection broke.
+        """
+        operations = [
+            *(_Op(dist.isend, tensor, self._rank[uid], self._group) for uid, tensor in sorted(sends, key=_uid)),
+            *(_Op(dist.irecv, tensor, self._rank[uid], self._group) for uid, tensor in sorted(receives, key=_uid)),
+        ]
+        if len(operations) > MAX_OPERATIONS:
+            raise ValueError(f"a batch must have at most {MAX_OPERATIONS} operations, got {len(operations)}")
+        works: list[Any] = dist.batch_isend_irecv(operations) if operations else []  # type: ignore[arg-type]
+        return works
+
+    @abc.abstractmethod
+    def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:
+        """Blocking until a batch is over: what it received may be read by any stream. Raises RuntimeError.
+
+        timeout_seconds: None, where those who wait for the batch's payloads keep their deadlines above it. After a
+        time-out the communicator is of no more use.
+        """
+
+    @abc.abstractmethod
+    def leave(self, clean: bool) -> None:
+        """clean: nothing is under way."""
+
+
+class GlooCommunicator(Communicator):
+    """Between CPUs; the path of NCCL without a GPU."""
+
+    def __init__(
+        self, store: dist.Store, uid: int, members: Sequence[int], via: str, timeout_seconds: float
+    ) -> None:
+        """Blocking until all members called it. Raises RuntimeError."""
+        super().__init__(uid, members)
+        self.device = torch.device("cpu")
+        rank, size = self._rank[uid], len(members)
+        self._backend = make_group(store, rank, size, via, timeout_seconds)
+        self._group = _group_of(store, rank, size, self._backend, self.device, "GLOO")
+
+    def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:
+        limit = NEVER if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        for work in works:
+            work.wait(limit)
+
+    def leave(self, clean: bool) -> None:
+        if not clean:
+            abandon(self._group)
+
+
+class NcclCommunicator(Communicator):
+    """Between GPUs, one node per GPU. Never run so far: tests/gpu has what a world of one node can show."""
+
+    def __init__(
+        self, store: dist.Store, uid: int, members: Sequence[int], device: torch.device, timeout_seconds: float
+    ) -> None:
+        """Blocking until all members called it. Raises RuntimeError.
+
+        The communicator is made at once, not at its first use (R5: a lazy one makes the first batch a matter of all
+        ranks, and of one more communicator per pair), on `device` and no other.
+        """
+        super().__init__(uid, members)
+        self.device = device
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(device)
+        rank, size, nccl = self._rank[uid], len(members), dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=timeout_seconds)
+        options.is_high_priority_stream, options.config.max_ctas = True, MAX_CTAS
+        self._backend = nccl(store, rank, size, options)
+        self._group = _group_of(store, rank, size, self._backend, device, "NCCL")
+        self._group.bound_device_id = device
+        self._backend.eager_connect_single_device(device)
+        self._backend._set_default_timeout(NEVER)
+        self._waiting = torch.cuda.Stream(device)
+
+    def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._waiting):
+            for work in works:
+                work.wait()  # R9: this stream waits, not this thread
+            if timeout_seconds is None:
+                self._waiting.synchronize()
+                return
+            deadline = time.monotonic() + timeout_seconds
+            while not self._waiting.query():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"a batch of NCCL was not over after {timeout_seconds:g} s")
+                time.sleep(POLL_SECONDS)
+
+    def leave(self, clean: bool) -> None:
+        """An abort may hang itself (nccl#863): it gets ABORT_SECONDS, and the end of the process does the rest."""
+        end = threading.Thread(
+            target=self._backend.shutdown if clean else self._backend.abort, name=f"nccl {self.uid} ends", daemon=True
+        )
+        end.start()
+        end.join(ABORT_SECONDS)
+        if end.is_alive():
+            logger.warning("the NCCL communicator of node %d does not end", self.uid)
+            abandon(self._group)
+
+
+def _uid(entry: tuple[int, Tensor]) -> int:
+    return entry[0]
+
+
+def _group_of(
+    store: dist.Store, rank: int, size: int, backend: Any, device: torch.device, kind: Literal["GLOO", "NCCL"]
+) -> Any:
+    """The backend as the ProcessGroup that torch's functions take, outside its registry."""
+    group: Any = dist.ProcessGroup(store, rank, size)
+    kinds: Any = dist.ProcessGroup.BackendType
+    group._register_backend(torch.device(device.type), getattr(kinds, kind), backend)
+    group._set_default_backend(getattr(kinds, kind))
+    return group
+
+
+def describe_gpu(device: torch.device) -> str:
+    """What `refusal` compares: NCCL's version and the GPU's identity; empty without both."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{version} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def gpu_number(device: torch.device) -> int:
+    """What stands for a GPU wherever it is seen, in (0, 2^40): it survives a mean of doubles. 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    identity = str(torch.cuda.get_device_properties(device).uuid)
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest(), "big") or 1
+
+
+def refusal(found: dict[int, str]) -> str:
+    """Why these nodes cannot have one NCCL communicator, by their `describe_gpu`; empty when they can."""
+    without = sorted(uid for uid, text in found.items() if not text)
+    if without:
+        return f"NCCL needs a GPU and a torch with NCCL on every node, node {without[0]} lacks one: use backend: auto"
+    by_gpu: dict[str, int] = {}
+    first, versions = min(found), {uid: text.partition(" ")[0] for uid, text in found.items()}
+    for uid, text in sorted(found.items()):
+        gpu = text.partition(" ")[2]
+        if gpu in by_gpu:
+            return f"NCCL takes one node per GPU, but nodes {by_gpu[gpu]} and {uid} share {gpu}"
+        by_gpu[gpu] = uid
+        if versions[uid] != versions[first]:
+            return f"NCCL must have one version, got {versions[first]} on node {first}, {versions[uid]} on node {uid}"
+    return ""
+
+
+def exchange_descriptions(store: dist.Store, uid: int, members: Sequence[int], own: str) -> dict[int, str]:
+    """Blocking: what every member says of itself, by uid. Raises RuntimeError when one says nothing in time."""
+    store.set(f"member/{uid}", own)
+    return {member: store.get(f"member/{member}").decode() for member in members}

@@ -1,0 +1,179 @@
+"""What a whole clique does at once: one call of torch.distributed per bucket, where every member wants the same.
+
+=============== ============================================ ================ ==========================
+call            when                                         bytes, n members where
+=============== ============================================ ================ ==========================
+all_reduce      everybody sends one model to all others,     2 (n - 1) / n S  ``full`` and its kin on a
+                and their sum is enough                                       complete graph
+reduce_scatter  as before, but each gets a part of its own   (n - 1) / n S    ``hierarchical``, 1st phase
+                (NCCL alone)
+all_gather      everybody wants what each of the others has  (n - 1) / n S    ``hierarchical``, 3rd phase
+=============== ============================================ ================ ==========================
+
+Point to point the first takes (n - 1) S, and the others what they take here. Sums are added in the library's order:
+equal to those in ascending order of uid to the rounding of their dtype, and alike on all members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from decentnode.communication.base import Arrival, AveragingGroup, EdgeCounters, Exchange, Schema
+from decentnode.communication.receive.exchange import InboxExchange
+from decentnode.communication.receive.inbox import SUM, ExchangeKey, Inbox
+from decentnode.communication.torch_distributed.buffers import Buffers, Pool, pieces
+from decentnode.communication.torch_distributed.calls import Calls
+from decentnode.payload import Payload
+
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
+def kind_of(
+    group: AveragingGroup, outgoing: Mapping[int, Payload], schema: Schema, scatters: bool
+) -> CollectiveKind | None:
+    """The call that does the work of these payloads; None where point to point is as good. The same on all members.
+
+    scatters: `Calls.scatters`.
+
+    Of two members each sends what it has to the other either way. Slices are not gathered: they are mixed as they come.
+    """
+    one = len({id(payload) for payload in outgoing.values()}) == 1
+    if len(group.members) < 3 or not all(spec.exact for spec in schema.tensors.values()):
+        return None
+    if group.own is None:
+        return "all_gather" if one and not schema.elementwise else None
+    if len(schema.tensors) != 1 or any(not spec.dtype.is_floating_point for spec in schema.tensors.values()):
+        return None
+    if one:
+        return "all_reduce"
+    return "reduce_scatter" if scatters else None
+
+
+class CollectiveCall:
+    """One (round, phase) of an averaging group on its path: `launches` are made in their order by one thread of each
+    member, and `came` is told of each when it is over, in the same order."""
+
+    def __init__(self, kind: CollectiveKind, key: ExchangeKey, calls: Calls, inbox: Inbox, pool: Pool) -> None:
+        self.key, self.launches = key, list[Callable[[], Any]]()
+        self.ready: Any = None
+        """On a GPU, the event behind which copies of the payloads are complete."""
+        self._kind, self._calls, self._inbox, self._pool = kind, calls, inbox, pool
+        self._plans = inbox.plans[key[1]]
+        self._totals = [plan.spec.max_elements for plan in self._plans]
+        self._sources: list[int] = []
+        self._held: list[Buffers] = []
+        self._taken: list[Tensor] = []
+        self._came = 0
+
+    def load(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> CollectiveCall:
+        """Training thread: copy what is sent, and let the inbox know what is to come."""
+        if any(payload.scalars for payload in outgoing.values()):
+            raise ValueError("payloads of a circle must have no scalars")
+        {"all_reduce": self._load_sum, "reduce_scatter": self._load_parts, "all_gather": self._load_all}[self._kind](
+            group, outgoing
+        )
+        return self
+
+    def _load_sum(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:  # noqa: ARG002
+        assert group.own is not None
+        buffers = self._landing(SUM)
+        self._fill(buffers.whole, group.own)
+        for piece in pieces(self._plans, buffers.whole):
+            self.launches.append(lambda piece=piece: self._calls.all_reduce(piece))  # type: ignore[misc]
+
+    def _load_parts(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:
+        assert group.own is not None
+        (plan,), n = self._plans, len(group.members)
+        flat = self._pool.take(n * plan.spec.max_elements, plan.spec.dtype)
+        self._taken.append(flat)
+        parts = []
+        for each, part in zip(group.members, flat.view(n, -1), strict=True):
+            self._fill([part], outgoing.get(each, group.own))
+            parts.append(pieces(self._plans, [part]))
+        for out, *given in zip(pieces(self._plans, self._landing(SUM).whole), *parts, strict=True):
+            self.launches.append(lambda out=out, given=given: self._calls.reduce_scatter(out, given))  # type: ignore[misc]
+
+    def _load_all(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:
+        own, back = (Buffers(self._pool, self._plans, 1) for _ in range(2))
+        self._held += [own, back]
+        self._fill(own.whole, next(iter(outgoing.values())))
+        found = [self._landing(each) if each in outgoing else back for each in group.members]
+        outs = [pieces(self._plans, each.whole) for each in found]
+        for piece, *out in zip(pieces(self._plans, own.whole), *outs, strict=True):
+            self.launches.append(lambda piece=piece, out=out: self._calls.all_gather(out, piece))  # type: ignore[misc]
+
+    def _landing(self, source: int) -> Buffers:
+        buffers = Buffers(self._pool, self._plans, users=2)
+        self._held.append(buffers)
+        self._sources.append(source)
+        self._inbox.put_landing(self.key, source, buffers.cut(self._totals), {}, buffers.done)
+        return buffers
+
+    def _fill(self, tensors: Sequence[Tensor], payload: Payload) -> None:
+        for plan, tensor in zip(self._plans, tensors, strict=True):
+            tensor.copy_(payload.tensors[plan.name], non_blocking=self._pool.device.type == "cuda")
+
+    def count(self, edge: EdgeCounters) -> None:
+        """What passed between this member and one of the others: as if each had sent to each, and what that saved."""
+        edge.frames_sent += len(self.launches)
+        edge.frames_received += len(self.launches)
+        for plan, total in zip(self._plans, self._totals, strict=True):
+            size = total * plan.spec.dtype.itemsize
+            edge.payload_bytes_received += size
+            if self._kind == "all_reduce":
+                edge.saved_bytes += size - 2 * size // len(self._calls.members)
+
+    @property
+    def ends(self) -> bool:
+        """Whether all launches but one are over."""
+        return self._came + 1 == len(self.launches)
+
+    def came(self) -> None:
+        """Any one thread: the next launch is over."""
+        last = self.ends
+        self._came += 1
+        if last:
+            for tensor in self._taken:
+                self._pool.give(tensor)
+        for source in self._sources:
+            self._inbox.landed(self.key, source, last=last)
+        if last:
+            for buffers in self._held:
+                buffers.done()
+
+
+class SumExchange(Exchange):
+    """An exchange whose arrivals are sums: either everybody's payload is there, or nobody's."""
+
+    def __init__(self, inbox: Inbox, key: ExchangeKey, expected: tuple[int, ...]) -> None:
+        self._inner = InboxExchange(inbox, *key, (SUM,), frozenset(expected))
+        self._expected = frozenset(expected)
+
+    @property
+    def seconds(self) -> float:
+        return self._inner.seconds
+
+    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
+        for arrival in self._inner.arrivals(timeout_seconds):
+            found = arrival.received.get(SUM)
+            if found is None:
+                yield Arrival(arrival.start, arrival.stop, {}, self._expected)
+            else:
+                (total,) = found.tensors.values()
+                yield Arrival(arrival.start, arrival.stop, {}, frozenset(), total)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return self._expected if self._inner.missing else frozenset()
+
+    @property
+    def undelivered(self) -> frozenset[int]:
+        return self._inner.undelivered
+
+    @property
+    def departed(self) -> frozenset[int]:
+        """With one that left, what the others gave is lost as well."""
+        return self.missing if self._inner.departed or self.undelivered else frozenset()

@@ -1,0 +1,158 @@
+"""Payloads over gloo, every piece with a tag of its own: nodes may be rounds apart, a late one delays nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
+from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
+from decentnode.communication.torch_distributed.gloo import GlooClique
+from decentnode.communication.torch_distributed.group_collective import CollectiveCall
+from decentnode.payload import Payload
+
+MAX_RECEIVES = 10_000
+"""Payloads of one peer that are still to come, all but SEND_WINDOW of them without memory; nothing more is expected of
+a peer that is further behind."""
+
+
+class TaggedPath(CliquePath):
+    """Every payload is a send matched by its receive: the tensors in the schema's order, cut into chunks.
+
+    Both ends derive tags and sizes from (round, phase) and the schema (R1). Sizes that the schema leaves open, and
+    scalars, travel in a header of fixed size before them. A receive is posted by `begin`, waited for on a thread per
+    peer.
+    """
+
+    def __init__(self, clique: GlooClique, *parts: Any, pinned: bool = False) -> None:
+        """parts: CliquePath's. pinned: models lie on a GPU."""
+        super().__init__(clique.calls, Pool(torch.device("cpu"), pinned=pinned), *parts)
+        self.peers = clique.peers
+        self._clique = clique
+        per_phase = [sum(plan.count(plan.spec.max_elements) for plan in plans) for plans in self._inbox.plans]
+        self._slots = 1 + max(per_phase)
+
+    def begin(
+        self, key: ExchangeKey, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
+    ) -> frozenset[int]:
+        for uid in sorted(sources):
+            self._receive(uid, key)
+        dropped: set[int] = set()
+        for payload, uids in outgoing:
+            open_ = [uid for uid in sorted(uids) if self._may_send(uid, key[0])]
+            dropped |= set(uids) - set(open_)
+            if open_:
+                self._send(payload, open_, key)
+        return frozenset(dropped)
+
+    def _launch_call(self, turn: CollectiveCall) -> None:
+        line = self._clique.line(self._clique.uid, out=False)
+        for launch in turn.launches:
+            wait = self._clique.call(launch)
+
+            def over(wait: Callable[[], object] = wait) -> None:
+                wait()
+                self._call_over(turn)
+
+            line.put(over)
+
+    def leave(self, clean: bool) -> None:
+        self._clique.close(clean)
+
+    def _tag(self, key: ExchangeKey) -> int:
+        return (key[0] * len(self._inbox.plans) + key[1]) * self._slots
+
+    def _send(self, payload: Payload, uids: list[int], key: ExchangeKey) -> None:
+        plans = self._inbox.plans[key[1]]
+        tensors = [payload.tensors[plan.name] for plan in plans]
+        totals = [tensor.numel() for tensor in tensors]
+        lease = self._lease_of(tensors[0]) if len(tensors) == 1 else None
+        buffers = None
+        if lease is None:
+            buffers = Buffers(self._pool, plans, len(uids))
+            for copy, tensor in zip(buffers.cut(totals), tensors, strict=True):
+                copy.copy_(tensor)
+            tensors = buffers.cut(totals)
+        parts = pieces(plans, tensors)
+        header = pack(*key, totals, payload.scalars) if self._has_header(key[1]) else None
+        tag = self._tag(key)
+        for uid in uids:
+            waits = [] if header is None else [self._clique.send(uid, header, tag)]
+            waits += [self._clique.send(uid, part, tag + 1 + slot) for slot, part in enumerate(parts)]
+            self._count_sent(uid, key[1], len(parts))
+            self._clique.line(uid, out=True).put(_Over(self._sent, uid, waits, buffers, lease))
+
+    def _receive(self, uid: int, key: ExchangeKey) -> None:
+        """Post what is known to come; the peer's line waits for it and posts the rest. Where SEND_WINDOW receives of a
+        peer are under way, which is all that it has under way to here, the line posts this one after them."""
+        due = self._due.get(uid, 0)
+        if due >= MAX_RECEIVES:
+            self._counters.fault("receive_window", uid, f"round {key[0]}")
+            return
+        self._expecting(1, uid)
+        job = self._posted(uid, key) if due < SEND_WINDOW else lambda: self._posted(uid, key)()
+        self._clique.line(uid, out=False).put(job)
+
+    def _posted(self, uid: int, key: ExchangeKey) -> Callable[[], None]:
+        """Post a receive; what the peer's line does about it: blocking until everything is there."""
+        plans, buffers = self._inbox.plans[key[1]], Buffers(self._pool, self._inbox.plans[key[1]], users=2)
+        totals = [plan.spec.max_elements for plan in plans]
+        if not self._has_header(key[1]):
+            waits = self._post(uid, key, buffers, totals)
+            self._inbox.put_landing(key, uid, buffers.cut(totals), {}, buffers.done)
+            return lambda: self._take(uid, key, buffers, totals, waits)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        head = self._clique.receive(uid, header, self._tag(key))
+        posted = self._post(uid, key, buffers, totals) if self._is_exact(key[1]) else None
+
+        def open_() -> None:
+            head()
+            try:
+                totals, scalars = unpack(header, *key, plans)
+            except ValueError as error:
+                self._counters.fault("malformed", uid, str(error))
+                return
+            waits = self._post(uid, key, buffers, totals) if posted is None else posted
+            self._inbox.put_landing(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
+            self._take(uid, key, buffers, totals, waits)
+
+        return open_
+
+    def _post(self, uid: int, key: ExchangeKey, buffers: Buffers, totals: list[int]) -> list[Callable[[], object]]:
+        parts = pieces(self._inbox.plans[key[1]], buffers.cut(totals))
+        return [self._clique.receive(uid, part, self._tag(key) + 1 + slot) for slot, part in enumerate(parts)]
+
+    def _take(
+        self, uid: int, key: ExchangeKey, buffers: Buffers, totals: list[int], waits: list[Callable[[], object]]
+    ) -> None:
+        """The peer's line, blocking: tell the inbox of one piece after the other."""
+        for wait in waits[:-1]:
+            wait()
+            self._inbox.landed(key, uid, last=False)
+        if waits:
+            waits[-1]()
+        self._count_received(uid, key[1], totals, len(waits))
+        self._inbox.landed(key, uid, last=True)
+        buffers.done()
+        self._expecting(-1, uid)
+
+
+class _Over:
+    """What a peer's line does about a payload on its path: wait until it has left, then let go of its memory."""
+
+    def __init__(
+        self, sent: Callable[[int], None], uid: int, waits: list[Callable[[], object]], buffers: Buffers | None,
+        lease: object,
+    ) -> None:
+        self._sent, self._uid, self._waits, self._buffers, self._lease = sent, uid, waits, buffers, lease
+
+    def __call__(self) -> None:
+        for wait in self._waits:
+            wait()
+        if self._buffers is not None:
+            self._buffers.done()
+        self._lease, self._waits = None, []
+        self._sent(self._uid)

@@ -1,0 +1,158 @@
+"""What is under way between a node and one peer: messages that leave, both directions of both planes, windows."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import zmq
+
+from decentnode.communication.base import EdgeCounters
+from decentnode.communication.receive.chunking import MESSAGE_COST
+from decentnode.communication.zeromq.security import BulkCredential, Cipher
+from decentnode.metrics.figures import Purpose
+from decentnode.wire import framing
+from decentnode.wire.stream import ReceiveStream, SendStream
+
+ExchangeKey = tuple[int, int]
+"""Round and phase."""
+MAX_PAYLOADS = 4
+"""Payloads of rounds that wait for one peer, with anything of them not handed to the socket yet; further ones are not
+sent to it, and count as undelivered."""
+MAX_URGENT = 64
+"""Messages that are not numbered and wait for one peer's socket."""
+ONE_FRAME_BYTES = 16 * 1024
+"""Bodies up to this size, as sent, travel in one frame with their header.
+
+That is one call less at either end. And libzmq 4.3.5 aborts the process (session_base.cpp, clean_pipes) where a DEALER
+is closed without linger in the moment its peer cuts the connection, if the first part of a message was taken out of
+the queue by then and the second was not. Parts are taken while a batch of 8192 bytes is filled: with the end of a short
+body, and the first part behind it. A body of two batches or more leaves in one piece after its first batch, so that the
+next first part begins a batch of its own, and its body is taken for the rest of it. What remains exposed is a first
+part that a batch ends in, as it may after short messages.
+"""
+
+
+@dataclass(eq=False, slots=True)
+class QueuedMessage:
+    """One message towards one or several peers; the body is shared."""
+
+    header: bytes
+    body: zmq.Frame | bytes | None = None
+    cost: int = 0
+    """What it counts for in the receiver's window."""
+    kind: int = framing.NONE
+    of_body: int = 0
+    lease: object = None
+    """Kept alive as long as the body's memory may not change."""
+    purpose: Purpose = "control"
+    """What its first sending counts for: the whole message, or, of one with a body, that."""
+    last: bool = False
+    """Whether it is the last of a round's payload."""
+
+    @classmethod
+    def bulk(
+        cls, header: bytes, body: memoryview, kind: int, lease: object = None, purpose: Purpose = "data", *,
+        last: bool = False,
+    ) -> QueuedMessage:
+        """A message with a copy of `body`, or with `body` itself where it is long and does not change while the lease
+        is held."""
+        size = body.nbytes
+        if size <= ONE_FRAME_BYTES:
+            short = bytes(body)
+            return cls(header, short, size + MESSAGE_COST, kind, framing.body_sum(kind, short), None, purpose, last)
+        frame = zmq.Frame(body, copy=lease is None)
+        return cls(header, frame, size + MESSAGE_COST, kind, framing.body_sum(kind, frame.buffer), lease, purpose, last)
+
+    def count(self, edge: EdgeCounters, first: bytes, body: zmq.Frame | bytes | None) -> None:
+        """With `ReliableLinks.lock` held: this message, as `frames` made it, was sent for the first time."""
+        size = len(first) + (0 if body is None else len(body))
+        if self.body is not None:
+            plain = self.cost - MESSAGE_COST
+            edge.framing_bytes_sent += size - plain
+            size = plain
+        if self.purpose == "evaluation":
+            edge.evaluation_bytes_sent += size
+        elif self.purpose == "control":
+            edge.control_bytes_sent += size
+        elif self.body is None:
+            edge.framing_bytes_sent += size
+
+    def frames(self, sequence: int, cipher: Cipher | None) -> tuple[bytes, zmq.Frame | bytes | None]:
+        """The message as it travels: its first frame, and its second or None. cipher: encrypts the body."""
+        header, body, kind, of_body = self.header, self.body, self.kind, self.of_body
+        if body is None:
+            return framing.sealed(sequence, header, kind, of_body), None
+        if cipher is not None:
+            plain = body if isinstance(body, bytes) else body.buffer
+            body, kind, of_body = cipher.encrypted(sequence, header, plain), framing.AES_GCM, 0
+        if isinstance(body, bytes) and len(body) <= ONE_FRAME_BYTES and len(header) <= framing.MAX_JOINED_HEADER:
+            return framing.sealed(sequence, header, kind, of_body, body), None
+        return framing.sealed(sequence, header, kind, of_body), body
+
+
+Sealed = tuple[bytes, zmq.Frame | bytes | None, object]
+"""A message as it travels to one peer: first frame, second frame or None, and the lease on what these bytes lie in."""
+
+
+@dataclass
+class Channel:
+    """One direction of one plane: what leaves here, and what came."""
+
+    out: SendStream[Sealed] = field(default_factory=SendStream)
+    """Kept as they left, so that what is sent again is the same to the last bit."""
+    sealed: Sealed | None = None
+    """The first of `queue` under the number that follows, where the socket had no room for it. So each number is sealed
+    once: under AES-GCM, where it is the nonce, no key ever meets two plaintexts with one nonce."""
+    urgent: deque[tuple[bytes, Purpose]] = field(default_factory=lambda: deque(maxlen=MAX_URGENT))
+    """Headers of messages that are not numbered, and what they are for; the oldest are dropped, as they are said again
+    or out of date."""
+    again: dict[int, None] = field(default_factory=dict)
+    """Numbers of messages, among those that are kept, that have to be sent again; in this order, each once."""
+    queue: deque[QueuedMessage] = field(default_factory=deque)
+    came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
+
+
+class PeerLink:
+    """All about one peer."""
+
+    def __init__(self, window: int, needs_pass: bool) -> None:
+        self.planes = (Channel(came=ReceiveStream(ordered=True)), Channel())
+        self.sent = 0
+        """Cost of the bulk messages sent so far."""
+        self.allowed = window
+        """What the peer lets `sent` grow to."""
+        self.queued = 0
+        """Payloads of rounds of which something waits in the bulk plane's queue."""
+        self.withheld: tuple[ExchangeKey, ExchangeKey] | None = None
+        """The first and the last (round, phase) of payloads that were not sent, until the peer is told."""
+        self.came = 0
+        """Cost of the bulk messages that came."""
+        self.needs_pass = needs_pass
+        self.passes: BulkCredential | None = None
+        self.outwards: Cipher | None = None
+        self.inwards: Cipher | None = None
+        """What bulk to and from the peer is encrypted with, where it is."""
+        self.asked = False
+        self.hellos = 0
+        self.renewed = 0.0
+        self.doubted = 0.0
+        self.gone = False
+        """Nothing is sent to this peer any more."""
+        self.left = False
+        """It said goodbye."""
+
+    def log_in(self) -> bytes:
+        """A credential for one connection to the peer's bulk socket; empty where that needs none."""
+        return b"" if self.passes is None else self.passes.log_in()
+
+    def forget(self) -> None:
+        """Nothing is owed to this peer any more."""
+        self.gone = True
+        self.queued, self.withheld = 0, None
+        for plane in self.planes:
+            plane.sealed = None
+            plane.queue.clear()
+            plane.urgent.clear()
+            plane.again.clear()
+            plane.out.forget()

@@ -1,0 +1,256 @@
+"""Who may speak: one CURVE key pair per node, an allow-list of public keys, and the door of a node's sockets.
+
+A folder of keys has `public.keys`, with a line "uid key" per node, and `node-UID.secret` for every node of this
+machine, readable by its owner alone; nobody else may be able to change either. Keys are 32 bytes in Z85, 40 characters
+(RFC 32/Z85, CurveCP, ZeroMQ RFC 26).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from decentnode.errors import EnvironmentFault, PeerFault, UsageError
+from decentnode.wire import framing
+from decentnode.wire.framing import Bytes
+
+PUBLIC_FILE = "public.keys"
+TOKEN_BYTES, SESSION_KEY_BYTES, TAG_BYTES = 16, 32, 16
+LOGIN_DIGITS = 16
+"""Of the number of a login, in hexadecimal."""
+
+
+@dataclass(frozen=True)
+class Keyring:
+    """One node's secret key, and everybody's public ones (Z85, 40 bytes)."""
+
+    uid: int
+    secret: bytes = field(repr=False)
+    public: Mapping[int, bytes]
+
+    @property
+    def uid_of(self) -> dict[bytes, int]:
+        return {key: uid for uid, key in self.public.items()}
+
+
+def secret_path(folder: Path, uid: int) -> Path:
+    return folder / f"node-{uid}.secret"
+
+
+def write_keys(folder: Path, uids: Iterable[int]) -> list[Path]:
+    """Make key pairs of `uids` and add their public keys to the folder's list; the secret files.
+
+    Raises UsageError, before anything is written, when one of them has a key already.
+    """
+    uids = list(uids)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    known = read_public(folder) if (folder / PUBLIC_FILE).exists() else {}
+    for uid in uids:
+        if uid in known or secret_path(folder, uid).exists():
+            raise UsageError(f"{folder} has a key of node {uid} already; remove it first, or choose another folder")
+    made = []
+    for uid in uids:
+        public, secret = zmq.curve_keypair()
+        path = secret_path(folder, uid)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret + b"\n")
+        known[uid] = public
+        made.append(path)
+    text = "".join(f"{uid} {known[uid].decode()}\n" for uid in sorted(known))
+    temporary = folder / f".{PUBLIC_FILE}.{secrets.token_hex(8)}"
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o644)  # the umask may be wider or narrower
+        file.write(text)
+    temporary.replace(folder / PUBLIC_FILE)
+    return made
+
+
+def _check_changers(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise EnvironmentFault(
+            f"{path} belongs to another user (uid {status.st_uid}), who could change the keys; run chown "
+            f"{os.geteuid()} on it"
+        )
+
+
+def read_trusted(path: Path, forbidden: int) -> bytes:
+    """The content of a file of keys, which nobody but this user and root may change.
+
+    forbidden: permissions that nobody else may have on it. Raises EnvironmentFault, with a word on what to run.
+    """
+    try:
+        _check_changers(path.parent, folder := os.stat(path.parent))
+        if folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:  # sticky: nobody replaces another one's file
+            raise EnvironmentFault(
+                f"{path.parent} can be changed by others (mode {stat.S_IMODE(folder.st_mode):o}), and the keys in it "
+                f"replaced; run chmod go-w on it"
+            )
+        with open(path, "rb") as file:
+            found, content = os.fstat(file.fileno()), file.read()  # of the file that is read, whatever its name is now
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: {error.strerror}; make keys with keygen") from error
+    _check_changers(path, found)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & forbidden:
+        what, cure = ("read", "600") if forbidden & 0o044 else ("changed", "go-w")
+        raise EnvironmentFault(f"{path} can be {what} by others (mode {mode:o}); run chmod {cure} on it")
+    return content
+
+
+def read_public(folder: Path) -> dict[int, bytes]:
+    """The allow-list of a folder. Raises EnvironmentFault naming file and line, or who else could have changed it."""
+    path = folder / PUBLIC_FILE
+    try:
+        lines = read_trusted(path, 0o022).decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise EnvironmentFault(f"{path}: {error}; make keys with keygen") from error
+    found: dict[int, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not words[0].isdigit() or not _is_key(words[1]):
+            raise EnvironmentFault(f'{path}:{number}: must be "uid key", got {line[:80]!r}')
+        uid, key = int(words[0]), words[1].encode()
+        if uid in found or key in found.values():
+            raise EnvironmentFault(f"{path}:{number}: node {uid} or its key stands there twice")
+        found[uid] = key
+    return found
+
+
+def _is_key(text: str) -> bool:
+    with contextlib.suppress(ValueError, KeyError, UnicodeEncodeError):
+        return len(text) == 40 and len(z85.decode(text.encode("ascii"))) == 32
+    return False
+
+
+def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
+    """The keys of node `uid`. Raises EnvironmentFault when one is missing or broken, or when others could read the
+    secret one or change any."""
+    public = read_public(folder)
+    missing = [other for other in range(num_nodes) if other not in public]
+    if missing:
+        few = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise EnvironmentFault(f"{folder / PUBLIC_FILE} has no key of node {few}; make keys with keygen")
+    path = secret_path(folder, uid)
+    secret = read_trusted(path, 0o077).strip()
+    try:
+        derived = zmq.curve_public(secret)
+    except (ValueError, zmq.ZMQError):
+        raise EnvironmentFault(f"{path}: not a secret key") from None
+    if derived != public[uid]:
+        raise EnvironmentFault(f"{path} does not belong to the key of node {uid} in {PUBLIC_FILE}")
+    return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)})
+
+
+@dataclass
+class BulkCredential:
+    """What lets one peer send bulk to this node; given over CURVE, it is never sent in the clear.
+
+    A bulk socket without CURVE takes a credential that every eavesdropper reads. So that it lets nobody in a second
+    time, each is good for one login: a number that grows, and a proof that whoever sends it has the token.
+    """
+
+    token: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
+    key: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(SESSION_KEY_BYTES))
+    logins: int = 0
+    """Number of the last login: the last one that was made, or that was accepted."""
+
+    def log_in(self) -> bytes:
+        """A credential for one connection."""
+        self.logins += 1
+        return self._credential(self.logins)
+
+    def refusal(self, credential: bytes) -> str | None:
+        """Why nobody gets in with a credential, or None where somebody does: once, and no more with those made before
+        it, which belong to connections that were given up."""
+        number = credential[:LOGIN_DIGITS]
+        if len(number) < LOGIN_DIGITS or number.strip(b"0123456789abcdef"):
+            return "stranger"
+        if not hmac.compare_digest(self._credential(int(number, 16)), credential):
+            return "stranger"
+        if int(number, 16) <= self.logins:
+            return "replayed_login"
+        self.logins = int(number, 16)
+        return None
+
+    def _credential(self, number: int) -> bytes:
+        digits = b"%0*x" % (LOGIN_DIGITS, number)
+        return digits + hmac.new(self.token, b"decentnode bulk login " + digits, hashlib.sha256).hexdigest().encode()
+
+
+class Cipher:
+    """AES-256-GCM over the bodies of bulk messages, one direction of one edge (wire/framing.py)."""
+
+    def __init__(self, given: BulkCredential) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._refusals = AESGCM(given.key), (InvalidTag, ValueError)
+
+    def encrypted(self, sequence: int, header: bytes, body: Bytes) -> bytes:
+        """TAG_BYTES longer than the body."""
+        return self._cipher.encrypt(framing.nonce(sequence), body, framing.associated(sequence, header))
+
+    def decrypted(self, sequence: int, header: bytes, body: memoryview) -> memoryview:
+        """Raises PeerFault when number, header or body are not what was encrypted."""
+        plain = bytearray(max(0, body.nbytes - TAG_BYTES))
+        try:
+            self._cipher.decrypt_into(framing.nonce(sequence), body, framing.associated(sequence, header), plain)
+        except self._refusals:
+            raise PeerFault("checksum_mismatch", "not what was encrypted") from None
+        return memoryview(plain)
+
+
+class Authenticator:
+    """Answers ZeroMQ's question who may connect (RFC 27/ZAP); whoever enters is known by uid from then on.
+
+    Used by the thread that owns the sockets.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring, passes: Mapping[int, BulkCredential],
+        refused: Callable[[str, str, str], None],
+    ) -> None:
+        """refused(reason, address, detail): called for everybody who is not let in."""
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._uid_of, self._passes, self._refused = keyring.uid_of, passes, refused
+
+    def answer(self) -> None:
+        """Answer everything that was asked so far; not blocking."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, request, _, address, _, mechanism, *credentials = frames
+            uid, reason, detail = self._admitted(mechanism, credentials)
+            if reason:
+                self._refused(reason, address.decode(errors="replace"), detail)
+            status, text, who = (b"400", b"unknown", b"") if reason else (b"200", b"", b"%d" % uid)
+            self.socket.send_multipart([version, request, status, text, who, b""])
+
+    def _admitted(self, mechanism: bytes, credentials: list[bytes]) -> tuple[int, str, str]:
+        """(uid, why not or "", with what)."""
+        if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
+            key = z85.encode(credentials[0])
+            uid = self._uid_of.get(key)
+            return (-1, "stranger", f"key {key.decode()}") if uid is None else (uid, "", "")
+        if mechanism == b"PLAIN" and len(credentials) == 2 and credentials[0].isdigit() and len(credentials[0]) < 8:
+            uid = int(credentials[0])
+            known = self._passes.get(uid)
+            reason = "stranger" if known is None else known.refusal(credentials[1])
+            return uid, reason or "", f"bulk login as node {uid}"
+        return -1, "stranger", mechanism.decode(errors="replace")

@@ -1,0 +1,182 @@
+"""How payloads leave a node: through shared memory where the neighbor reads the publish buffer, as chunks everywhere
+else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from decentnode.communication.base import Counters
+from decentnode.communication.receive.chunking import TensorPlan, to_bytes
+from decentnode.communication.receive.staging import Fetched, Staging
+from decentnode.communication.run_state import RunState
+from decentnode.communication.shared_memory.model_slots import ModelSlots
+from decentnode.communication.shared_memory.path import SharedMemoryPath
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.io_thread import BULK, CONTROL, Security
+from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES
+from decentnode.communication.zeromq.link_state import QueuedMessage as Bulk
+from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.payload import Payload
+from decentnode.wire import codec, framing
+from decentnode.wire.messages import Chunk, Message, Scalars, Slot
+from decentnode.wire.session import Session
+
+
+def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
+    """Every payload once, with the neighbors that get it."""
+    groups: dict[int, tuple[Payload, list[int]]] = {}
+    for uid, payload in outgoing.items():
+        groups.setdefault(id(payload), (payload, []))[1].append(uid)
+    return list(groups.values())
+
+
+class Sender:
+    """One node's. Payloads are sent from the training thread; `header` and `sum_kind` are any thread's."""
+
+    memory: SharedMemoryPath
+    model_slots: ModelSlots
+    """These two belong to one generation of members."""
+    staging: Staging | None = None
+    """Slots of pinned memory, for models on a GPU."""
+
+    def __init__(
+        self, uid: int, config: ZeroMQConfig, session: Session, links: ReliableLinks,
+        plans: tuple[tuple[TensorPlan, ...], ...], status: RunState, counters: Counters, security: Security | None,
+    ) -> None:
+        """plans: by phase."""
+        self.over_tcp: list[set[int]] = [set(), set()]
+        """By plane: peers that are not behind a Unix socket."""
+        self._uid, self._config, self._session, self._links, self._plans = uid, config, session, links, plans
+        self._status, self._counters, self._security = status, counters, security
+        links.on_room = self._takes_again
+
+    def send(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> frozenset[int]:
+        """Through shared memory where the neighbor reads the publish buffer, as chunks everywhere else. Those to whom
+        nothing was sent, because too much waits for them already. Blocking as `_may_send` and
+        `SharedMemoryPath.publish` do."""
+        self.model_slots.sent_to = tuple(outgoing)
+        told: Collection[int] = ()
+        dropped: Collection[int] = ()
+        if self.memory.readers:
+            by_memory = [uid for uid in outgoing if uid in self.memory.readers and uid not in self._status.departed]
+            if len({id(outgoing[uid]) for uid in by_memory}) == 1:
+                told = self._by_memory(outgoing[by_memory[0]], by_memory, round, phase)
+        if len(told) < len(outgoing):
+            rest = {uid: outgoing[uid] for uid in outgoing if uid not in told} if told else outgoing
+            for payload, _ in grouped(rest):
+                self.checked(payload, phase)
+            taking = [uid for uid in rest if self._may_send(uid, round, phase)]
+            if len(taking) < len(rest):
+                dropped, rest = rest.keys() - taking, {uid: rest[uid] for uid in taking}
+            for payload, uids in grouped(rest):
+                self._by_messages(payload, uids, round, phase)
+            return frozenset(dropped)
+        return frozenset()
+
+    def _may_send(self, uid: int, round: int, phase: int) -> bool:
+        """Blocking while MAX_PAYLOADS wait for a peer, unless it is silent; False when that stays so for a time-out:
+        the payload is not sent, and once the peer takes any it is told so."""
+        links, status = self._links, self._status
+        if links.takes(uid):
+            return True
+        deadline = time.monotonic() + self._config.timeout_seconds
+        with status.changed, status.waits_for([uid]):
+            while not links.takes(uid):
+                status.raise_if_failed()
+                remaining = deadline - time.monotonic()
+                if status.regrouping or status.departed.get(uid, round + 1) <= round:
+                    return False
+                if remaining <= 0 or uid in status.silent:
+                    status.silent.add(uid)
+                    break
+                status.wait(min(remaining, 1.0))
+            else:
+                return True
+        with links.lock:
+            links.withhold(uid, (round, phase))
+        self._counters.fault("send_window", uid, f"round {round}")
+        return False
+
+    def _takes_again(self, uid: int) -> None:
+        """With `ReliableLinks.lock` held."""
+        with self._status.changed:
+            self._status.silent.discard(uid)
+            self._status.notify()
+
+    def _by_memory(self, payload: Payload, uids: list[int], round: int, phase: int) -> Collection[int]:
+        """Hand a payload to neighbors on this host; those that it reached: the others have to get chunks."""
+        self.checked(payload, phase)
+
+        def send_control(uid: int, slot: int, use: int, totals: bytes) -> None:
+            header = self.header(Slot, round, phase, slot, use, totals, dict(payload.scalars))
+            self._links.io.call(lambda: self._links.control_header(uid, header, purpose="protocol"))
+
+        with self._status.waits_for(uids):
+            return self.memory.publish(payload, uids, round, phase, self._config.timeout_seconds, send_control)
+
+    def checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
+        """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""
+        plans = self._plans[phase]
+        if list(payload.tensors) != [plan.name for plan in plans]:
+            raise ValueError(f"payload must have tensors {[p.name for p in plans]}, got {list(payload.tensors)}")
+        for plan in plans:
+            tensor = payload.tensors[plan.name]
+            if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
+                raise ValueError(
+                    f"payload {plan.name!r} must be [{plan.spec.max_elements}] {plan.spec.dtype}, "
+                    f"got {list(tensor.shape)} {tensor.dtype}"
+                )
+        return plans
+
+    def _by_messages(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
+        plans, links = self._plans[phase], self._links
+        scalars: Scalars = payload.scalars
+        sums = self.sum_kind(BULK, uids)
+        for index, plan in enumerate(plans):
+            tensor = payload.tensors[plan.name]
+            total, size = tensor.numel(), plan.spec.dtype.itemsize
+            fetched = self._fetched(plan, tensor)
+            raw = to_bytes(tensor) if fetched is None else memoryview(b"")
+            lease = fetched.lease if fetched is not None else self.lease(tensor)
+            for chunk in range(plan.count(total)):
+                start, stop = plan.bounds(chunk, total)
+                body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
+                header = self.header(Chunk, round, phase, index, chunk, total, scalars)
+                scalars = {}
+                last = index + 1 == len(plans) and chunk + 1 == plan.count(total)
+                message = Bulk.bulk(header, body, sums, lease, last=last)
+                with links.lock:
+                    for uid in uids:
+                        links.bulk(uid, message)
+                for uid in uids:
+                    self._counters.edge(uid).frames_sent += 1
+
+    def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
+        """A tensor on a GPU, on its path to a slot of pinned memory; None on the CPU, or while peers have not said yet
+        that they got what lies in the slots: then it is copied as a whole."""
+        if self.staging is None or tensor.is_cpu:
+            return None
+        fetched = self.staging.fetch(plan, tensor)
+        if fetched is None:
+            self._links.hurry()
+        return fetched
+
+    def lease(self, tensor: Tensor) -> object:
+        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first, or is so short
+        that a copy is less than the wait for those who got it."""
+        return self.model_slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
+
+    def header(self, kind: type[Message], *values: object) -> bytes:
+        session = self._session
+        return codec.encode_values(kind, (session.run, session.generation, self._uid, session.origin, *values))
+
+    def sum_kind(self, plane: int, uids: Collection[int]) -> int:
+        """How messages to these uids are protected against corruption, beside what encryption does."""
+        if self._security is not None and (plane == CONTROL or self._security.bulk != "none"):
+            return framing.NONE
+        if self._config.checksum != "auto":
+            return framing.KINDS[self._config.checksum]
+        return framing.NONE if self.over_tcp[plane].isdisjoint(uids) else framing.XXH3

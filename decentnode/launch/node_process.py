@@ -1,0 +1,303 @@
+"""One node in its own process: build, bind, learn where the others are, join, run, save."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decentnode import logs
+from decentnode.build import build, device_of
+from decentnode.communication import COMMUNICATIONS
+from decentnode.communication.base import Communication, Schema
+from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
+from decentnode.communication.zeromq.security import load_keyring
+from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.config.component import load_class
+from decentnode.errors import DecentnodeError, Diverged, EnvironmentFault, Interrupted, NodeFailed, PeerLost
+from decentnode.experiment import Experiment, load
+from decentnode.launch.entry import node_dir
+from decentnode.launch.messages import (
+    Bound,
+    ChildMessage,
+    Failed,
+    Finished,
+    NodeJoined,
+    NodesAbsent,
+    PeerFailure,
+    Peers,
+    StopRun,
+    Task,
+)
+from decentnode.launch.models import save_node
+from decentnode.launch.pipe import Pipe
+from decentnode.launch.reporting import Reporter
+from decentnode.launch.sources import local_modules
+from decentnode.launch.status_writer import StatusWriter
+from decentnode.mapping.hosts import endpoint
+from decentnode.metrics.events import EventLog
+from decentnode.node.node import Node
+from decentnode.tensors import keep_freed_memory
+from decentnode.wire.generation import Limits
+
+logger = logging.getLogger(__name__)
+
+PEERS_SECONDS = 300.0
+"""Longest wait for the supervisor to name the other local nodes; the supervisor gives up first."""
+ABSENT_SECONDS = 1.0
+
+
+class Commands:
+    """What the supervisor says, heard by a thread of its own. Its end is ours."""
+
+    def __init__(self, channel: Pipe) -> None:
+        self._channel = channel
+        self._peers: queue.SimpleQueue[Peers | PeerFailure | StopRun] = queue.SimpleQueue()
+        self._node: Node | None = None
+        self._early: list[ChildMessage] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except (EOFError, OSError):
+                os._exit(1)
+            if isinstance(message, Peers | PeerFailure | StopRun):
+                self._peers.put(message)
+            with self._lock:
+                if self._node is None:
+                    self._early.append(message)
+                else:
+                    self._obey(self._node, message)
+
+    @staticmethod
+    def _obey(node: Node, message: ChildMessage) -> None:
+        if isinstance(message, StopRun):
+            node.ask_stop()
+        elif isinstance(message, PeerFailure):
+            node.communication.fail(message.uid, message.reason)
+
+    def attach(self, node: Node) -> None:
+        """From now on stops and failures reach the node; those that came before do, too."""
+        with self._lock:
+            self._node = node
+            for message in self._early:
+                self._obey(node, message)
+
+    def peers(self) -> dict[str, list[str]]:
+        """Blocking: the endpoints of the local nodes. Raises PeerLost when one of them failed, Interrupted."""
+        try:
+            message = self._peers.get(timeout=PEERS_SECONDS)
+        except queue.Empty:
+            raise NodeFailed("the supervisor did not name the other nodes") from None
+        if isinstance(message, PeerFailure):
+            raise PeerLost(f"node {message.uid} failed: {message.reason}", [message.uid])
+        if isinstance(message, StopRun):
+            raise Interrupted("stopped before the run began")
+        return message.endpoints
+
+
+def remote_endpoints(experiment: Experiment, machine: int) -> dict[int, tuple[str, str]]:
+    """uid -> (control, bulk) of the nodes on other machines, from the mapping."""
+    mapping = experiment.make_mapping()
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    return {
+        place.uid: (endpoint(place.host, place.port), endpoint(place.host, place.port + 1))
+        for place in places
+        if place.machine != machine and place.port is not None
+    }
+
+
+def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence[str] = ()) -> BindPlan:
+    """Unix sockets for the same machine unless tcp is asked for, tcp for others or where the mapping has a port."""
+    place = experiment.make_mapping().place(uid)
+    same_host = getattr(experiment.communication, "same_host", "ipc")
+    ipc = Path(socket_dir) if same_host != "tcp" and socket_dir else None
+    return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port, again=tuple(again))
+
+
+def limits_of(experiment: Experiment) -> Limits:
+    """When a node counts as gone, and how many it takes to go on without it."""
+    config, node = experiment.communication, experiment.node
+    assert isinstance(config, ZeroMQConfig)
+    least = node.min_nodes or experiment.make_mapping().num_nodes // 2 + 1
+    return Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds)
+
+
+def transport_maker(
+    experiment: Experiment, task: Task, uid: int
+) -> Callable[[tuple[Schema, ...]], Communication]:
+    mapping = experiment.make_mapping()
+    config = experiment.communication
+    transport: Any = load_class(config.name, COMMUNICATIONS, "communication")
+    keyring, device = None, device_of(mapping.place(uid).device, mapping.place(uid).rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    own: dict[str, Any] = {} if device.type == "cpu" else {"device": device}
+    if isinstance(config, ZeroMQConfig) and config.secure and config.keys is not None:
+        keyring = load_keyring(experiment.base_dir / config.keys, uid, mapping.num_nodes)
+    if isinstance(config, ZeroMQConfig) and experiment.node.missing == "regroup":
+        own["limits"] = limits_of(experiment)
+
+    def make(schemas: tuple[Schema, ...]) -> Communication:
+        made: Communication = transport(
+            experiment.communication, uid=uid, keyring=keyring, schemas=schemas, digest=experiment.digest(),
+            machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
+            run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
+            bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints), **own,
+        )
+        return made
+
+    return make
+
+
+def run_task(task: Task, channel: Pipe) -> int:
+    """The whole life of a forked node; the exit code."""
+    commands = Commands(channel)
+    return run_node(task, channel.send, commands.attach, commands.peers)
+
+
+def run_node(
+    task: Task, send: Callable[[ChildMessage], None], attach: Callable[[Node], None],
+    peers: Callable[[], dict[str, list[str]]],
+) -> int:
+    """Run `task.uids[0]` to its end and report it through `send`; the exit code. Blocking, never raises."""
+    uid, node, reporter = task.uids[0], None, None
+    live, events = None, None
+    try:
+        set_up(task, uid)
+        experiment = load(task.request.config, task.request.overrides, task.request.environ, check=False)
+        folder = node_dir(task.run_dir, uid) if task.run_dir else None
+        reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
+        node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)
+        if folder:
+            events = node.communication.counters.on_event = EventLog(folder / "events.jsonl", uid)
+            live = StatusWriter(node, folder / "status.json")
+            live.start()
+        give_back_memory()
+        _join(node, experiment, task, send, peers, attach)
+        if events is not None:
+            events("joined")
+        node.run()
+        if task.run_dir:
+            save_node(node, Path(task.run_dir))
+        node.communication.close()
+        reporter.close()
+        stopped = node.round < experiment.node.rounds
+        if live is not None and events is not None:
+            events("stopped" if stopped else "finished", None, f"{node.round} rounds")
+            live.close("stopped" if stopped else "finished")
+            events.close()
+        reports = {str(other): figures for other, figures in node.reports.items()}
+        send(Finished(uid, node.figures(), stopped, reports, local_modules()))
+        return Interrupted.exit_code if stopped else 0
+    except BaseException as error:
+        if live is not None and events is not None:
+            _log_failure(events, error)
+            live.close("failed")
+            events.close()
+        return _fail(uid, error, node, reporter, send)
+
+
+def _log_failure(log: EventLog, error: BaseException) -> None:
+    kind = "peer_lost" if isinstance(error, PeerLost) else "diverged" if isinstance(error, Diverged) else "failed"
+    peers: list[int | None] = [*error.missing] if isinstance(error, PeerLost) else []
+    for peer in peers or [None]:
+        log(kind, peer, str(error))
+
+
+def set_up(task: Task, uid: int) -> None:
+    """Threads, logs, signals and the traceback of a crash, for this process."""
+    keep_freed_memory()  # for a node in the foreground; a forked one has it from the server's environment
+    torch.set_num_threads(task.threads)
+    os.environ["OMP_NUM_THREADS"] = str(task.threads)
+    faulthandler.enable(sys.__stderr__ or 2)
+    if task.run_dir:
+        logs.set_up(f"node {uid:03d}", node_dir(task.run_dir, uid) / "log.txt")
+
+
+def give_back_memory() -> None:
+    """Return what reading the data left free to the system; afterwards freed memory is kept (see forkserver.MALLOC)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _join(
+    node: Node, experiment: Experiment, task: Task, send: Callable[[ChildMessage], None],
+    peers: Callable[[], dict[str, list[str]]], attach: Callable[[Node], None],
+) -> None:
+    transport = node.communication
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: node.ask_stop())
+    if isinstance(transport, ZeroMQ):
+        control, bulk = transport.bind()
+        send(Bound(node.uid, control, bulk))
+        endpoints = remote_endpoints(experiment, task.machine)
+        endpoints |= {int(uid): (c, b) for uid, (c, b) in peers().items()}
+        transport.set_peers(endpoints)
+    attach(node)
+    if task.join:
+        transport.join()
+        send(NodeJoined(node.uid))
+        return
+    joined = threading.Event()
+    if node.uid == 0 and isinstance(transport, ZeroMQ):
+        threading.Thread(target=_tell_absent, args=(transport, send, joined), daemon=True).start()
+    started = time.monotonic()
+    try:
+        transport.start(transport.config.start_timeout_seconds)
+    finally:
+        joined.set()
+    logger.info("joined after %.2f s; %d samples", time.monotonic() - started, node.training.num_samples)
+    send(NodeJoined(node.uid))
+
+
+def _tell_absent(transport: ZeroMQ, send: Callable[[ChildMessage], None], joined: threading.Event) -> None:
+    while not joined.wait(ABSENT_SECONDS):
+        with contextlib.suppress(OSError):
+            send(NodesAbsent(list(transport.absent), {str(uid): why for uid, why in transport.refusals.items()}))
+
+
+def _fail(
+    uid: int, error: BaseException, node: Node | None, reporter: Reporter | None, send: Callable[[ChildMessage], None]
+) -> int:
+    """Tell the supervisor first, then the other nodes, then the log."""
+    failed = describe_failure(uid, error)
+    with contextlib.suppress(OSError):
+        send(failed)
+    logger.error("%s", failed.text)
+    with contextlib.suppress(Exception):
+        if node is not None:
+            if not failed.follower:
+                node.communication.fail(uid, failed.title)
+            node.communication.close()
+        if reporter is not None:
+            reporter.close()
+    traceback.print_exception(error)  # last: the terminal of a node in the foreground may take none
+    return failed.exit_code
+
+
+def describe_failure(uid: int, error: BaseException) -> Failed:
+    """What to print of an exception: its message if it was written for users, else the whole traceback."""
+    if isinstance(error, DecentnodeError):
+        return Failed(uid, error.exit_code, str(error).partition("\n")[0], str(error), isinstance(error, PeerLost))
+    if isinstance(error, OSError) and error.filename is not None:
+        fault = EnvironmentFault(f"node {uid}: {error.filename}: {error.strerror}")
+        return Failed(uid, fault.exit_code, str(fault), str(fault))
+    last = traceback.format_exception_only(error)[-1].strip()
+    return Failed(uid, NodeFailed.exit_code, last, "".join(traceback.format_exception(error)))

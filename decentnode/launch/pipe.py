@@ -1,0 +1,87 @@
+"""The pipe between the supervisor and a child. Whoever sends never waits for whoever reads.
+
+A terminal may stop the supervisor (Ctrl-Z), a debugger or the system may stop a child: the other side goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import threading
+from collections import deque
+from multiprocessing.connection import Connection
+
+from decentnode.launch.messages import KINDS, ChildMessage, NodesAbsent, Progress
+
+KEPT_MESSAGES = 1024
+"""Most messages that wait for a reader; beyond it the oldest go. What is kept comes once per node, generation or run:
+its start, its end, a failure, a stop."""
+
+
+class Pipe:
+    """One end of the pipe. `send` and `flush` may be called from any thread, `receive` from one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.dropped = 0
+        """Messages that were not sent because earlier ones still waited for the reader."""
+        self._waiting: deque[bytes] = deque(maxlen=KEPT_MESSAGES)
+        self._lock = threading.Lock()
+        self._writable = select.poll()
+        self._writable.register(connection.fileno(), select.POLLOUT)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether messages wait for the reader; they leave with the next `send` or `flush`."""
+        return bool(self._waiting)
+
+    def send(self, message: ChildMessage) -> None:
+        """Not blocking. While the reader does not keep up, progress is dropped and everything else is kept, in order.
+
+        Raises OSError when the other end is gone. A message of more than some 100 kB may wait for its own rest.
+        """
+        with self._lock:
+            self._send_waiting()
+            if not self._waiting and self._writable.poll(0):
+                self.connection.send_bytes(_encode(message))
+            elif may_be_dropped(message):
+                self.dropped += 1
+            else:
+                self._waiting.append(_encode(message))
+
+    def flush(self, timeout_seconds: float | None = 0.0) -> bool:
+        """Whether all has left. Blocking for at most so long; None: until the reader has taken it or is gone."""
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                if not self._writable.poll(None if timeout_seconds is None else 1000 * timeout_seconds):
+                    return False
+                with self._lock:
+                    self._send_waiting()
+        return not self._waiting
+
+    def _send_waiting(self) -> None:
+        """A Unix socket that poll calls writable has three quarters of its buffer free: a message fits whole."""
+        while self._waiting and self._writable.poll(0):
+            self.connection.send_bytes(self._waiting[0])
+            self._waiting.popleft()
+
+    def receive(self) -> ChildMessage:
+        """Blocking. Raises EOFError or OSError when the other end is gone."""
+        kind, fields = json.loads(self.connection.recv_bytes())
+        message: ChildMessage = KINDS[kind](**fields)
+        return message
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def may_be_dropped(message: ChildMessage) -> bool:
+    """Whether the next message of its kind tells the reader what this one would have."""
+    return isinstance(message, NodesAbsent) or (
+        isinstance(message, Progress) and message.record.get("kind") in ("round", "evaluation")
+    )
+
+
+def _encode(message: ChildMessage) -> bytes:
+    return json.dumps([type(message).__name__, vars(message)], default=vars).encode()

@@ -1,0 +1,119 @@
+"""The children of the supervisor: started, listened to, killed, always reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from decentnode.launch import entry
+from decentnode.launch.messages import ChildMessage, Request, Task
+from decentnode.launch.pipe import Pipe
+
+REAP_SECONDS = 10.0
+"""Longest wait for a killed process; only a broken kernel or disk keeps one longer."""
+
+
+@dataclass
+class Worker:
+    """One child and what is known of it. `uids` is empty for the child that loads the experiment."""
+
+    uids: tuple[int, ...]
+    process: ForkServerProcess
+    channel: Pipe
+    bound: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    failed: bool = False
+    leaving_since: float | None = None
+    """When it said its last word."""
+    open: bool = True
+    """Whether its end of the pipe may still hold messages."""
+    exit_code: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is expected but the end of the process."""
+        return self.failed or self.finished.issuperset(self.uids)
+
+    def send(self, message: ChildMessage) -> None:
+        """A child that is gone hears nothing; what it said before is still to be read."""
+        with contextlib.suppress(OSError):
+            self.channel.send(message)
+
+    def messages(self) -> Iterator[ChildMessage]:
+        """All that has arrived. Not blocking, apart from the rest of a message under way."""
+        try:
+            while self.open and self.channel.connection.poll():
+                yield self.channel.receive()
+        except (EOFError, OSError):
+            self.open = False
+
+    def kill(self) -> None:
+        if self.alive:
+            self.process.kill()
+
+    def reap(self, timeout_seconds: float = REAP_SECONDS) -> None:
+        """Blocking until the process is gone; afterwards `exit_code` is known."""
+        self.process.join(timeout_seconds)
+        self.exit_code = self.process.exitcode if self.process.exitcode is not None else -signal.SIGKILL
+        self.channel.close()
+        self.open = False
+
+    def ending(self) -> str:
+        """How the process ended, for people."""
+        code = self.exit_code or 0
+        if code >= 0:
+            return f"ended with exit code {code} and no word"
+        name = signal.Signals(-code).name
+        hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+
+
+def start_loader(context: ForkServerContext, request: Request) -> Worker:
+    return _start(context, entry.prepare, request, ())
+
+
+def start_node(context: ForkServerContext, task: Task) -> Worker:
+    return _start(context, entry.node, task, tuple(task.uids))
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Children run functions of this package only; importing the caller's main script again would cost time, and
+    start the run once more where the script has no `if __name__ == "__main__"`."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _start(context: ForkServerContext, target: Callable[..., None], work: Any, uids: tuple[int, ...]) -> Worker:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(work, theirs), daemon=True)
+    with _without_main():
+        process.start()
+    theirs.close()
+    return Worker(uids, process, Pipe(ours))
+
+
+def end_all(workers: list[Worker]) -> None:
+    """Kill what is left and reap it. Blocking for at most REAP_SECONDS in all."""
+    for worker in workers:
+        worker.kill()
+    deadline = time.monotonic() + REAP_SECONDS
+    for worker in workers:
+        if worker.alive:
+            worker.reap(max(0.1, deadline - time.monotonic()))

@@ -1,0 +1,1 @@
+"""The methods of `CommOptimizer`: what ranks do together beside a local optimizer."""

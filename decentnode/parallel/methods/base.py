@@ -1,0 +1,155 @@
+"""What ranks do together beside a local optimizer: the base of the methods that CommOptimizer knows."""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decentnode.parallel.shutdown import close_at_exit
+
+
+@dataclass
+class Numbers:
+    """One number [1] of every rank, by rank."""
+
+    tensors: list[Tensor]
+    work: Any = None
+
+    def wait(self) -> list[float]:
+        """Blocking."""
+        if self.work is not None:
+            self.work.wait()
+        return [float(each) for each in self.tensors]
+
+
+class DistOptimizer(abc.ABC):
+    """What happens to the parameters beside the local optimizer; subclasses say how ranks meet.
+
+    Per step: `before_step` while the parameters are still x(t), the local optimizer's step, then `step`, which pulls
+    (`local_pulling_step`), collects (`dist_train_step`) and, in every `comm_period`-th step exactly, communicates
+    (`comm_train_step`). Initial parameters are never changed; the center starts at their mean.
+    """
+
+    needs_loss: ClassVar[bool] = False
+
+    def __init__(
+        self, local_optimizer: Optimizer, world_size: int, dist_pulling_strength: float = 0.1,
+        local_pulling_strength: float = 0.0, comm_period: int = 4, overlap: bool = False,
+    ) -> None:
+        """Blocking: the ranks' parameters are averaged once. Raises ValueError for values out of range.
+
+        overlap: what ranks send each other flies while the next forward and backward pass run. It takes effect one
+        step later (LSGD: two, as who leads has to be known first), in the order of operations it has without.
+        """
+        if not isinstance(comm_period, int) or comm_period < 1:
+            raise ValueError(f"comm_period must be a positive integer, got {comm_period!r}")
+        for name, value in (("dist", dist_pulling_strength), ("local", local_pulling_strength)):
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name}_pulling_strength must be in [0, 1], got {value}")
+        if world_size != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise ValueError(f"world_size must be the process group's, got {world_size}")
+        self.local_optimizer, self.world_size = local_optimizer, world_size
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.dist_pulling_strength, self.local_pulling_strength = dist_pulling_strength, local_pulling_strength
+        self.comm_period, self.overlap = comm_period, overlap
+        self.steps = 0
+        self._losses: deque[float] = deque(maxlen=comm_period)
+        self.params: list[Tensor] = [p for group in local_optimizer.param_groups for p in group["params"]]
+        self.check_stable()
+        if dist.is_initialized():
+            close_at_exit(self)
+        self.center = self.flat_params()
+        """[P] what workers are pulled to."""
+        self.mean(self.center)
+
+    # -- flat copies ------------------------------------------------------------------------------------------
+
+    def flat_params(self) -> Tensor:
+        """[P] copy of all parameters, in float32 unless they are of one other type."""
+        kinds = {p.dtype for p in self.params}
+        kind = kinds.pop() if len(kinds) == 1 else torch.float32
+        return torch.cat([p.detach().reshape(-1).to(kind) for p in self.params])
+
+    @torch.no_grad()
+    def add_flat(self, flat: Tensor, alpha: float = 1.0) -> None:
+        """parameters += alpha * flat [P]."""
+        offset = 0
+        for p in self.params:
+            p.add_(flat[offset : offset + p.numel()].view(p.shape).to(p.dtype), alpha=alpha)
+            offset += p.numel()
+
+    @torch.no_grad()
+    def pull(self, target: Tensor, strength: float) -> None:
+        """parameters += strength * (target - parameters), target [P]."""
+        if strength:
+            offset = 0
+            for p in self.params:
+                p.lerp_(target[offset : offset + p.numel()].view(p.shape).to(p.dtype), strength)
+                offset += p.numel()
+
+    def mean(self, flat: Tensor) -> Tensor:
+        """Blocking: the mean over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(flat)
+            flat.div_(self.world_size)
+        return flat
+
+    def gather_numbers(self, value: float) -> Numbers:
+        """One number of every rank; not blocking until it is asked what they are."""
+        own = torch.tensor([value], dtype=torch.float64, device=self.center.device)
+        found = [own.clone() for _ in range(self.world_size)]
+        return Numbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def check_stable(self) -> None:
+        """Raises ValueError for strengths with which the method diverges."""
+        return
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the step under way is one in which ranks meet."""
+        return (self.steps + 1) % self.comm_period == 0
+
+    def before_step(self) -> None:
+        """The parameters are still x(t)."""
+        return
+
+    def local_pulling_step(self) -> None:
+        """Every step: toward the center of the last communication."""
+        self.pull(self.center, self.local_pulling_strength / self.comm_period)
+
+    def dist_train_step(self, loss: float | None) -> None:
+        """Every step: collect what communication needs; parameters are not touched."""
+        if loss is not None:
+            self._losses.append(loss)
+
+    @abc.abstractmethod
+    def comm_train_step(self) -> None:
+        """Every `comm_period` steps: meet. Blocking."""
+
+    def step(self, loss: float | None = None) -> None:
+        self.local_pulling_step()
+        self.dist_train_step(loss)
+        if self.communicates:
+            self.comm_train_step()
+        self.steps += 1
+
+    def close(self) -> None:
+        """Let go of what is under way and of process groups of its own: no step follows. Idempotent."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"center": self.center.clone(), "steps": self.steps, "losses": list(self._losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.center.copy_(state["center"])
+        self.steps = int(state["steps"])
+        self._losses = deque(state["losses"], maxlen=self.comm_period)

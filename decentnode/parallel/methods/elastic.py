@@ -1,0 +1,116 @@
+"""Ranks that are pulled to a center, and the center to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decentnode.parallel.methods.base import DistOptimizer
+
+
+class EASGD(DistOptimizer):
+    """Elastic averaging (Zhang, Choromanska, LeCun 2015, arXiv 1412.6651, equations 5 and 6).
+
+    x_i <- x_i + local step - a (x_i(t) - c),  c <- c + p a (mean_i x_i(t) - c), with a = dist_pulling_strength and p
+    the number of ranks. Without gradients c + sum_i x_i is conserved; stable only for a (p + 1) < 2. The exchange
+    flies during the local step. Evaluate the center.
+    """
+
+    def check_stable(self) -> None:
+        limit = 2 / (self.world_size + 1)
+        if self.dist_pulling_strength >= limit:
+            raise ValueError(
+                f"dist_pulling_strength must be below 2 / (world_size + 1) = {limit:.3g}, "
+                f"got {self.dist_pulling_strength}"
+            )
+
+    _flight: tuple[Tensor, Tensor, Any] | None = None
+    """(the own x - c [P], what is summed over ranks, the operation)."""
+
+    def before_step(self) -> None:
+        self._arrive()
+        if self.communicates:
+            pull = self.flat_params().sub_(self.center)
+            total = self.weighted(pull)
+            self._flight = pull, total, dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
+
+    def weighted(self, difference: Tensor) -> Tensor:
+        """What is summed over ranks to give sum_i (x_i - c); `difference` is the own one, [P]."""
+        return difference.clone()
+
+    def total(self, summed: Tensor) -> Tensor:
+        """[P] sum_i (x_i - c), or a weighted one, from the sum over ranks of what `weighted` gave."""
+        return summed
+
+    def comm_train_step(self) -> None:
+        if not self.overlap:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """Blocking, where something is under way: take it in."""
+        if self._flight is not None:
+            pull, summed, work = self._flight
+            self._flight = None
+            if work is not None:
+                work.wait()
+            self.add_flat(pull, -self.dist_pulling_strength)
+            self.center.add_(self.total(summed), alpha=self.dist_pulling_strength)
+
+    def close(self) -> None:
+        self._flight = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Blocking while an exchange is under way; it is kept as it arrived, and takes effect when it would have."""
+        flight = None
+        if self._flight is not None:
+            pull, summed, work = self._flight
+            if work is not None:
+                work.wait()
+            self._flight = pull, summed, None
+            flight = pull.clone(), summed.clone()
+        return super().state_dict() | {"flight": flight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        flight = state.get("flight")
+        self._flight = None if flight is None else (flight[0].clone(), flight[1].clone(), None)
+
+
+class EAMSGD(EASGD):
+    """EASGD whose local optimizer has Nesterov momentum (same paper, equation 7); give SGD(momentum, nesterov=True)."""
+
+    def __init__(self, local_optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if not all(group.get("momentum") for group in local_optimizer.param_groups):
+            raise ValueError("EAMSGD needs a local optimizer with momentum, such as SGD(momentum=0.9, nesterov=True)")
+        super().__init__(local_optimizer, *args, **kwargs)
+
+
+class EASGDPlus(EASGD):
+    """EASGD whose center weighs ranks by 1 / (running gradient norm): flatter workers count more (as in GRAWA, 2024).
+
+    c <- c + p a sum_i v_i (x_i - c), v_i = (1/||g_i||) / sum_j (1/||g_j||).
+    """
+
+    _norm = 0.0
+
+    def weighted(self, difference: Tensor) -> Tensor:
+        """The weight goes behind the weighted difference, so that one sum over ranks gives both."""
+        squares = [float(p.grad.square().sum()) for p in self.params if p.grad is not None]
+        norm = sum(squares) ** 0.5
+        self._norm = norm if not self._norm else 0.9 * self._norm + 0.1 * norm
+        weight = torch.tensor([1.0 / max(self._norm, 1e-12)], device=difference.device)
+        return torch.cat([difference.float() * weight, weight])
+
+    def total(self, summed: Tensor) -> Tensor:
+        return summed[:-1] * (self.world_size / float(summed[-1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"norm": self._norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._norm = float(state["norm"])

@@ -1,0 +1,171 @@
+"""Ranks that are pulled to the one whose loss is lowest."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode.parallel.methods.base import DistOptimizer, Numbers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Meeting:
+    """Who leads, and what comes from there."""
+
+    leader: int
+    target: Tensor
+    """[P] the leader's model."""
+    total: Tensor | None = None
+    """[P] the sum of all ranks' models, where it is asked for."""
+    works: list[Any] = field(default_factory=list)
+
+    def wait(self) -> list[Tensor]:
+        """Blocking: all that has come."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        return [self.target] if self.total is None else [self.target, self.total]
+
+
+class LSGD(DistOptimizer):
+    """Leader SGD (Teng et al. 2019, arXiv 1905.10395): ranks are pulled to the one with the lowest running loss.
+
+    Every comm_period steps to the leader of the own machine, in every GLOBAL_EVERY-th of these to the leader of all;
+    in between local_pulling_strength / comm_period of the way to that snapshot per step. The leader itself is not
+    pulled. One number per rank is gathered and one model broadcast.
+    """
+
+    needs_loss = True
+    GLOBAL_EVERY = 4
+
+    def __init__(self, *args: Any, local_world_size: int | None = None, **kwargs: Any) -> None:
+        """local_world_size: ranks per machine, torchrun's when not given."""
+        super().__init__(*args, **kwargs)
+        local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
+        if self.world_size % local:
+            raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
+        first = self.rank // local * local
+        self._peers = list(range(first, first + local))
+        self._group = None
+        if 1 < local < self.world_size:
+            for start in range(0, self.world_size, local):
+                group = dist.new_group(list(range(start, start + local)))
+                if start == first:
+                    self._group = group
+        self._meetings = 0
+        self._followed = False
+        """Whether `center` is a leader's model."""
+        self._decrease = 0.0
+        self._before: Tensor | None = None
+        self._warned = False
+        self.leader = self.rank
+        self._scores: Numbers | None = None
+        self._meeting: _Meeting | None = None
+
+    def before_step(self) -> None:
+        meeting, scores = self._meeting, self._scores
+        self._meeting = self._scores = None
+        if meeting is not None:
+            self._follow(meeting)
+        if scores is not None:
+            self._meeting = self._meet(scores.wait())
+        if (not self._losses and self.steps == 0) or self._warned:
+            self._before = self.flat_params()
+            self._gradient = torch.cat([
+                (torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1) for p in self.params
+            ])
+
+    def dist_train_step(self, loss: float | None) -> None:
+        super().dist_train_step(loss)
+        if loss is None:
+            if not self._warned:
+                self._warned = True
+                logger.warning("LSGD without step(loss=...): the leader is who the gradients predict to gain most")
+            if self._before is not None:
+                gain = float((self._before - self.flat_params()).to(torch.float64) @ self._gradient.to(torch.float64))
+                self._decrease = 0.9 * self._decrease + 0.1 * gain
+        self._before = None
+
+    def score(self) -> float:
+        """The lower, the better."""
+        if self._losses:
+            return sum(self._losses) / len(self._losses)
+        return -self._decrease
+
+    def comm_train_step(self) -> None:
+        scores = self.gather_numbers(self.score())
+        if self.overlap:
+            self._scores = scores
+        else:
+            self._follow(self._meet(scores.wait()))
+
+    def _meet(self, scores: list[float]) -> _Meeting:
+        """Let the leader's model come, given who is how good; not blocking."""
+        self._meetings += 1
+        everybody = len(self._peers) in (1, self.world_size) or self._meetings % self.GLOBAL_EVERY == 0
+        among = range(self.world_size) if everybody else self._peers
+        leader = min(among, key=lambda rank: (scores[rank], rank))
+        meeting = _Meeting(leader, self.flat_params())
+        if self.world_size > 1:
+            group = None if everybody else self._group
+            meeting.works.append(dist.broadcast(meeting.target, leader, group=group, async_op=True))
+        return meeting
+
+    def _follow(self, meeting: _Meeting) -> None:
+        """Blocking until it has arrived."""
+        meeting.wait()
+        self.leader, self.center = meeting.leader, meeting.target
+        self.approach(meeting)
+        self._followed = True
+
+    def approach(self, meeting: _Meeting) -> None:  # noqa: ARG002
+        if self.leader != self.rank:
+            self.pull(self.center, self.dist_pulling_strength)
+
+    def local_pulling_step(self) -> None:
+        if self.leader != self.rank and self._followed:
+            super().local_pulling_step()
+
+    def close(self) -> None:
+        self._group = self._meeting = self._scores = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Blocking while a meeting is under way; it is kept as it arrived, and takes effect when it would have."""
+        meeting = self._meeting
+        return super().state_dict() | {
+            "meetings": self._meetings, "decrease": self._decrease, "leader": self.leader, "followed": self._followed,
+            "scores": None if self._scores is None else self._scores.wait(),
+            "meeting": None if meeting is None else (meeting.leader, *(each.clone() for each in meeting.wait())),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._meetings, self._decrease = int(state["meetings"]), float(state["decrease"])
+        self.leader, self._followed = int(state["leader"]), bool(state["followed"])
+        scores, meeting = state["scores"], state["meeting"]
+        self._scores = None if scores is None else Numbers([torch.tensor([each]).double() for each in scores])
+        self._meeting = None if meeting is None else _Meeting(meeting[0], *(each.clone() for each in meeting[1:]))
+
+
+class LSGDPlus(LSGD):
+    """LSGD whose target lies between the mean of all ranks and the leader: mean + strength (leader - mean)."""
+
+    def _meet(self, scores: list[float]) -> _Meeting:
+        meeting = super()._meet(scores)
+        meeting.total = self.flat_params()
+        if self.world_size > 1:
+            meeting.works.append(dist.all_reduce(meeting.total, async_op=True))
+        return meeting
+
+    def approach(self, meeting: _Meeting) -> None:
+        assert meeting.total is not None
+        self.center.lerp_(meeting.total.div_(self.world_size), 1.0 - self.dist_pulling_strength)
+        self.pull(self.center, self.dist_pulling_strength)

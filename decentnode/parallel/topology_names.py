@@ -1,0 +1,73 @@
+"""Names of topologies as scripts give them, to the graphs of decentnode."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from decentnode.config.component import load_class
+from decentnode.graph import GRAPHS
+from decentnode.graph import build as build_graph
+from decentnode.graph.base import Graph
+
+logger = logging.getLogger(__name__)
+
+TopologyLike = str | Mapping[str, Any] | Graph
+
+
+def make_topology(given: TopologyLike, world_size: int, local_world_size: int, seed: int = 0) -> Graph:
+    """The graph over the ranks. Raises GraphError or ValueError when it cannot be made for so many.
+
+    given: complete, ring, one-peer-exp (or exp), alternating-exp-ring; any graph of the table GRAPHS, by name or as a
+    section such as {"name": "regular", "degree": 3}; "package.module:Class"; or a Graph. Where a name does not fit the
+    number of ranks the nearest that does is taken, and said once.
+    """
+    if isinstance(given, Graph):
+        graph = given
+    else:
+        section = {"name": given} if isinstance(given, str) else dict(given)
+        if world_size == 1:
+            section = {"name": "complete"}
+        elif set(section) == {"name"}:
+            section = _fitting(section["name"], world_size, local_world_size)
+        cls = load_class(section["name"], GRAPHS, "graph")
+        graph = build_graph(cls.Config.model_validate({"nodes": world_size, **section}), None, seed)
+    if graph.num_nodes != world_size:
+        raise ValueError(f"topology must have {world_size} nodes, one per rank, got {graph.num_nodes}")
+    return graph
+
+
+def _fitting(name: str, world_size: int, local_world_size: int) -> dict[str, Any]:
+    power = world_size & (world_size - 1) == 0
+    if name == "ring":
+        if world_size % 2 == 0:
+            return {"name": "alternating_ring"}
+        return _instead(name, f"{world_size} ranks are odd", {"name": "ring"}, "static, weights 1/3")
+    if name in ("one-peer-exp", "exp"):
+        if power:
+            return {"name": "one_peer_exponential"}
+        why = f"{world_size} ranks are no power of two"
+        return _instead(name, why, {"name": "base_k_plus_1", "peers": 1}, "exact after finitely many steps")
+    if name == "alternating-exp-ring":
+        machines = world_size // max(1, local_world_size)
+        if machines <= 1:
+            return _instead(name, "all ranks are on one machine", {"name": "complete"}, "one average")
+        if local_world_size == 1:
+            return _instead(name, "every machine has one rank", _fitting("one-peer-exp", world_size, 1), "pairs")
+        if machines & (machines - 1) or machines * local_world_size != world_size:
+            why = f"{machines} machines are no power of two, or have unequal numbers of ranks"
+            return _instead(name, why, _fitting("one-peer-exp", world_size, 1), "pairs")
+        return {"name": "alternating_exponential_ring", "nodes_per_machine": local_world_size}
+    return {"name": name}
+
+
+_told: set[str] = set()
+
+
+def _instead(name: str, why: str, section: dict[str, Any], how: str) -> dict[str, Any]:
+    text = f"topology {name}: {why}; {section['name']} is used instead ({how})"
+    if text not in _told:
+        _told.add(text)
+        logger.warning("%s", text)
+    return section

@@ -1,0 +1,117 @@
+"""Learning-rate schedules of torch.optim.lr_scheduler by name, with their own arguments, and a warm-up before any."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import pydantic
+import torch
+from pydantic import Field
+from torch.optim import lr_scheduler
+
+from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen
+from decentnode.training.optimizers import trial
+
+
+class _Constant:
+    """No schedule: the learning rate of the optimizer's section."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer keeps the learning rate it has."""
+
+    def step(self) -> None:
+        """Always the same learning rate."""
+
+
+LR_SCHEDULES: dict[str, type[Any]] = {
+    "constant": _Constant,
+    "cosine": lr_scheduler.CosineAnnealingLR,
+    "cosine_warm_restarts": lr_scheduler.CosineAnnealingWarmRestarts,
+    "cyclic": lr_scheduler.CyclicLR,
+    "exponential": lr_scheduler.ExponentialLR,
+    "linear": lr_scheduler.LinearLR,
+    "multistep": lr_scheduler.MultiStepLR,
+    "one_cycle": lr_scheduler.OneCycleLR,
+    "polynomial": lr_scheduler.PolynomialLR,
+    "step": lr_scheduler.StepLR,
+}
+RESERVED = ("optimizer", "last_epoch", "verbose", "scale_fn")
+
+
+class ScheduleConfig(ArgumentsConfig):
+    """`{name: cosine, T_max: 60}`: further keys are the arguments of the torch.optim.lr_scheduler class."""
+
+    name: str = "constant"
+    """constant, cosine (CosineAnnealingLR), cosine_warm_restarts, cyclic, exponential, linear, multistep,
+    one_cycle, polynomial or step."""
+    every: Literal["round", "step"] = "round"
+    """What one tick of the schedule is: a round (all its local steps have one learning rate) or an optimizer step.
+    All lengths (T_max, step_size, milestones, warmup ...) count ticks."""
+    warmup: int = Field(0, ge=0)
+    """Ticks before the schedule starts, over which the learning rate grows linearly to its first value."""
+    warmup_factor: float = Field(0.1, ge=0, le=1)
+    """The first tick of the warm-up has this part of the learning rate."""
+
+    @pydantic.model_validator(mode="after")
+    def _known(self) -> ScheduleConfig:
+        found = chosen(self.name, LR_SCHEDULES)
+        optimizer = trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: found(optimizer, **given))
+        return self
+
+
+    def most_ticks(self) -> int | None:
+        """Ticks after which torch refuses another one (one_cycle's total_steps); None where a schedule has no end."""
+        schedule = LearningRateSchedule(self, trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
+        most = getattr(schedule._torch, "total_steps", None)
+        return None if most is None else self.warmup + int(most)
+
+
+class LearningRateSchedule:
+    """Sets the learning rates of an optimizer; its whole state is the number of ticks."""
+
+    def __init__(self, config: ScheduleConfig, optimizer: torch.optim.Optimizer) -> None:
+        self.every = config.every
+        self.ticks = 0
+        self._config = config
+        self._optimizer = optimizer
+        self._initial = [group["lr"] for group in optimizer.param_groups]
+        self._start()
+
+    def _start(self) -> None:
+        groups = self._optimizer.param_groups
+        for group, initial in zip(groups, self._initial, strict=True):
+            group["lr"] = initial
+            group.pop("initial_lr", None)  # what an earlier schedule left: torch would start from it
+        found, arguments = LR_SCHEDULES[self._config.name], self._config.arguments()
+        with warnings.catch_warnings():
+            # torch warns when a schedule ticks before the first step, as a resumed one does, and of a step method
+            # that an earlier schedule has wrapped.
+            warnings.simplefilter("ignore")
+            self._torch = found(self._optimizer, **arguments)
+        self._peaks = [group["lr"] for group in groups]
+        self.ticks = 0
+        self._warm()
+
+    def _warm(self) -> None:
+        warmup, factor = self._config.warmup, self._config.warmup_factor
+        if self.ticks <= warmup and warmup:
+            part = factor + (1 - factor) * self.ticks / warmup
+            for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * part if self.ticks < warmup else peak
+
+    def tick(self) -> None:
+        """Go to the next learning rate."""
+        self.ticks += 1
+        self._warm()
+        if self.ticks > self._config.warmup:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._torch.step()
+
+    def restore(self, ticks: int) -> None:
+        """Start anew and tick so many times, which gives the same bits as the schedule that was interrupted."""
+        self._start()
+        for _ in range(ticks):
+            self.tick()

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from decentnode.communication.base import Communication, Schema
+from decentnode.communication.receive.chunking import MESSAGE_COST
+from decentnode.communication.shared_memory.publish_buffer import FOLDER
+from decentnode.communication.zeromq.io_thread import BULK
+from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.errors import PeerLost
+from decentnode.payload import SCALAR_BYTES, Payload, TensorSpec
+from decentnode.tensors import BLOCK_ELEMENTS
+from tests.communication.contract import (
+    BATCHED,
+    NETWORKED,
+    TRANSPORTS,
+    flat_schema,
+    gossip,
+    nodes,
+    ring,
+    together,
+    values,
+)
+from tests.conftest import scale, wait_until
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8]
+SIZES = [1, 7, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 13]
+
+
+@functools.cache
+def reference(n: int, elements: int, dtype: torch.dtype, rounds: int) -> list[torch.Tensor]:
+    with nodes("inproc", n, flat_schema(elements, dtype)) as made:
+        return gossip(made, elements, dtype, rounds)
+
+
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
+@pytest.mark.parametrize("elements", SIZES)
+def test_all_transports_give_the_same_bits(transport: str, elements: int) -> None:
+    with nodes(transport, 4, flat_schema(elements)) as made:
+        models = gossip(made, elements, torch.float32, 3)
+    assert all(torch.equal(a, b) for a, b in zip(models, reference(4, elements, torch.float32, 3), strict=True))
+
+
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(transport: str, dtype: torch.dtype) -> None:
+    elements = BLOCK_ELEMENTS + 5
+    with nodes(transport, 3, flat_schema(elements, dtype)) as made:
+        models = gossip(made, elements, dtype, 2)
+    assert all(torch.equal(a, b) for a, b in zip(models, reference(3, elements, dtype, 2), strict=True))
+
+
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
+def test_fast_neighbors_are_buffered_and_never_mixed_twice(transport: str) -> None:
+    draw = random.Random(2)
+    delays = {(u, r): draw.choice([0, 0, 0, 0.02]) for u in range(5) for r in range(30)}
+    with nodes(transport, 5, flat_schema(500)) as made:
+        models = gossip(made, 500, torch.float32, 30, lambda u, r: time.sleep(delays[u, r]))
+        assert all(not node.counters.faults for node in made)
+    assert all(torch.equal(a, b) for a, b in zip(models, reference(5, 500, torch.float32, 30), strict=True))
+
+
+SPARSE = (
+    Schema(
+        1000,
+        {"values": TensorSpec(torch.float32, 400, exact=False), "indices": TensorSpec(torch.int32, 400, False)},
+        False,
+    ),
+)
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 3), (400, 0), (123, 400)])
+def test_named_tensors_of_any_size_and_scalars(transport: str, sizes: tuple[int, int]) -> None:
+    payload = Payload(
+        {"values": values(sizes[0], torch.float32, 1), "indices": values(sizes[1], torch.int32, 2)},
+        {"alpha": 0.25, "count": 3}, frozenset({"indices"}),
+    )  # fmt: skip
+    with nodes(transport, 2, SPARSE) as made:
+        flying = together(made, lambda node: node.exchange(0, {1 - node.uid: payload}, (1 - node.uid,)))
+
+        def take(node: Communication) -> None:
+            (arrival,) = flying[node.uid].arrivals(10)  # type: ignore[attr-defined]
+            got = arrival.received[1 - node.uid]
+            assert all(torch.equal(got.tensors[name], payload.tensors[name]) for name in payload.tensors)
+            assert dict(got.scalars) == dict(payload.scalars)
+
+        together(made, take)
+        edge = made[0].counters.edge(1)
+        assert edge.data_bytes_sent == 4 * sizes[0]
+        assert edge.metadata_bytes_sent == 4 * sizes[1] + 2 * SCALAR_BYTES
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
+def test_a_payload_of_its_own_for_every_neighbor_and_two_phases(transport: str) -> None:
+    schemas = flat_schema(50) + flat_schema(8)
+    with nodes(transport, 3, schemas) as made:
+
+        def begin(node: Communication) -> list[object]:
+            others = tuple(u for u in range(3) if u != node.uid)
+            own = {u: Payload({"x": torch.full((50,), 10.0 * node.uid + u)}) for u in others}
+            small = Payload({"x": torch.full((8,), float(node.uid))})
+            return [node.exchange(0, own, others), node.exchange(0, dict.fromkeys(others, small), others, phase=1)]
+
+        flying = together(made, begin)
+
+        def take(node: Communication) -> None:
+            first, second = flying[node.uid]  # type: ignore[misc]
+            for exchange, value in ((first, lambda j: 10.0 * j + node.uid), (second, float)):
+                for arrival in exchange.arrivals(10):
+                    for uid, payload in arrival.received.items():
+                        assert payload.tensors["x"].unique().tolist() == [value(uid)]
+
+        together(made, take)
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
+def test_senders_may_change_the_model_at_once(transport: str) -> None:
+    with nodes(transport, 2, flat_schema(BLOCK_ELEMENTS * 2)) as made:
+
+        def begin(node: Communication) -> object:
+            x = torch.full((BLOCK_ELEMENTS * 2,), float(node.uid))
+            exchange = node.exchange(0, {1 - node.uid: Payload({"x": x})}, (1 - node.uid,))
+            x.fill_(-1)
+            return exchange
+
+        flying = together(made, begin)
+        together(made, lambda node: [
+            pytest.fail("changed") for arrival in flying[node.uid].arrivals(10)  # type: ignore[attr-defined]
+            for payload in arrival.received.values() if not (payload.tensors["x"] == 1 - node.uid).all()
+        ])  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", NETWORKED)
+def test_a_silent_neighbor_is_missing_and_named(transport: str) -> None:
+    with nodes(transport, 3, flat_schema(10)) as made:
+
+        def run(node: Communication) -> object:
+            others = tuple(u for u in range(3) if u != node.uid)
+            if node.uid == 2:
+                return None
+            exchange = node.exchange(0, dict.fromkeys(others, Payload({"x": torch.ones(10)})), others)
+            (arrival,) = exchange.arrivals(0.5)
+            assert arrival.missing == exchange.missing == {2} and set(arrival.received) == {1 - node.uid}
+            assert exchange.departed == frozenset()
+            assert node.counters.edge(2).wait_seconds > 0.4
+            return None
+
+        together(made, run)
+
+
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
+def test_a_departed_neighbor_is_not_waited_for(transport: str) -> None:
+    with nodes(transport, 2, flat_schema(10)) as made:
+        made[1].depart(0, (0,))
+        hearer = made[0]
+        assert isinstance(hearer, ZeroMQ)
+        wait_until(lambda: 1 in hearer._status.departed, "node 0 did not hear that node 1 departed")
+        exchange = made[0].exchange(0, {1: Payload({"x": torch.ones(10)})}, (1,))
+        started = time.monotonic()
+        (arrival,) = exchange.arrivals(30)
+        assert time.monotonic() - started < 5
+        assert arrival.missing == exchange.departed == exchange.undelivered == {1}
+
+
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
+def test_a_failure_ends_every_wait_and_names_the_node(transport: str) -> None:
+    everybody_waits = threading.Barrier(12, timeout=20)
+    with nodes(transport, 12, flat_schema(10)) as made:
+
+        def run(node: Communication) -> None:
+            if node.uid == 7:
+                everybody_waits.wait()
+                node.fail(7, "its disk is on fire")
+                return
+            neighbors = ring(12)[node.uid]
+            exchange = node.exchange(
+                0,
+                dict.fromkeys(neighbors, Payload({"x": torch.ones(10)})),
+                neighbors + ((7,) if 7 not in neighbors else ()),
+            )
+            everybody_waits.wait()
+            with pytest.raises(PeerLost, match=r"node 7 .*failed: its disk is on fire|node 7 failed: its"):
+                list(exchange.arrivals(20))
+
+        started = time.monotonic()
+        together(made, run)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("transport", NETWORKED)
+def test_a_stop_is_heard_by_all(transport: str) -> None:
+    with nodes(transport, 11, flat_schema(10)) as made:
+        made[4].announce_stop()
+        deadline = time.monotonic() + 5
+        while not all(node.stopping for node in made):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_payloads_that_break_the_schema_are_our_own_fault() -> None:
+    for transport in TRANSPORTS:
+        with nodes(transport, 2, flat_schema(10)) as made:
+            for wrong in ({"x": torch.ones(9)}, {"x": torch.ones(10).double()}, {"y": torch.ones(10)}):
+                with pytest.raises(ValueError, match="payload"):
+                    made[0].exchange(0, {1: Payload(wrong)}, ())
+
+
+def test_bytes_are_counted_exactly() -> None:
+    elements = 3 * BLOCK_ELEMENTS + 1
+    with nodes("ipc", 3, flat_schema(elements), chunk_bytes=1 << 20) as made:
+        gossip(made, elements, torch.float32, 2)
+        for node in made:
+            for edge in node.counters.edges.values():
+                assert edge.data_bytes_sent == edge.payload_bytes_received == 2 * 4 * elements
+                assert edge.frames_sent == edge.frames_received == 2 * 4
+                assert edge.metadata_bytes_sent == 0 < edge.protocol_bytes_sent
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_a_window_smaller_than_the_payload_bounds_memory_and_does_not_deadlock(elementwise: bool) -> None:
+    elements = 12 * BLOCK_ELEMENTS
+    schemas = (Schema(elements, {"x": TensorSpec(torch.float32, elements)}, elementwise),)
+    with nodes("ipc", 2, schemas, window_bytes=1 << 20) as made:
+
+        def run(node: Communication) -> None:
+            assert isinstance(node, ZeroMQ)
+            for r in range(3):
+                x = torch.full((elements,), float(r))
+                exchange = node.exchange(r, {1 - node.uid: Payload({"x": x})}, (1 - node.uid,))
+                time.sleep(0.1 * node.uid)  # the other one runs ahead
+                held = sum(i.waiting_bytes() for s in node._inbox._incoming.values() for i in s.values())
+                assert held <= node._links.window
+                for arrival in exchange.arrivals(20):
+                    assert (arrival.received[1 - node.uid].tensors["x"] == r).all()
+
+        together(made, run)
+        assert all(not node.counters.faults for node in made)
+
+
+def test_a_receiver_that_never_reads_holds_one_window() -> None:
+    elements = 40 * BLOCK_ELEMENTS
+    with nodes("ipc", 2, flat_schema(elements), window_bytes=4 << 20) as made:
+        made[0].exchange(0, {1: Payload({"x": torch.ones(elements)})}, ())
+        sender, receiver = made
+        assert isinstance(sender, ZeroMQ) and isinstance(receiver, ZeroMQ)
+        window, bulk = receiver._links.window, sender._links._edges[1].planes[BULK]
+
+        def all_that_may_leave_has_arrived() -> bool:
+            with sender._links.lock:
+                return bool(bulk.queue) and not bulk.out.kept
+
+        wait_until(all_that_may_leave_has_arrived, lambda: receiver.counters.edge(0))
+        assert window / 2 < receiver.counters.edge(0).payload_bytes_received <= window
+        exchange = receiver.exchange(0, {}, (0,))
+        assert sum(a.stop - a.start for a in exchange.arrivals(20)) == elements
+        assert receiver.counters.edge(0).payload_bytes_received == 4 * elements
+        assert window >= 4 * ((1 << 21) + MESSAGE_COST)
+
+
+@pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
+@pytest.mark.parametrize("late", [True, False])
+def test_payloads_for_rounds_that_a_node_leaves_out_do_not_hold_up_closing_means(transport: str, late: bool) -> None:
+    """After a stop some turn one more round than others; what they send for it fills the window."""
+    elements = 12 * BLOCK_ELEMENTS
+    sent, left = threading.Event(), threading.Event()
+    with nodes(transport, 2, flat_schema(elements), window_bytes=1 << 20, chunk_bytes=1 << 20) as made:
+
+        def run(node: Communication) -> torch.Tensor:
+            if node.uid == 0:
+                assert late or sent.wait(20)
+                node.depart(0, (1,))
+                left.set()
+            else:
+                assert not late or left.wait(20)
+                exchange = node.exchange(0, {0: Payload({"x": torch.ones(elements)})}, (0,))
+                sent.set()
+                assert all(arrival.missing == {0} for arrival in exchange.arrivals(20))
+                node.depart(1, (0,))
+            mean, contributors = node.mean("closing", torch.full((elements,), float(node.uid)), closing=True).wait(20)
+            assert contributors == 2
+            return mean
+
+        for mean in together(made, run).values():
+            assert (mean == 0.5).all()  # type: ignore[attr-defined]
+        assert all(not node.counters.faults for node in made)
+
+
+def test_start_and_close_leak_nothing() -> None:
+    import psutil
+
+    process = psutil.Process()
+    before = None
+    for turn in range(scale(8, 200)):
+        for transport in ("shared_memory", "tcp"):
+            with nodes(transport, 2, flat_schema(1000)) as made:
+                gossip(made, 1000, torch.float32, 1)
+        gc.collect()
+        if turn == 2:
+            before = (process.num_fds(), threading.active_count())
+    assert before is not None
+    assert process.num_fds() <= before[0] + 2 and threading.active_count() <= before[1]
+
+    own = [p for p in FOLDER.glob("decentnode-dn*") if p.stat().st_uid == process.uids().real]
+    assert not [p for p in own if p.stat().st_size < 64 << 10]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_payloads_that_are_not_finite_can_be_rejected(transport: str, elementwise: bool) -> None:
+    elements = 3 * BLOCK_ELEMENTS
+    schemas = (Schema(elements, {"x": TensorSpec(torch.float32, elements)}, elementwise),)
+    with nodes(transport, 3, schemas, non_finite="reject", chunk_bytes=1 << 20) as made:
+
+        def run(node: Communication) -> None:
+            x = torch.ones(elements)
+            if node.uid == 1:
+                x[BLOCK_ELEMENTS + 5] = float("nan")
+            others = tuple({0, 1, 2} - {node.uid})
+            exchange = node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others)
+            for arrival in exchange.arrivals(20):
+                for payload in arrival.received.values():
+                    assert torch.isfinite(payload.tensors["x"]).all()
+            rejected = frozenset({1} - {node.uid})
+            assert exchange.missing == rejected and exchange.departed == rejected
+            assert node.counters.faults == ({"non_finite": 1} if rejected else {})
+            later = node.exchange(1, dict.fromkeys(others, Payload({"x": torch.ones(elements)})), others)
+            assert all(len(arrival.received) == 2 for arrival in later.arrivals(20)) and not later.missing
+
+        together(made, run)
+
+
+def test_only_partners_boards_are_mapped_and_others_are_reached_by_chunks() -> None:
+    elements, n = 1000, 5
+    with nodes("shared_memory", n, flat_schema(elements), start=False) as made:
+        for node in made:
+            node.partners = frozenset(ring(n)[node.uid])
+        together(made, lambda node: node.start(20))
+        assert [set(node._memory._mapped) for node in made] == [set(ring(n)[uid]) for uid in range(n)]  # type: ignore[attr-defined]
+        assert [node._memory.readers for node in made] == [node.partners for node in made]  # type: ignore[attr-defined]
+
+        def run(node: Communication) -> None:
+            others = tuple(uid for uid in range(n) if uid != node.uid)
+            for r in range(4):
+                x = torch.full((elements,), 10.0 * r + node.uid)
+                flying = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
+                for arrival in flying.arrivals(20):
+                    assert set(arrival.received) == set(others)
+                    for uid, payload in arrival.received.items():
+                        assert bool((payload.tensors["x"] == 10.0 * r + uid).all())
+
+        together(made, run)

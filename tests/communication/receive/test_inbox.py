@@ -1,0 +1,77 @@
+"""How long the inbox waits, and for whom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from decentnode.communication.base import Counters
+from decentnode.communication.receive import inbox as module
+from decentnode.communication.receive.inbox import MAX_SKIPS, Inbox
+from decentnode.communication.run_state import RunState
+from decentnode.errors import PeerFault
+from decentnode.wire.messages import Chunk
+from tests.communication.contract import flat_schema
+
+FOREVER = 1e6
+
+
+def made() -> Inbox:
+    return Inbox(flat_schema(4), 1 << 22, RunState(), Counters(), lambda _uid, _size: None)
+
+
+def chunk(source: int, round: int) -> tuple[Chunk, memoryview]:
+    return Chunk(b"run-id-8", 0, source, round, 0, 0, 0, 4, {}), memoryview(bytearray(16))
+
+
+def over(wait: Callable[[], object]) -> bool:
+    """Whether it returns, within what a test may take."""
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+def test_once_a_stop_is_announced_nobody_is_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STOPPING_TIMEOUT_SECONDS", 0.05)
+    inbox = made()
+    inbox.status.stopping = True
+    assert over(lambda: inbox.wait((0, 0), 0, [1], FOREVER))
+    inbox = made()
+
+    def stop() -> None:
+        with inbox.status.changed:
+            inbox.status.stopping = True
+            inbox.status.notify()
+
+    threading.Timer(0.1, stop).start()
+    assert over(lambda: inbox.wait((0, 0), 0, [1], FOREVER)), "also one that is under way"
+
+
+def test_who_was_waited_for_in_vain_is_silent_until_something_comes() -> None:
+    inbox = made()
+    inbox.put(*chunk(2, 0))
+    assert inbox.wait((0, 0), 0, [1, 2], 0.0).keys() == {2}
+    assert inbox.status.silent == {1}
+    inbox.advance(1)
+    with pytest.raises(PeerFault, match="stale_round"):
+        inbox.put(*chunk(1, 0))
+    assert not inbox.status.silent, "late as it is, it lives"
+
+
+def test_what_a_neighbor_skips_is_not_waited_for() -> None:
+    inbox = made()
+    inbox.skip(1, (2, 0), (4, 1))
+    inbox.put(*chunk(1, 5))
+    for round in (2, 3, 4):
+        assert over(lambda round=round: inbox.wait((round, 0), 0, [1], FOREVER))
+    assert inbox.wait((5, 0), 0, [1], FOREVER).keys() == {1}
+    assert inbox.wait((1, 0), 0, [1], 0.0) == {} and inbox.status.silent == {1}, "that one was waited for"
+    inbox.advance(5)
+    for first in range(MAX_SKIPS):
+        inbox.skip(1, (9 + first, 0), (9 + first, 0))
+    for first, last in (((200, 0), (200, 0)), ((8, 1), (8, 0))):
+        with pytest.raises(PeerFault):
+            inbox.skip(1, first, last)

@@ -1,0 +1,79 @@
+"""How threads sleep that wait for neighbors: one at the doorbell, and at most one."""
+
+from __future__ import annotations
+
+import threading
+
+from decentnode.communication.run_state import RunState
+from tests.conftest import wait_until
+
+
+class CountingBell:
+    def __init__(self) -> None:
+        self.rung = threading.Event()
+        self.listening = self.most = self.visits = 0
+
+    def ring(self) -> None:
+        self.rung.set()
+
+    def listen(self, timeout_seconds: float) -> None:
+        self.listening += 1
+        self.visits += 1
+        self.most = max(self.most, self.listening)
+        self.rung.wait(timeout_seconds)
+        self.rung.clear()
+        self.listening -= 1
+
+
+def sleeping(status: RunState) -> int:
+    """How many threads wait to be notified, away from the doorbell."""
+    with status.changed:
+        return len(status.changed._waiters)  # type: ignore[attr-defined]
+
+
+def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
+    doorbell = CountingBell()
+    status = RunState(doorbell=doorbell)
+    done, wanted = [], {"a": False, "b": False}
+
+    def wait(name: str) -> None:
+        with status.changed:
+            while not wanted[name]:
+                status.wait(30)
+        done.append(name)
+
+    threads = [threading.Thread(target=wait, args=(name,), daemon=True) for name in wanted]
+    threads[0].start()
+    wait_until(lambda: doorbell.listening)
+    threads[1].start()
+    wait_until(lambda: sleeping(status) == 1)
+    with status.changed:
+        wanted["a"] = True  # the one at the doorbell, which the other then takes over
+        status.notify()
+    threads[0].join(10)
+    assert done == ["a"]
+    wait_until(lambda: doorbell.visits == 2, "nobody took the bell over")
+    with status.changed:
+        wanted["b"] = True
+        status.notify()
+    threads[1].join(10)
+    assert done == ["a", "b"] and doorbell.most == 1
+
+
+def test_without_a_bell_both_wait_to_be_notified() -> None:
+    status, woken = RunState(), []
+
+    def wait() -> None:
+        with status.changed:
+            status.wait(30)
+        woken.append(1)
+
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: sleeping(status) == 2)
+    with status.changed:
+        status.notify()
+    for thread in threads:
+        thread.join(10)
+    assert woken == [1, 1]

@@ -1,0 +1,162 @@
+"""The thread at the sockets: nothing that came waits for a tick, and a full socket is found again once it is empty."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from decentnode.communication.zeromq import io_thread
+from decentnode.communication.zeromq.io_thread import BULK, CONTROL, IDLE_SECONDS, RECEIVE_BURST, IoThread
+
+MESSAGES = 14 * RECEIVE_BURST
+"""Fewer than a socket's queue takes."""
+
+
+class Heard:
+    """A handler that counts."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.sizes: list[list[int]] = []
+        self.free: list[tuple[int, int]] = []
+        self.on_message: Callable[[], None] = lambda: None
+        self.error: BaseException | None = None
+
+    def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
+        assert plane in (CONTROL, BULK) and uid is None
+        self.sizes.append([len(frame) for frame in frames])
+        self.on_message()
+
+    def writable(self, uid: int, plane: int) -> None:
+        self.free.append((uid, plane))
+
+    def tick(self, now: float) -> None: ...
+
+    def connection_event(self, kind: str, address: str, detail: str) -> None: ...
+
+    def handshake_refused(self, uid: int, code: int) -> None: ...
+
+    def disconnected(self, uid: int, plane: int) -> None: ...
+
+    def finished(self) -> bool:
+        return True
+
+    def goodbye(self) -> None: ...
+
+    def crashed(self, error: BaseException) -> None:
+        self.error = error
+
+
+@contextmanager
+def pair() -> Iterator[list[tuple[IoThread, Heard]]]:
+    """Two threads at their sockets that know each other's; not started."""
+    handlers = [Heard(), Heard()]
+    made = [IoThread(f"io-{uid}", 1 << 22, handler) for uid, handler in enumerate(handlers)]
+    try:
+        ends = []
+        for io in made:
+            for listener in io.listeners:
+                listener.bind("tcp://127.0.0.1:*")
+            ends.append(tuple(listener.getsockopt_string(zmq.LAST_ENDPOINT) for listener in io.listeners))
+        for uid, io in enumerate(made):
+            io.endpoints[1 - uid] = (ends[1 - uid][CONTROL], ends[1 - uid][BULK])
+        yield list(zip(made, handlers, strict=True))
+    finally:
+        for io, handler in zip(made, handlers, strict=True):
+            io.close(0.1)
+            assert handler.error is None
+
+
+def until(condition: Callable[[], bool], seconds: float) -> float:
+    """Seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds, "it did not come about"
+        time.sleep(0.001)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["there before the first look", "one by one"])
+def test_bursts_do_not_wait_for_a_tick(early: bool) -> None:
+    with pair() as ((here, _), (there, heard)):
+        if not early:
+            there.start()
+        with here.lock:
+            for number in range(MESSAGES):
+                body = None if number % 3 else bytes(20_000)
+                assert here.send(1, number % 2, b"x" * (1 + number % 2000), body)
+        if early:
+            time.sleep(0.1)
+            there.start()
+        took = until(lambda: len(heard.sizes) == MESSAGES, 20)
+        assert took < MESSAGES / RECEIVE_BURST * IDLE_SECONDS / 2, "each burst but the last waited for a tick"
+
+
+def test_what_is_left_when_the_training_thread_is_called_is_not_forgotten() -> None:
+    """It leaves the sockets at once when what it waits for is there; the rest is taken in at the next visit."""
+    with pair() as ((here, _), (there, heard)):
+        heard.on_message = there.doorbell.ring  # whatever comes is what was waited for
+        there.start()
+        there.doorbell.listen(0.2)  # from here on it is the training thread that is at the sockets
+
+        def send() -> None:
+            with here.lock:
+                for number in range(MESSAGES):
+                    assert here.send(1, BULK, b"%d" % number, None)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        began = time.monotonic()
+        while len(heard.sizes) < MESSAGES:
+            there.doorbell.listen(5)
+            assert time.monotonic() < began + 20
+        assert time.monotonic() - began < MESSAGES / RECEIVE_BURST * IDLE_SECONDS / 2
+        sender.join(10)
+
+
+def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
+    with pair() as ((here, told), (there, heard)):
+        here.start()
+        sent, settled = 0, False
+        while not settled:  # nobody reads: the queue fills, and flows on into the kernel's buffers, until they are full
+            told.free.clear()
+            with here.lock:
+                while here.send(1, BULK, b"x" * 4000, None):
+                    sent += 1
+                    assert sent < 10_000
+            time.sleep(2 * IDLE_SECONDS)
+            settled = not told.free
+        with here.lock:
+            assert not here.send(1, BULK, b"y", None), "refused until it was told of"
+        there.start()
+        until(lambda: told.free == [(1, BULK)], 20)
+        with here.lock:
+            assert here.send(1, BULK, b"z", None)
+        until(lambda: len(heard.sizes) == sent + 1, 30)
+
+
+def test_a_socket_that_is_full_again_at_once_does_not_wait_for_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_thread, "SEND_MESSAGES", 2)
+    left, ticks = [400], [0]
+    with pair() as ((here, mine), (there, heard)):
+
+        def send() -> None:
+            while left[0] and here.send(1, BULK, b"x", bytes(20_000)):
+                left[0] -= 1
+
+        def tick(now: float) -> None:
+            ticks[0] += 1
+
+        monkeypatch.setattr(mine, "writable", lambda uid, plane: send())
+        monkeypatch.setattr(mine, "tick", tick)
+        there.start()
+        here.start()
+        with here.lock:
+            send()
+        until(lambda: len(heard.sizes) == 400, 60)
+        assert left == [0] and ticks[0] < 50, "every tick lets two messages out where only ticks look after the socket"

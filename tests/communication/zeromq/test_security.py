@@ -1,0 +1,387 @@
+"""Keys, the allow-list, identity, and that strangers stay outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from decentnode.communication.base import Communication
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.security import (
+    LOGIN_DIGITS,
+    PUBLIC_FILE,
+    BulkCredential,
+    Keyring,
+    load_keyring,
+    read_public,
+    secret_path,
+    write_keys,
+)
+from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.errors import AssemblyError, EnvironmentFault, UsageError
+from decentnode.wire import codec, framing
+from decentnode.wire.messages import Chunk, Stop
+from tests.communication.contract import flat_schema, gossip, make, nodes, together
+from tests.communication.test_faults import one_round
+from tests.conftest import wait_until
+
+
+def test_keys_are_private_and_complete(tmp_path: Path) -> None:
+    made = write_keys(tmp_path / "keys", range(3))
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o600] * 3
+    ring = load_keyring(tmp_path / "keys", 1, 3)
+    assert zmq.curve_public(ring.secret) == ring.public[1] and len(set(ring.public.values())) == 3
+    assert ring.secret.decode() not in repr(ring)
+    write_keys(tmp_path / "keys", [7])
+    assert sorted(read_public(tmp_path / "keys")) == [0, 1, 2, 7]
+    before = made[0].read_bytes()
+    with pytest.raises(UsageError, match="key of node 2 already"):
+        write_keys(tmp_path / "keys", [9, 2])
+    assert made[0].read_bytes() == before and not secret_path(tmp_path / "keys", 9).exists()
+
+
+def test_broken_keys_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    with pytest.raises(EnvironmentFault, match="make keys with keygen"):
+        load_keyring(folder, 0, 2)
+    write_keys(folder, range(2))
+    with pytest.raises(EnvironmentFault, match="no key of node 2, 3"):
+        load_keyring(folder, 0, 4)
+    secret = secret_path(folder, 0)
+    secret.chmod(0o644)
+    with pytest.raises(EnvironmentFault, match=r"can be read by others \(mode 644\)"):
+        load_keyring(folder, 0, 2)
+    secret.chmod(0o600)
+    good = secret.read_bytes()
+    secret.write_bytes(secret_path(folder, 1).read_bytes())
+    with pytest.raises(EnvironmentFault, match="does not belong to the key of node 0"):
+        load_keyring(folder, 0, 2)
+    secret.write_bytes(b"nonsense")
+    with pytest.raises(EnvironmentFault, match="not a secret key"):
+        load_keyring(folder, 0, 2)
+    secret.write_bytes(good)
+    public = folder / PUBLIC_FILE
+    lines = public.read_text().splitlines()
+    for bad in (f"{lines[0]}\n{lines[0]}", "0 short", "x " + "a" * 40, f"0 {lines[0].split()[1]} more"):
+        public.write_text(bad + "\n")
+        with pytest.raises(EnvironmentFault, match=f"{PUBLIC_FILE}:[12]"):
+            read_public(folder)
+
+
+@pytest.mark.parametrize(("which", "mode", "says"), [
+    *(("secret", mode, rf"can be read by others \(mode {mode:o}\); run chmod 600 on it")
+      for mode in (0o640, 0o604, 0o660, 0o620, 0o601)),
+    ("public", 0o664, r"can be changed by others \(mode 664\); run chmod go-w"),
+    ("public", 0o646, r"can be changed by others \(mode 646\)"),
+    ("folder", 0o770, r"can be changed by others \(mode 770\), and the keys in it replaced"),
+    ("folder", 0o707, r"can be changed by others \(mode 707\)"),
+])  # fmt: skip
+def test_keys_that_others_can_read_or_change_are_refused(which: str, mode: int, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    write_keys(folder, range(2))
+    path = {"secret": secret_path(folder, 0), "public": folder / PUBLIC_FILE, "folder": folder}[which]
+    path.chmod(mode)
+    with pytest.raises(EnvironmentFault, match=f"{path.name} {says}"):
+        load_keyring(folder, 0, 2)
+    path.chmod(mode & (0o700 if which != "public" else 0o644) | (0o1777 if which == "folder" else 0))
+    assert load_keyring(folder, 0, 2).uid == 0, "private, or a folder in which nobody replaces another one's files"
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_what_keygen_makes_is_accepted_whatever_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_keys(tmp_path / "keys", range(2))
+        write_keys(tmp_path / "keys", [2])
+    finally:
+        os.umask(before)
+    assert load_keyring(tmp_path / "keys", 1, 3).uid == 1
+    assert stat.S_IMODE((tmp_path / "keys" / PUBLIC_FILE).stat().st_mode) == 0o644
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("which", ["node-0.secret", PUBLIC_FILE, "."])
+def test_keys_of_another_user_are_refused(which: str, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    write_keys(folder, range(2))
+    os.chown(folder / which, 12345, 12345)
+    with pytest.raises(EnvironmentFault, match=r"belongs to another user \(uid 12345\), who could change the keys"):
+        load_keyring(folder, 0, 2)
+
+
+@pytest.mark.parametrize("config", [
+    {"security": True}, {"security": "required"}, {"security": "required", "keys": "k", "bulk_security": "none"},
+])  # fmt: skip
+def test_security_without_what_it_needs_is_refused(config: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"security: (on|required)"):
+        ZeroMQConfig.model_validate(config)
+
+
+def test_security_words() -> None:
+    assert ZeroMQConfig.model_validate({"keys": "k"}).secure
+    assert not ZeroMQConfig.model_validate({"keys": "k", "security": False}).secure
+    assert ZeroMQConfig.model_validate({"keys": "k", "security": True}).security == "on"
+
+
+def dealer(context: zmq.Context, address: str, keys: tuple[bytes, bytes] | None, server: bytes) -> zmq.Socket:
+    made = context.socket(zmq.DEALER)
+    made.linger = 0
+    if keys is not None:
+        made.curve_publickey, made.curve_secretkey = keys
+        made.curve_serverkey = server
+    made.connect(address)
+    return made
+
+
+@pytest.mark.parametrize("bulk", ["curve", "aes-gcm"])
+def test_strangers_stay_outside_and_nobody_speaks_for_another(bulk: str, tmp_path: Path) -> None:
+    made = make(f"tcp+{bulk}", 3, flat_schema(8), tmp_path)
+    context = zmq.Context()
+    try:
+        addresses = {node.uid: node.bind() for node in made}
+        for node in made:
+            node.set_peers(addresses)
+        together(made, lambda node: node.start(20))
+        victim, ring = made[0], load_keyring(tmp_path / "keys", 2, 3)
+        stop = framing.sealed(1 << 14, codec.encode(Stop(victim.run_id, 0, 1)), framing.NONE, 0)
+        strangers = [
+            dealer(context, victim._local[0], None, b""),  # speaks without encryption
+            dealer(context, victim._local[0], zmq.curve_keypair(), ring.public[0]),  # has a key, but no known one
+            dealer(context, victim._local[0], zmq.curve_keypair(), zmq.curve_keypair()[0]),  # wrong server key
+            dealer(context, victim._local[1], None, b""),
+        ]
+        for each in strangers:
+            with suppress(zmq.Again):  # a door that is already shut leaves no queue to write to
+                each.send(stop, zmq.NOBLOCK)
+                each.send_multipart([stop, b"x"] * 500, zmq.NOBLOCK)
+        insider = dealer(context, victim._local[0], (ring.public[2], ring.secret), ring.public[0])
+        insider.send(stop)  # node 2 says that node 1 stops
+        gossip(made, 8, torch.float32, 3)
+        deadline = time.monotonic() + 10
+        wanted = {"stranger", "handshake_failed", "wrong_identity"}
+        while not wanted <= victim.counters.faults.keys() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert wanted <= victim.counters.faults.keys() and not victim.stopping
+        assert not {"wrong_run", "malformed_header", "malformed_multipart"} & victim.counters.faults.keys()
+    finally:
+        context.destroy(linger=0)
+        for node in made:
+            node.close()
+
+
+def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
+    with nodes("tcp+aes-gcm", 2, flat_schema(8)) as made, zmq.Context() as context:
+        gossip(made, 8, torch.float32, 2)
+        victim = made[0]
+        assert isinstance(victim, ZeroMQ)
+        given = victim._links.passes[1]
+        insider = BulkCredential(given.token, given.key, given.logins)
+        with context.socket(zmq.DEALER) as plain:
+            plain.linger = 0
+            plain.plain_username, plain.plain_password = b"1", insider.log_in()
+            plain.connect(victim._local[1])
+            header = codec.encode(Chunk(victim.run_id, 0, 1, 5, 0, 0, 0, 8, {}))
+            plain.send_multipart([framing.sealed(50, header, framing.NONE, 0), bytes(32)])
+            plain.send_multipart([framing.sealed(50, header, framing.AES_GCM, 0), bytes(48)])
+            plain.send(framing.sealed(50, header, framing.NONE, 0, bytes(32)))
+            plain.send(framing.sealed(50, header, framing.XXH3, framing.body_sum(framing.XXH3, bytes(32)), bytes(32)))
+            plain.send(framing.sealed(50, header, framing.AES_GCM, 0, bytes(48)))
+            plain.send(framing.sealed(50, header, framing.AES_GCM, 0, b""))
+            deadline = time.monotonic() + 5
+            while sum(victim.counters.faults.values()) < 6 and time.monotonic() < deadline:
+                time.sleep(0.02)
+        assert victim.counters.faults == {"not_encrypted": 3, "checksum_mismatch": 3}
+
+
+def with_keyring(node: ZeroMQ, public: dict[int, bytes], pair: tuple[bytes, bytes] | None = None) -> ZeroMQ:
+    """The same node, closed and made anew, with what others' keys are to it, and its own key pair."""
+    assert node._security is not None
+    ring = node._security.keyring
+    node.close()
+    own, secret = pair or (ring.public[node.uid], ring.secret)
+    return ZeroMQ(node.config, uid=node.uid, machine_of=node._machine_of, schemas=flat_schema(8), digest="d",
+                  keyring=Keyring(node.uid, secret, {**ring.public, node.uid: own, **public}))  # fmt: skip
+
+
+def failures(made: list[ZeroMQ], seconds: float = 1.5) -> list[str]:
+    """What the start of each ends with."""
+    told: dict[int, str] = {}
+    try:
+        addresses = {node.uid: node.bind() for node in made}
+        for node in made:
+            node.set_peers(addresses)
+
+        def run(node: Communication) -> None:
+            with pytest.raises(AssemblyError) as caught:
+                node.start(seconds)
+            told[node.uid] = str(caught.value)
+
+        together(made, run)
+        return [told[node.uid] for node in made]
+    finally:
+        for node in made:
+            node.close()
+
+
+def test_a_node_with_a_key_of_its_own_making_does_not_get_in(tmp_path: Path) -> None:
+    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
+    pair = zmq.curve_keypair()
+    made[1] = with_keyring(made[1], {}, pair)
+    here, there = failures(made)
+    assert made[0].counters.faults["stranger"] >= 1
+    assert "1 of 2 nodes did not join in time: node 1" in here
+    key = re.escape(pair[0].decode())
+    assert re.search(rf"node 1 \(127.0.0.1:\d+\) came from 127.0.0.1 with key {key}, which node 0 has in no line", here)
+    assert re.search(r"node 0 \(127.0.0.1:\d+\) has no line with the key of node 1 in its public.keys", there)
+
+
+def test_another_key_for_the_parent_is_told_on_both_sides(tmp_path: Path) -> None:
+    """The list of node 1 is older than the key of node 0."""
+    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
+    made[1] = with_keyring(made[1], {0: zmq.curve_keypair()[0]})
+    here, there = failures(made)
+    assert re.search(r"node 1 \(.*\) takes another key for that of node 0: public.keys differ", here)
+    assert re.search(r"node 0 \(.*\) breaks the handshake off: has it another key than in this", there)
+
+
+@pytest.mark.parametrize("open_one", [0, 1])
+def test_one_side_without_keys_is_told_on_both(open_one: int, tmp_path: Path) -> None:
+    made = make("tcp+curve", 2, flat_schema(8), tmp_path)
+    made[open_one].close()
+    made[open_one] = ZeroMQ(ZeroMQConfig(name="zeromq"), uid=open_one, machine_of={0: 0, 1: 0}, digest="d",
+                            schemas=flat_schema(8))  # fmt: skip
+    here, there = failures(made)
+    assert re.search(r"node 1 \(.*(communication.security differ)", here)
+    assert re.search(r"node 0 \(.*(communication.security differs|other security)", there)
+    assert "communication.security differs" in here + there, "at one end, the reason is known"
+
+
+def test_the_root_hears_of_handshakes_that_break_off_elsewhere(tmp_path: Path) -> None:
+    """Node 9 connects to node 1 alone, whose word goes up the tree; and down again to those who wait."""
+    made = make("tcp+curve", 10, flat_schema(8), tmp_path)
+    made[9] = with_keyring(made[9], {}, zmq.curve_keypair())
+    told = failures(made, 3.0)
+    assert all("node 9" in each and "which node 1 has in no line of public.keys" in each for each in told[:9]), told
+    assert re.search(r"node 1 \(.*\) has no line with the key of node 9", told[9])
+
+
+def test_a_credential_is_good_for_one_login() -> None:
+    giver = BulkCredential()
+    taker = BulkCredential(giver.token, giver.key)
+    first, second, third = (taker.log_in() for _ in range(3))
+    assert len({first, second, third}) == 3 and all(giver.token.hex().encode() not in each for each in (first, second))
+    assert giver.refusal(second) is None
+    assert [giver.refusal(each) for each in (second, first)] == ["replayed_login"] * 2
+    assert giver.refusal(third) is None and giver.refusal(third) == "replayed_login"
+    fourth = taker.log_in()
+    renumbered = b"%0*x" % (LOGIN_DIGITS, 9) + fourth[LOGIN_DIGITS:]
+    for false in (b"", fourth[:-1], fourth + b"0", renumbered, fourth.upper(), b"-" + fourth[1:], b"\xff" * 80,
+                  BulkCredential().log_in(), fourth[:LOGIN_DIGITS] + bytes(64)):  # fmt: skip
+        assert giver.refusal(false) == "stranger"
+    assert giver.refusal(fourth) is None, "what strangers sent does not use it up"
+
+
+class Eavesdropper:
+    """Passes connections on to a port, and keeps what came in the clear from whoever connected."""
+
+    def __init__(self, port: int) -> None:
+        self.heard: list[bytearray] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port, self._to = self._server.getsockname()[1], port
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ours, _ = self._server.accept()
+                theirs = socket.create_connection(("127.0.0.1", self._to))
+                self.heard.append(bytearray())
+                threading.Thread(target=self._pass_on, args=(ours, theirs, self.heard[-1]), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(theirs, ours, None), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket, heard: bytearray | None) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if heard is not None:
+                    heard += data
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+    def logins(self) -> list[tuple[bytes, bytes]]:
+        """User names and passwords of all connections, as PLAIN sends them (RFC 24)."""
+        found = []
+        for heard in map(bytes, self.heard):
+            _, command, rest = heard.partition(b"\x05HELLO")
+            if command:
+                name, rest = rest[1 : 1 + rest[0]], rest[1 + rest[0] :]
+                found.append((name, rest[1 : 1 + rest[0]]))
+        return found
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.mark.parametrize("bulk", ["none", "aes-gcm"])
+def test_who_overhears_a_login_does_not_get_in(bulk: str, tmp_path: Path) -> None:
+    made = make(f"tcp+{bulk}", 2, flat_schema(8), tmp_path)
+    addresses = {node.uid: node.bind() for node in made}
+    victim = made[0]
+    ear = Eavesdropper(int(victim._local[1].rpartition(":")[2]))
+    addresses[0] = (addresses[0][0], f"tcp://127.0.0.1:{ear.port}")
+    with zmq.Context() as context:
+        try:
+            for node in made:
+                node.set_peers(addresses)
+            together(made, lambda node: node.start(20))
+            gossip(made, 8, torch.float32, 2)
+            ((name, password),) = ear.logins()
+            assert name == b"1" and len(password) == LOGIN_DIGITS + 64
+            token, key = victim._links.passes[1].token, victim._links.passes[1].key
+            said = b"".join(map(bytes, ear.heard))
+            assert not any(secret in said or secret.hex().encode() in said for secret in (token, key))
+            with context.socket(zmq.DEALER) as thief:
+                thief.linger = 0
+                thief.plain_username, thief.plain_password = name, password
+                thief.connect(victim._local[1])
+                with suppress(zmq.Again):
+                    thief.send(b"let me in", zmq.NOBLOCK)
+                wait_until(lambda: victim.counters.faults.get("replayed_login"), lambda: victim.counters.faults)
+            one_round(made, 8, 2)
+            assert victim.counters.faults["replayed_login"] == 1
+            assert victim.counters.faults.keys() <= {"replayed_login", "handshake_failed"}
+        finally:
+            for node in made:
+                node.close()
+            ear.close()
+
+
+def test_secrets_never_reach_logs_or_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    with caplog.at_level("DEBUG"), nodes("tcp+aes-gcm", 2, flat_schema(8)) as made:
+        for node in made:
+            node.counters.on_event = lambda kind, peer, detail: said.append(f"{kind} {peer} {detail}")
+        gossip(made, 8, torch.float32, 2)
+        secrets = [node._security.keyring.secret.decode() for node in made]  # type: ignore[attr-defined]
+        secrets += [p.key.hex() for node in made for p in node._links.passes.values()]  # type: ignore[attr-defined]
+        shown = repr([node._links.passes for node in made]) + repr(made) + caplog.text + "".join(said)  # type: ignore[attr-defined]
+    assert len(secrets) == 4 and not any(secret in shown for secret in secrets)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 and not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
+def test_shared_memory_with_keys(tmp_path: Path) -> None:
+    with nodes("shared_memory+curve", 3, flat_schema(1000)) as made:
+        models = gossip(made, 1000, torch.float32, 3)
+    with nodes("inproc", 3, flat_schema(1000)) as plain:
+        assert all(torch.equal(a, b) for a, b in zip(models, gossip(plain, 1000, torch.float32, 3), strict=True))

@@ -1,0 +1,72 @@
+"""A pipe whose reader is stopped: the writer goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from multiprocessing.connection import Connection
+
+import pytest
+
+from decentnode.launch.messages import ChildMessage, Finished, NodesAbsent, PeerFailure, Progress
+from decentnode.launch.pipe import KEPT_MESSAGES, Pipe
+
+
+@pytest.fixture
+def ends() -> tuple[Pipe, Pipe]:
+    ours, theirs = multiprocessing.Pipe()
+    return Pipe(ours), Pipe(theirs)
+
+
+def fill(channel: Pipe) -> int:
+    """Evaluations until one is dropped; how many were sent."""
+    record = {"kind": "evaluation", "text": "x" * 2000}
+    for sent in range(10_000):
+        channel.send(Progress(1, record))
+        if channel.dropped:
+            return sent
+    raise AssertionError("nothing was dropped")
+
+
+def test_progress_is_dropped_and_everything_else_waits_for_the_reader(ends: tuple[Pipe, Pipe]) -> None:
+    writer, reader = ends
+    sent = fill(writer)
+    generation = Progress(1, {"kind": "generation", "generation": 2})
+    kept: list[ChildMessage] = [PeerFailure(3, "gone"), generation, Finished(1, {"text": "y" * 300_000}, False)]
+    for message in kept:
+        writer.send(message)
+    dropped = writer.dropped
+    writer.send(NodesAbsent([4], {}))
+    writer.send(Progress(1, {"kind": "round"}))
+    assert writer.dropped == dropped + 2 and writer.waiting and not writer.flush(0.0)
+    found: list[ChildMessage] = []
+    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(sent + 3)))
+    thread.start()
+    assert writer.flush(None)
+    thread.join(30)
+    assert found[sent:] == kept
+
+
+def test_what_waits_is_bounded_and_the_last_words_are_kept(ends: tuple[Pipe, Pipe]) -> None:
+    writer, reader = ends
+    sent = fill(writer)
+    for number in range(KEPT_MESSAGES + 10):
+        writer.send(PeerFailure(number, ""))
+    found: list[ChildMessage] = []
+    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(sent + KEPT_MESSAGES)))
+    thread.start()
+    assert writer.flush(None)
+    thread.join(30)
+    assert found[sent:] == [PeerFailure(number, "") for number in range(10, KEPT_MESSAGES + 10)]
+
+
+def test_a_reader_that_is_gone_raises_and_ends_every_wait() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    writer = Pipe(ours)
+    fill(writer)
+    writer.send(PeerFailure(1, ""))
+    theirs.close()
+    assert not writer.flush(None)
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+        writer.send(PeerFailure(2, ""))
+    assert isinstance(ours, Connection)

@@ -1,0 +1,39 @@
+"""What a run says before it starts that it will send, beside what it then counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decentnode.build import build_in_process, make_model, step_all
+from decentnode.data import shares
+from decentnode.experiment import load
+from decentnode.launch.prepare import header
+from decentnode.launch.traffic_estimate import estimate_traffic
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize(("sharing", "exact"), [
+    ("full", True), ("{name: full, compression: {name: int8}}", True), ("gradient_tracking", True),
+    ("{name: local_sgd, every: 2}", True), ("{name: hierarchical, groups: [[0, 1], [2, 3]]}", True),
+    ("{name: topk, fraction: 0.2}", False),
+    ("{name: jwins, compression: {name: zlib}}", False), ("choco", False),
+])  # fmt: skip
+def test_what_is_told_is_what_is_sent(sharing: str, exact: bool) -> None:
+    experiment = load(QUICKSTART, [
+        "graph={name: complete, nodes: 4}", "mapping={name: linear, machines: 1, nodes_per_machine: 4}",
+        f"sharing={sharing}", "node.rounds=2", "node.evaluate_every=0", "training.local_steps=1",
+    ])  # fmt: skip
+    dataset, _ = shares(experiment.data, 4, 1, QUICKSTART.parent)  # type: ignore[arg-type]
+    found = estimate_traffic(experiment, make_model(experiment, dataset.input_shape, dataset.num_classes))
+    nodes = build_in_process(experiment)
+    step_all(nodes)
+    counters = [node.communication.counters for node in nodes]
+    sent = sum(each.bytes_sent()["data"] + each.bytes_sent()["metadata"] for each in counters) / 4
+    rounds = 1 if "every" in sharing else 2
+    assert found.exact is exact and found.first == (1 if "every" in sharing else 0)
+    assert sent == rounds * found.sent if exact else 0 < sent <= rounds * found.sent
+    text = dict(map(tuple, header(experiment)))["sharing"]  # type: ignore[arg-type]
+    assert ("at most" in text) is not exact and ("per exchange" in text) is (rounds == 1)
