@@ -1,10 +1,9 @@
 """Memory of a GPU lent to other processes on it: neighbors mix straight from it, without a copy between nodes.
 
 Handles of memory and events travel as plain bytes in the publish buffer's file; nothing is pickled. Memory is exported
-once, at the start (docs/explanation/transports.rst). Written from torch 2.13's sources (multiprocessing/reductions.py) and
-from
-CUDA's documentation of interprocess communication; it has run on no GPU yet. `_share_cuda_` and `_new_shared_cuda` are
-torch's own and not public: they are called here and nowhere else.
+once, at the start (docs/explanation/transports.rst). Written from torch 2.13's sources
+(multiprocessing/reductions.py) and from CUDA's documentation of interprocess communication; it has run on no GPU yet.
+`_share_cuda_` and `_new_shared_cuda` are torch's own and not public: they are called here and nowhere else.
 """
 
 from __future__ import annotations
