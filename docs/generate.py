@@ -124,8 +124,8 @@ def figures_page() -> str:
         "Figures", "=======", "",
         "``summary.json`` and CSV files have these names and units, tables and plots the headings in the last column.",
         "", *table(["figure", "unit", "meaning", "computed in", "heading"], found, [22, 10, 40, 16, 12]),
-        "Bytes are counted by purpose. Data and metadata are the sharing rule's, and the same on every transport; plots and",
-        "tables show these two alone. In ``metrics.jsonl`` they count from the start of each node's process.", "",
+        "Bytes are counted by purpose. Data and metadata are the sharing rule's, and the same on every transport;",
+        "plots and tables show these two alone. In ``metrics.jsonl`` they count from the start of each node's process.", "",
         *table(["purpose", "what"], purposes, [15, 85]),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -129,6 +129,12 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
                 first, second = run_ranks(2, work.script, str(folder / words[2]), words[3:])
                 assert "loss" in first and not second
     assert shown or page.stem == "clusters", "a page without a command that runs"
+    if page.stem == "repeat":
+        entries = re.findall(r"^   \* - (``.*)$", page.read_text(), re.M)
+        named = {name for entry in entries for name in re.findall(r"``([\w./-]+)``", entry)}
+        missing = {name for name in named if not (folder / "runs" / "quickstart" / "latest" / name).exists()}
+        absent = {"code/", "nodes/000/events.jsonl"}  # no module of the user's own, no transport that has events
+        assert len(named) > 10 and missing <= absent, missing
 
 
 def test_the_tutorial_s_rule_passes_the_contract(folder: Path) -> None:
