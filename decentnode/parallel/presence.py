@@ -3,13 +3,15 @@
 A rank's process that ends, however it ends, is noticed by a record lock on the rank's file of shared memory: the
 system takes the lock away. (A socket or flock would stay open in the worker processes that a data loader forks, and
 pidfd_open is missing in kernels before 5.3 that torch still runs on.) What a living rank says of itself lies in the
-file: that it has ended its training, and how many averages over all ranks it has entered.
+file: that it has ended its training, and how many averages over all ranks it has entered. The lock is let go of only
+after the first of these, or with the process.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,16 +39,17 @@ class Presence:
         The own file must be opened by nobody in this process from now on: closing it would end the lock. Nobody may
         ask `absent` before all ranks have come here.
         """
-        self.rank, self._handles, self._words, self._process = rank, list(handles), list(words), os.getpid()
+        self.rank, self._handles, self._words = rank, list(handles), list(words)
+        # With the object its mapping of the own file ends, and with that the lock, while the process may live on: the
+        # words that tell the two apart are written first, and it is the finalizer that keeps the mapping until then.
+        self._goodbye = weakref.finalize(self, _say_goodbye, os.getpid(), self._words[rank], list(handles))
         fcntl.lockf(self._handles[rank], fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
-        """Say that this rank has ended its training, and give the files back. Idempotent."""
-        if os.getpid() == self._process:
-            self._words[self.rank][_ENDED] = 1
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            os.close(handle)
+        """Say that this rank has ended its training, and give the files back. Idempotent; done by itself where the
+        object is let go of without."""
+        self._handles = []
+        self._goodbye()
 
     def at_step(self, step: int) -> None:
         """This rank has taken `step` steps."""
@@ -85,3 +88,11 @@ class Presence:
             return False
         fcntl.lockf(self._handles[rank], fcntl.LOCK_UN)
         return True
+
+
+def _say_goodbye(process: int, own: np.ndarray, handles: list[int]) -> None:
+    """own: words of this rank. A process that was forked from the rank's says nothing for it."""
+    if os.getpid() == process:
+        own[_ENDED] = 1
+    for handle in handles:
+        os.close(handle)
