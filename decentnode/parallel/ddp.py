@@ -25,7 +25,7 @@ from decentnode.parallel.advance import AdamSteps
 from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.exchange import BucketExchange, mean_over_ranks
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
-from decentnode.parallel.process_group import broadcast_all, check_alike
+from decentnode.parallel.process_group import broadcast_all, check_alike, together
 from decentnode.parallel.shared_memory import SharedMemoryExchange, usable
 from decentnode.parallel.shutdown import close_at_exit, keep
 from decentnode.parallel.topology_names import TopologyLike, make_topology
@@ -98,7 +98,7 @@ class DecentralizedDataParallel(Module):
         or an object; every step is a round. transport: shared_memory between ranks of one host for CPU tensors,
         collective for torch.distributed's point-to-point and all_reduce operations; auto takes the first where it can.
         Raises ValueError for arguments that contradict each other and for a rule that is not elementwise,
-        AssemblyError naming a rank that differs.
+        AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
         """
         super().__init__()
         if not dist.is_initialized():
@@ -108,12 +108,13 @@ class DecentralizedDataParallel(Module):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.module = model
-        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not self._named:
-            raise ValueError("model must have parameters that require gradients")
-        device = self._named[0][1].device
-        graph = make_topology(topology, self.world_size, local)
-        plan = Plan(graph, sharing_named(sharing), self.rank)
+        with together("wrap the model"):
+            self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            if not self._named:
+                raise ValueError("model must have parameters that require gradients")
+            device = self._named[0][1].device
+            graph = make_topology(topology, self.world_size, local)
+            plan = Plan(graph, sharing_named(sharing), self.rank)
         self._check_all_alike(model, graph, plan, device)
         broadcast_all([*model.parameters(), *model.buffers()])
         self._tag_parameters()
@@ -122,8 +123,9 @@ class DecentralizedDataParallel(Module):
         self._plan = plan
         self._exchange = self._make_exchange(transport, timeout_seconds, device)
         named: list[tuple[str, Tensor]] = list(self._named)
-        self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
-        self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
+        with together("make the optimizer"):
+            self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
+            self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
         self._scaler, self._clip = scaler, grad_clip_norm
         parts = [part for bucket in self._buckets for part in bucket.parts]
         self._part_of: dict[Tensor, int] = {p: number for number, part in enumerate(parts) for p in part.params}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from decentnode.errors import AssemblyError
 from decentnode.parallel.shutdown import leave_at_exit
 
-MAX_TEXT_BYTES = 1 << 24
+MAX_TEXT_BYTES, MAX_REASON = 1 << 24, 2000
 
 
 def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) -> tuple[int, int]:
@@ -35,21 +36,57 @@ def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) 
     return dist.get_rank(), dist.get_world_size()
 
 
-def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
-    """Blocking: that all ranks have the same lines. Raises AssemblyError, on every rank, naming rank and first line."""
-    own = "\n".join(lines).encode()
+def gather_texts(text: str, device: torch.device, what: str) -> list[str]:
+    """Blocking: [rank] what every rank gives. Raises ValueError where the own text is too long. what: its name."""
+    own = text.encode(errors="replace")
     if len(own) > MAX_TEXT_BYTES:
         raise ValueError(f"the description of the {what} is too long: {len(own)} bytes")
-    world = dist.get_world_size()
     size = torch.tensor([len(own)], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(world)]
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
     longest = min(max(int(each) for each in sizes), MAX_TEXT_BYTES)
-    text = torch.zeros(longest, dtype=torch.uint8, device=device)
-    text[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if own else text[:0]
-    texts = [torch.zeros_like(text) for _ in range(world)]
-    dist.all_gather(texts, text)
-    told = [bytes(t[: int(n)].tolist()).decode(errors="replace").split("\n") for t, n in zip(texts, sizes, strict=True)]
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if own else padded[:0]
+    texts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [bytes(t[: int(n)].tolist()).decode(errors="replace") for t, n in zip(texts, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """Every rank does what is inside, which waits for no other; at its end, blocking, all learn whether all could.
+
+    what: a verb and its object, for messages. Raises what was raised inside; where that was on other ranks alone,
+    AssemblyError naming the first of them and what it said. In both cases no rank waits for another in vain.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    told = "" if failed is None else f"{type(failed).__name__}: {failed}"[:MAX_REASON]
+    try:
+        said = gather_texts(told, device_of_group(), what) if dist.get_world_size() > 1 else [told]
+    except RuntimeError:  # a rank is gone
+        if failed is not None:
+            raise failed from None
+        raise
+    if failed is not None:
+        raise failed
+    for rank, reason in enumerate(said):
+        if reason:
+            raise AssemblyError(f"rank {rank} could not {what}: {reason}", [rank])
+
+
+def device_of_group() -> torch.device:
+    """Where tensors lie that the default process group takes."""
+    cuda = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
+    """Blocking: that all ranks have the same lines. Raises AssemblyError, on every rank, naming rank and first line."""
+    told = [text.split("\n") for text in gather_texts("\n".join(lines), device, what)]
     for rank, theirs in enumerate(told):
         if theirs == told[0]:
             continue

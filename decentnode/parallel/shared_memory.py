@@ -28,7 +28,7 @@ from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import BucketExchange, Flight
 from decentnode.parallel.plan import Plan
 from decentnode.parallel.presence import WORDS, Absence, Presence
-from decentnode.parallel.process_group import check_alike
+from decentnode.parallel.process_group import check_alike, together
 
 FOLDER = Path("/dev/shm")
 SETTLE_SECONDS = 0.5
@@ -62,6 +62,12 @@ def usable(buckets: Sequence[Bucket], plan: Plan, device: torch.device) -> bool:
     return bool(everybody)
 
 
+def _close(handles: Sequence[int]) -> None:
+    for handle in handles:
+        if handle >= 0:
+            os.close(handle)
+
+
 class SharedMemoryExchange(BucketExchange):
     """`BucketExchange` through shared memory; made by all ranks together."""
 
@@ -83,10 +89,10 @@ class SharedMemoryExchange(BucketExchange):
         token = torch.tensor([secrets.randbits(62)])
         dist.broadcast(token, 0)
         handles = self._open_files([FOLDER / f"decentnode-ddp-{int(token):016x}-{r}" for r in range(n)])
-        self._maps = [mmap.mmap(handle, self._size) for handle in handles]
-        words = [np.frombuffer(m, np.int64, WORDS, 8 * (self._count + n)) for m in self._maps]
-        self._presence = Presence(handles, words, rank)
-        dist.barrier()  # whose lock is not there is gone: nobody asks before all have theirs
+        with together("map shared memory"):  # which all leave together: whose lock is not there from then on is gone
+            self._maps = self._mapped(handles)
+            words = [np.frombuffer(m, np.int64, WORDS, 8 * (self._count + n)) for m in self._maps]
+            self._presence = Presence(handles, words, rank)
         self._published = [np.frombuffer(m, np.int64, self._count) for m in self._maps]
         """[rank][bucket]: 1 + the step that lies there."""
         self._read = [np.frombuffer(m, np.int64, n, 8 * self._count) for m in self._maps]
@@ -104,13 +110,14 @@ class SharedMemoryExchange(BucketExchange):
         self._use = 0
 
     def _open_files(self, paths: Sequence[Path]) -> list[int]:
-        """Blocking: [rank] that rank's file, open; no file has a name any more. Raises OSError."""
+        """Blocking: [rank] that rank's file, open; no file has a name any more. Raises OSError where this rank could
+        not, AssemblyError where another one could not: all ranks go on, or none."""
         handles = [-1] * len(paths)
         try:
-            handles[self.rank] = os.open(paths[self.rank], os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
+            with together("make shared memory"):
+                handles[self.rank] = os.open(paths[self.rank], os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
                 os.posix_fallocate(handles[self.rank], 0, self._size)
-                dist.barrier()
+            with together("open shared memory"):
                 for rank, path in enumerate(paths):
                     if rank != self.rank:
                         handles[rank] = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -118,15 +125,21 @@ class SharedMemoryExchange(BucketExchange):
                     if status.st_size != self._size or status.st_uid != os.geteuid():
                         raise OSError(f"the shared memory of rank {rank} is not what it should be: {status.st_size} "
                                       "bytes")  # fmt: skip
-            finally:
-                dist.barrier()
-                paths[self.rank].unlink(missing_ok=True)
         except BaseException:
-            for handle in handles:
-                if handle >= 0:
-                    os.close(handle)
+            _close(handles)
             raise
+        finally:
+            if handles[self.rank] >= 0:
+                paths[self.rank].unlink(missing_ok=True)
         return handles
+
+    def _mapped(self, handles: list[int]) -> list[mmap.mmap]:
+        """Raises OSError; the files are closed then."""
+        try:
+            return [mmap.mmap(handle, self._size) for handle in handles]
+        except OSError:
+            _close(handles)
+            raise
 
     @staticmethod
     def _tensor(memory: mmap.mmap, bucket: Bucket, offset: int) -> Tensor:

@@ -236,3 +236,26 @@ def test_over_gloo_a_rank_that_is_killed_is_named_by_its_neighbors() -> None:
 def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
     for ok, text in run_ranks_raw(3, work.killed_in_average, timeout_seconds=30)[:2]:
         assert not ok and re.search("PeerLost: rank .: global_avg failed: the process of rank 2 is gone", text)
+
+
+@pytest.mark.parametrize(("what", "says"), [
+    ("os.posix_fallocate", "could not make shared memory: DiskFull: .*No space left"),
+    ("os.open", "could not open shared memory: DiskFull: .*No space left"),
+    ("mmap.mmap", "could not map shared memory: DiskFull: .*No space left"),
+    ("model", "could not wrap the model: ValueError: model must have parameters"),
+    ("optimizer", "could not make the optimizer: DiskFull: .*No space left"),
+])  # fmt: skip
+def test_a_rank_that_cannot_start_is_named_on_all_at_once(what: str, says: str) -> None:
+    """And whatever the ranks do together next meets its like."""
+    results = run_ranks(3, work.refuses, what, timeout_seconds=30)
+    for rank, (told, total) in enumerate(results):
+        assert total == 3
+        assert re.search("^DiskFull|^ValueError" if rank == 1 else f"AssemblyError: rank 1 {says}", told), told
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    ("stays", "^$"), ("closed", "rank 1 has ended its training after 4 steps"),
+    ("forgotten", "rank 1 has ended its training after 4 steps"), ("forgotten by a child", "^$"),
+])  # fmt: skip
+def test_only_a_process_that_is_gone_is_called_so(how: str, says: str, tmp_path: Path) -> None:
+    assert re.search(says, run_ranks(2, work.present, how, str(tmp_path), timeout_seconds=30)[0])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
+import gc
 import io
+import mmap
 import os
 import runpy
 import signal
@@ -14,18 +17,22 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from decentnode.config.component import Config
+from decentnode.errors import AssemblyError
 from decentnode.graph.base import Graph, RoundView
 from decentnode.optim import AccumAdam
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, buckets
 from decentnode.parallel.plan import Plan, sharing_named
+from decentnode.parallel.presence import WORDS, Presence
 from decentnode.parallel.topology_names import make_topology
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full
@@ -552,6 +559,65 @@ def leave(rank: int, n: int, how: str, transport: str, gone: int = 1) -> None:
         time.sleep(30)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiskFull(OSError):
+    pass
+
+
+def refuses(rank: int, n: int, what: str) -> tuple[str, float]:
+    """Rank 1 cannot do its part of the start. What it comes to, and a sum over all ranks that are asked for next."""
+
+    def no(*_: object, **__: object) -> Any:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    opened = os.open
+
+    def own_only(path: Any, flags: int, *mode: int) -> int:
+        return opened(path, flags, *mode) if flags & os.O_CREAT or "decentnode-ddp" not in str(path) else no()
+
+    if rank == 1:
+        where: Any = {"mmap": mmap}.get(what.partition(".")[0], os)
+        setattr(where, what.partition(".")[2], own_only if what == "os.open" else no)
+    module = nn.Sequential() if rank == 1 and what == "model" else model()
+    optimizer = no if rank == 1 and what == "optimizer" else SGD
+    told = ""
+    try:
+        DecentralizedDataParallel(module, optimizer=optimizer, topology="ring", transport="shared_memory")
+    except (OSError, ValueError, AssemblyError) as error:
+        told = f"{type(error).__name__}: {error}"
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return told, float(total)
+
+
+def present(rank: int, n: int, how: str, folder: str) -> str:
+    """Rank 1 leaves as `how` says, and its process lives on; what rank 0 knows of it."""
+    paths = [Path(folder, str(r)) for r in range(n)]
+    paths[rank].write_bytes(bytes(4096))
+    dist.barrier()
+    handles = [os.open(path, os.O_RDWR) for path in paths]
+    maps = [mmap.mmap(handle, 4096) for handle in handles]
+    presence: Presence | None = Presence(handles, [np.frombuffer(each, np.int64, WORDS) for each in maps], rank)
+    del maps
+    assert presence is not None
+    presence.at_step(3 + rank)
+    dist.barrier()
+    if rank == 1 and how == "closed":
+        presence.close()
+    elif rank == 1 and how == "forgotten":
+        presence = None
+        gc.collect()
+    elif rank == 1 and how == "forgotten by a child" and not (child := os.fork()):
+        presence = None
+        gc.collect()
+        os._exit(0)
+    elif rank == 1 and how == "forgotten by a child":
+        os.waitpid(child, 0)
+    dist.barrier()
+    absence = None if presence is None or rank else presence.absent([1])
+    dist.barrier()
+    return "" if absence is None else absence.reason
 
 
 def killed_in_average(rank: int, n: int) -> float | None:
