@@ -11,6 +11,7 @@ from torch import Tensor
 from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
+from decentnode.sharing.forces import elastic_pull_, toward
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.state import Tensors
 
@@ -66,7 +67,7 @@ class Elastic(Tensors, LocalSGD):
     def _pulled_center(self, model: Tensor) -> Tensor:
         """c + b (x - c) [P], a tensor of its own."""
         self.center = model.clone() if self.center is None else self.center
-        return self.center.lerp(model if self.x is None else self.x, self.center_pull)
+        return toward(self.center, model if self.x is None else self.x, self.center_pull)
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         if not self.meets(view.round):
@@ -75,7 +76,7 @@ class Elastic(Tensors, LocalSGD):
         for uid, payload in received.items():
             center.add_(payload.tensors["x"], alpha=view.weights[uid])
         assert self.center is not None
-        model.add_(self.center - (model if self.x is None else self.x), alpha=self.pull)
+        elastic_pull_(model, (model if self.x is None else self.x) - self.center, self.pull)
         self.center, self.x = center, None
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
+from decentnode.sharing.forces import leader_of, toward_
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 
 
@@ -55,17 +56,15 @@ class Leader(LocalSGD):
         return dict.fromkeys(view.neighbors, Payload({"x": model}, {"loss": self.loss}))
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        best, leader = (self.loss, view.uid), None
-        for uid, payload in received.items():
-            if (float(payload.scalars["loss"]), uid) < best:
-                best, leader = (float(payload.scalars["loss"]), uid), payload
+        losses = {uid: float(payload.scalars["loss"]) for uid, payload in received.items()}
+        leader = leader_of({view.uid: self.loss, **losses})
         if self.average:
             rest = 1.0 - self.average * sum(view.weights[uid] for uid in received)
             model.mul_(rest)
             for uid, payload in received.items():
                 model.add_(payload.tensors["x"], alpha=self.average * view.weights[uid])
-        if leader is not None:
-            model.lerp_(leader.tensors["x"], self.pull)
+        if leader != view.uid:
+            toward_(model, received[leader].tensors["x"], self.pull)
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         self.mix(out.copy_(model), received, view)

@@ -40,6 +40,10 @@ def test_pulls_in_between_go_to_the_last_leader() -> None:
         assert found["met"] == ([3, 4, 5, 6, 7, 8, 9] if rank else [])
 
 
+def test_a_rank_whose_loss_is_no_number_does_not_lead() -> None:
+    assert run_ranks(3, work.diverged, "LSGD") == [(1, False), (1, True), (1, True)]
+
+
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("name", ["EASGD", "EAMSGD", "EASGD+", "LSGD", "LSGD+"])
 def test_exchanges_behind_the_next_steps(name: str, period: int) -> None:

@@ -721,3 +721,12 @@ def overlapped(rank: int, n: int, name: str, period: int) -> dict[str, Any]:
                 trained.load_state_dict(state)
         ends.append(flat(module))
     return {"met": met, "conserved": float(conserved.abs().max()), "same": all(torch.equal(ends[0], e) for e in ends)}
+
+
+def diverged(rank: int, n: int, name: str) -> tuple[int, bool]:
+    """Rank 0's model and loss are no numbers; (who leads, whether this rank's model is one of numbers)."""
+    p = nn.Parameter(torch.full((3,), float("nan") if rank == 0 else 1.0))
+    comm = CommOptimizer(torch.optim.SGD([p], lr=0.1), name, world_size=n, comm_period=1)
+    p.grad = torch.zeros(3)
+    comm.step(loss=float("nan") if rank == 0 else float(rank))
+    return comm.dist_optimizer.leader, bool(p.isfinite().all())  # type: ignore[attr-defined]

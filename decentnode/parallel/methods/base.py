@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.parallel.shutdown import close_at_exit
+from decentnode.sharing.forces import toward_
 
 
 @dataclass
@@ -78,21 +80,17 @@ class DistOptimizer(abc.ABC):
         return torch.cat([p.detach().reshape(-1).to(kind) for p in self.params])
 
     @torch.no_grad()
-    def add_flat(self, flat: Tensor, alpha: float = 1.0) -> None:
-        """parameters += alpha * flat [P]."""
+    def apply_force(self, force: Callable[[Tensor, Tensor, float], Tensor], flat: Tensor, strength: float) -> None:
+        """force(p, its piece of `flat` [P], strength) for every parameter p, which the force changes in place."""
         offset = 0
         for p in self.params:
-            p.add_(flat[offset : offset + p.numel()].view(p.shape).to(p.dtype), alpha=alpha)
+            force(p, flat[offset : offset + p.numel()].view(p.shape).to(p.dtype), strength)
             offset += p.numel()
 
-    @torch.no_grad()
     def pull(self, target: Tensor, strength: float) -> None:
-        """parameters += strength * (target - parameters), target [P]."""
+        """parameters <- parameters + strength * (target [P] - parameters)."""
         if strength:
-            offset = 0
-            for p in self.params:
-                p.lerp_(target[offset : offset + p.numel()].view(p.shape).to(p.dtype), strength)
-                offset += p.numel()
+            self.apply_force(toward_, target, strength)
 
     def mean(self, flat: Tensor) -> Tensor:
         """Blocking: the mean over all ranks, in place."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.parallel.methods.base import DistOptimizer
+from decentnode.sharing.forces import elastic_center_, elastic_pull_
 
 
 class EASGD(DistOptimizer):
@@ -57,8 +58,8 @@ class EASGD(DistOptimizer):
             self._flight = None
             if work is not None:
                 work.wait()
-            self.add_flat(pull, -self.dist_pulling_strength)
-            self.center.add_(self.total(summed), alpha=self.dist_pulling_strength)
+            self.apply_force(elastic_pull_, pull, self.dist_pulling_strength)
+            elastic_center_(self.center, self.total(summed), self.dist_pulling_strength)
 
     def close(self) -> None:
         self._flight = None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.methods.base import DistOptimizer, Numbers
+from decentnode.sharing.forces import leader_of, toward_
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class LSGD(DistOptimizer):
         self._meetings += 1
         everybody = len(self._peers) in (1, self.world_size) or self._meetings % self.GLOBAL_EVERY == 0
         among = range(self.world_size) if everybody else self._peers
-        leader = min(among, key=lambda rank: (scores[rank], rank))
+        leader = leader_of({rank: scores[rank] for rank in among})
         meeting = _Meeting(leader, self.flat_params())
         if self.world_size > 1:
             group = None if everybody else self._group
@@ -167,5 +168,5 @@ class LSGDPlus(LSGD):
 
     def approach(self, meeting: _Meeting) -> None:
         assert meeting.total is not None
-        self.center.lerp_(meeting.total.div_(self.world_size), 1.0 - self.dist_pulling_strength)
+        toward_(self.center, meeting.total.div_(self.world_size), 1.0 - self.dist_pulling_strength)
         self.pull(self.center, self.dist_pulling_strength)
