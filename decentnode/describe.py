@@ -57,6 +57,8 @@ KINDS: dict[str, str] = {
     "run": "Where the results go.",
 }
 """Every kind with one sentence."""
+MOST_MEANT = 4
+"""Paths of one name that a message suggests; `fraction` is a key of a dozen components."""
 UNITS = {"seconds": "s", "bytes": "bytes", "mb": "MB", "ms": "ms"}
 
 
@@ -102,9 +104,13 @@ class ComponentInfo:
 
 def names(kind: str) -> tuple[str, ...]:
     """Names of a kind's components; of a group of keys its own name. Raises UsageError for an unknown kind."""
-    if kind not in KINDS:
-        raise UsageError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{_hint(kind, KINDS)}")
+    _check_kind(kind, kind)
     return tuple(TABLES[kind]) if kind in TABLES else (kind,)
+
+
+def _check_kind(kind: str, path: str) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{_hint_of_path(path)}")
 
 
 def describe(kind: str, name: str) -> ComponentInfo:
@@ -130,13 +136,14 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
     if kind in TABLES and not rest:
         listed = ", ".join(names(kind))
         raise UsageError(f"{kind} is a kind of component; name one: {listed} (`decentnode list {kind}` describes them)")
+    _check_kind(kind, path)
     known = names(kind)
     if kind in GROUPS:
         component, key = describe(kind, kind), rest
     else:
         name, _, key = rest.partition(".") if ":" not in rest else (rest, "", "")
         if name not in known and ":" not in name:
-            raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{_hint(name, known)}")
+            raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{_hint_of_path(rest, known)}")
         component = describe(kind, name)
     if not key:
         return component
@@ -150,6 +157,36 @@ def _hint(word: str, known: Iterable[str]) -> str:
     """The end of a message about a word that is none of `known`; empty where nothing is near it."""
     meant = nearest(word, known)
     return f"; did you mean {meant!r}?" if meant else ""
+
+
+def _hint_of_path(path: str, known: Iterable[str] = KINDS) -> str:
+    """The same about the first word of "topk" or "topk.fraction": what stands elsewhere under that very word comes
+    before a word of `known` that is near it, and that before what is near it elsewhere."""
+    word, dot, rest = path.partition(".")
+    exact = _elsewhere(word, dot + rest)
+    if not exact and (near := _hint(word, known)):
+        return near
+    close = nearest(word, dict.fromkeys(name for table in TABLES.values() for name in table))
+    paths = exact or (_elsewhere(close, dot + rest) if close else [])
+    return f"; did you mean {' or '.join(map(repr, paths[:MOST_MEANT]))}?" if paths else ""
+
+
+def _elsewhere(word: str, rest: str) -> list[str]:
+    """Paths of the components of every kind that have this name, `rest` behind it; of a word that none has, those of
+    the keys that have it, in groups and in components."""
+    components = [f"{kind}.{word}" for kind, table in TABLES.items() if word in table]
+    if components or rest:
+        return [path + rest if _is_found(path + rest) else path for path in components]
+    owners = [describe(kind, name) for kind in (*GROUPS, *TABLES) for name in names(kind)]
+    return [f"{owner.path}.{word}" for owner in owners if any(key.name == word for key in owner.keys)]
+
+
+def _is_found(path: str) -> bool:
+    try:
+        find(path)
+    except UsageError:
+        return False
+    return True
 
 
 def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[ConfigKey]:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.config.component import load_class
-from decentnode.describe import GROUPS, KINDS, TABLES, ComponentInfo, describe, find, names
+from decentnode.describe import GROUPS, KINDS, MOST_MEANT, TABLES, ComponentInfo, describe, find, names
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 
@@ -64,6 +64,32 @@ def test_keys_are_those_of_the_config(kind: str, name: str) -> None:
 def test_unknown_names_are_told_with_the_nearest(path: str, text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
         find(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [("topk", "did you mean 'sharing.topk'?"), ("sign", "did you mean 'sharing.sign' or 'compression.sign'?"),
+     ("topk.fraction", "did you mean 'sharing.topk.fraction'?"), ("sharing.int8", "did you mean 'compression.int8'?"),
+     ("compression.choco.fraction", "did you mean 'sharing.choco.fraction'?"), ("tpok", "did you mean 'sharing.topk'?"),
+     ("rounds", "did you mean 'node.rounds' or"), ("batch_size", "did you mean 'training.supervised.batch_size'?"),
+     ("digits", "did you mean 'data.digits'?")],
+)  # fmt: skip
+def test_a_name_of_another_kind_is_told_with_its_whole_path(path: str, text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        find(path)
+    suggested = re.findall(r"'([a-z_0-9]+\.[a-z_0-9.]+)'", text)
+    assert suggested and all(find(each) for each in suggested)
+
+
+def test_a_key_of_many_components_is_told_with_some_of_them() -> None:
+    with pytest.raises(UsageError, match="did you mean") as caught:
+        find("fraction")
+    assert 1 < str(caught.value).count(".fraction'") <= MOST_MEANT
+    with pytest.raises(UsageError, match=r"did you mean 'sharing\.topk'"):
+        names("topk")
+    with pytest.raises(UsageError) as caught:
+        find("xyzzyq")
+    assert "did you mean" not in str(caught.value)
 
 
 def test_an_outsiders_class_is_described() -> None:
