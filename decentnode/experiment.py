@@ -16,13 +16,14 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, Field, PrivateAttr
 
+from decentnode import derived
 from decentnode.communication import COMMUNICATIONS
 from decentnode.config.component import Config, Settings, load_class, look_beside, section
 from decentnode.config.problems import explain
 from decentnode.config.yaml_source import Item, Location, assignments, merge, parse, problem, read, replace
 from decentnode.crosschecks import CHECKS
 from decentnode.data import DATASETS
-from decentnode.errors import ConfigError, UsageError
+from decentnode.errors import ConfigError
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -31,8 +32,6 @@ from decentnode.mapping.base import Mapping as NodeMapping
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
 from decentnode.sharing import SHARINGS
-from decentnode.sharing.base import Sharing
-from decentnode.sharing.step_size import largest_step
 from decentnode.training import TRAININGS
 
 logger = logging.getLogger(__name__)
@@ -106,6 +105,7 @@ class Experiment(Settings):
     _files: tuple[str, ...] = PrivateAttr(())
     _base_dir: Path = PrivateAttr(Path())
     _tree: Item = PrivateAttr(Item({}, Location("")))
+    _derived: tuple[str, ...] = PrivateAttr(())
     _graph: Graph | None = PrivateAttr(None)
     _mapping: NodeMapping | None = PrivateAttr(None)
 
@@ -118,6 +118,11 @@ class Experiment(Settings):
     def files(self) -> tuple[str, ...]:
         """Paths of the file and of those that it extends."""
         return self._files
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Keys, or sections, whose values nobody gave: `load` found them from the others."""
+        return self._derived
 
     @property
     def base_dir(self) -> Path:
@@ -149,7 +154,9 @@ class Experiment(Settings):
         return plain
 
     def origin(self, key: str) -> str:
-        """Where the value of "a.b.c" comes from: "default", "file:line", "--set" or "env"."""
+        """Where the value of "a.b.c" comes from: "default", "derived", "file:line", "--set" or "env"."""
+        if any(key == each or key.startswith(f"{each}.") for each in self._derived):
+            return derived.KEY
         item: Item | None = self._tree
         for part in key.split("."):
             if item is not None and isinstance(item.value, str) and part == "name":
@@ -168,7 +175,11 @@ class Experiment(Settings):
         places: what to write for the paths of `paths`; as they are, absolute, when not given.
         """
         places = places if places is not None else {key: str(path) for key, path in self.paths().items()}
-        return "".join(f"{line}\n" for line in self._resolved_lines(_with_places(self.resolved(), places), ()))
+        lines = [*self._resolved_lines(_with_places(self.resolved(), places), ())]
+        if self._derived:
+            keys = _flow([*self._derived])
+            lines.append(f"{derived.KEY}: {keys}  # these follow from the rest, found anew at every load")
+        return "".join(f"{line}\n" for line in lines)
 
     def written_yaml(self, places: Mapping[str, str]) -> str:
         """The same with those keys alone that a file, the command line or the environment set, and `run.dir`."""
@@ -249,7 +260,8 @@ def load(
     """
     source = os.fspath(path)
     files: list[str] = []
-    tree = _read(Path(source), source, (), files)
+    seen: dict[str, Any] = {}
+    tree = _read(Path(source), source, (), files, seen)
     for keys, item in assignments(overrides, environ):
         tree = replace(tree, keys, item)
     tree = _with_present_names(_with_name(tree, source))
@@ -261,24 +273,26 @@ def load(
         tree, experiment = rebased, _validated(rebased, source)
     experiment._source, experiment._base_dir, experiment._tree = source, base_dir, tree
     experiment._files = tuple(files)
-    if "mapping" not in tree.value:
-        experiment = _with_mapping(experiment)
-    experiment = _with_step_size(experiment)
+    experiment, experiment._derived = derived.derive(experiment)
     if check:
+        derived.tell_changes(experiment, seen)
         problems = [found for one in CHECKS for found in one(experiment)]
         if problems:
             raise ConfigError([found.render(tree, source) for found in problems], source)
     return experiment
 
 
-def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str]) -> Item:
-    """The tree of a file laid over those it extends; the path of each is appended to `files`."""
+def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], seen: dict[str, Any]) -> Item:
+    """The tree of a file laid over those it extends; the path of each is appended to `files`, and the derived values
+    that they show, which are not in the tree, are noted in `seen`."""
     tree = parse(read(path, shown), shown)
     files.append(os.fspath(path))
     if tree.value is None:
         raise ConfigError([f"{shown}: is empty; an experiment needs at least graph, data, model and training"], shown)
     if not isinstance(tree.value, dict):
         raise ConfigError([problem(tree.place, "an experiment must be keys and values")], shown)
+    tree, found = derived.take_out(tree, shown)
+    seen.update(found)
     parent = tree.value.get("extends")
     if parent is None:
         return dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
@@ -292,18 +306,7 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str]) 
     if not target.is_file():
         raise ConfigError([problem(parent.place, f"extends: no such file: {target}")], shown)
     own = dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
-    return merge(_read(target, os.path.normpath(target), chain, files), own, DEFAULT_NAMES)
-
-
-def _with_mapping(experiment: Experiment) -> Experiment:
-    """One machine with as many nodes as the graph has; a graph that cannot be made is left to the checks."""
-    try:
-        nodes = experiment.make_graph().num_nodes
-    except UsageError:
-        return experiment
-    default = {"name": DEFAULT_NAMES["mapping"], "machines": 1, "nodes_per_machine": nodes}
-    chosen = section(MAPPINGS, "mapping").validate(default)
-    return experiment.model_copy(update={"mapping": chosen})
+    return merge(_read(target, os.path.normpath(target), chain, files, seen), own, DEFAULT_NAMES)
 
 
 def _make_importable(tree: Item, base_dir: Path) -> None:
@@ -324,24 +327,6 @@ def _outsiders(item: Item) -> Iterator[Item]:
             yield from _outsiders(below)
     elif isinstance(item.value, str) and re.fullmatch(r"[\w.]+:\w+", item.value):
         yield item
-
-
-def _with_step_size(experiment: Experiment) -> Experiment:
-    """The step of an error-feedback rule that was left out, so that the resolved file and the digest have it; as it is
-    where that cannot be found, because of a graph that the checks have something to say about."""
-    config: Any = experiment.sharing
-    rule: type[Sharing] = load_class(config.name, SHARINGS, "sharing")
-    if getattr(config, "step_size", 0.0) is not None:
-        return experiment
-    try:
-        largest = largest_step(rule, config, experiment.make_graph())
-    except UsageError:
-        return experiment
-    search = None if largest is None else rule.step_search(config)
-    if largest is None or search is None:
-        return experiment
-    chosen = config.model_copy(update={"step_size": search.default(largest)})
-    return experiment.model_copy(update={"sharing": chosen})
 
 
 def _with_name(tree: Item, source: str) -> Item:
@@ -413,6 +398,11 @@ def schema_text() -> str:
     schema["properties"]["extends"] = {
         "type": "string",
         "description": "Path of a file, relative to this one, that this one is laid over.",
+    }
+    schema["properties"][derived.KEY] = {
+        "type": "array",
+        "items": {"enum": list(derived.FINDERS)},
+        "description": "In resolved files: what follows from the rest, and is found anew when the file is loaded.",
     }
     needed = [key for key in schema.pop("required") if key != "name"]
     schema["anyOf"] = [{"required": ["extends"]}, {"required": needed}]

@@ -16,16 +16,16 @@ FLOORS: list[list[str]] = [
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "metrics"],
     ["sharing", "training", "communication"],
     ["node", "parallel"],
-    ["crosschecks", "experiment", "build", "describe"],
+    ["crosschecks", "derived", "experiment", "build", "describe"],
     ["launch", "report"],
     ["cli", "__main__"],
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SIDEWAYS = {  # within one floor, in this direction only
-    ("training", "models"), ("experiment", "crosschecks"), ("build", "experiment"), ("describe", "experiment"),
-    ("__main__", "cli"),
+    ("training", "models"), ("experiment", "crosschecks"), ("experiment", "derived"), ("build", "experiment"),
+    ("describe", "experiment"), ("__main__", "cli"),
 }  # fmt: skip
-KNOTS = {("crosschecks", "experiment")}
+KNOTS = {("crosschecks", "experiment"), ("derived", "experiment")}
 """Type annotations of a room that is one with the other."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -14,10 +14,10 @@ import yaml
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
 
-NO_PART_OF_IT = ("seed", "name", "run")
+DERIVED = "derived"
+"""Lists the keys, or sections, that the run found a value for as its config left them out."""
+NO_PART_OF_IT = ("seed", "name", "run", DERIVED)
 """Keys that make no other experiment: the seed repeats it, the name is the row's, and `run` says where results go."""
-DERIVED = ("sharing.step_size",)
-"""Keys that a run finds a value for where its config leaves them out."""
 EDGES = "graph.edges"
 """Stands for what a graph file holds, which may change while its name does not."""
 
@@ -56,26 +56,18 @@ def read(path: Path) -> Ran:
         resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
         config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in NO_PART_OF_IT}
         name, seed = str(resolved.get("name", path.parent.name)), resolved.get("seed")
+        found = tuple(resolved.get(DERIVED) or ())
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise UsageError(f"{path} has no readable config.resolved.yaml: it is no run directory") from error
     if "graph.file" in config:
         edges = path / "graph.edges"
         config[EDGES] = hashlib.sha256(edges.read_bytes()).hexdigest()[:12] if edges.is_file() else ""
-    follows = _derived(path).intersection(config)
+    follows = frozenset(key for key in config for each in found if key == each or key.startswith(f"{each}."))
     try:
         summary = summaries.read(path / "summary.json")
     except (OSError, ValueError):
         return Ran(path, name, seed, config, "not finished", {}, follows)
     return Ran(path, name, seed, config, str(summary.get("status", "not finished")), summary, follows)
-
-
-def _derived(path: Path) -> frozenset[str]:
-    """Those of DERIVED that nobody wrote; none where config.yaml, which has what was written, cannot be read."""
-    try:
-        written = dict(_flat(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")), ""))
-    except (OSError, ValueError, yaml.YAMLError):
-        return frozenset()
-    return frozenset(key for key in DERIVED if written.get(key, "null") == "null")
 
 
 def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:

@@ -44,12 +44,11 @@ def test_a_failed_run_is_named_with_its_seed(tmp_path: Path) -> None:
 
 
 def test_a_step_that_follows_from_a_random_graph_makes_no_other_experiment(tmp_path: Path) -> None:
-    """Every seed draws a graph of its own, with a step of its own. A run that is repeated from its folder has it
-    written down; another step than any that was found is another experiment."""
-    for seed, step, written in ((1, 0.16, False), (2, 0.2, False), (3, 0.2, True), (4, 0.5, True)):
-        folder = finished(tmp_path / f"exp/{seed}", seed, 0.5, sharing={"name": "deepsqueeze", "step_size": step})
-        sharing = {"name": "deepsqueeze", **({"step_size": step} if written else {})}
-        (folder / "config.yaml").write_text(json.dumps({"seed": seed, "sharing": sharing}))
+    """Every seed draws a graph of its own, with a step of its own. Who gives a step that another run found repeats
+    that run; another step than any that was found is another experiment."""
+    for seed, step, derived in ((1, 0.16, True), (2, 0.2, True), (3, 0.2, False), (4, 0.5, False)):
+        finished(tmp_path / f"exp/{seed}", seed, 0.5, sharing={"name": "deepsqueeze", "step_size": step},
+                 derived=["mapping", "sharing.step_size"] if derived else ["mapping"])  # fmt: skip
     result = CliRunner().invoke(main, ["compare", str(tmp_path / "exp"), "--json"])
     assert result.exit_code == 0, result.output
     assert sorted(row["runs"] for row in json.loads(result.stdout).values()) == [1, 3]

@@ -110,6 +110,26 @@ def test_what_comes_of_a_run_copied_alone_stands_beside_it(tmp_path: Path) -> No
     assert done.returncode == 0 and (tmp_path / "chosen" / "tiny").is_dir(), done.stderr
 
 
+def test_a_run_is_repeated_with_other_values_and_what_follows_from_them(tmp_path: Path) -> None:
+    """Fewer entries bear a smaller step, and other nodes need another mapping than the run's folder shows."""
+    written = {key: value for key, value in experiment(node={"rounds": 1}).items() if key != "mapping"}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**written, "sharing": {"name": "choco", "fraction": 0.5}}))
+
+    def resolved(*words: str) -> dict[str, object]:
+        done = decentnode(tmp_path, "run", *words)
+        assert done.returncode == 0, done.stderr
+        latest = tmp_path / "runs" / "tiny" / "latest"
+        found: dict[str, object] = yaml.safe_load((latest / "config.resolved.yaml").read_text())
+        return found
+
+    first = resolved("tiny.yaml")
+    changes = ["--set", "sharing.fraction=0.02", "--set", "graph.nodes=6"]
+    repeated, fresh = resolved("runs/tiny", *changes), resolved("tiny.yaml", *changes)
+    assert first["derived"] == repeated["derived"] == ["mapping", "sharing.step_size"]
+    assert repeated["sharing"] == fresh["sharing"] != first["sharing"]
+    assert repeated["mapping"] == fresh["mapping"] != first["mapping"]
+
+
 def test_a_folder_that_is_no_run_is_wrong_input(tmp_path: Path) -> None:
     done = decentnode(tmp_path, "run", str(tmp_path))
     assert done.returncode == 2 and "no run in" in done.stderr

@@ -88,6 +88,7 @@ def test_every_config_fits(schema, path):
         {"sede": 1}, {"seed": -1}, {"seed": "x"}, {"graph": {"name": "rnig"}}, {"graph": {"name": "ring", "node": 3}},
         {"graph": {"nodes": 4}}, {"model": {"name": "mlp", "hidden": ["x"]}}, {"node": {"rounds": "x"}},
         {"training": {"name": "supervised", "batch_sise": 1}}, {"data": None}, {"sharing": "fulll"},
+        {"derived": ["seed"]},
     ],
     ids=str,
 )  # fmt: skip
@@ -101,6 +102,7 @@ def test_what_load_refuses_it_refuses(schema, change):
     [
         {"graph": {"file": "a.edges"}}, {"sharing": "full"}, {"extends": "a.yaml"}, {"weights": None},
         {"sharing": {"name": "my.rules:Rule", "anything": 1}}, {"training": {"batch_size": 3}},
+        {"derived": ["sharing.step_size"]},
     ],
     ids=str,
 )  # fmt: skip
@@ -110,7 +112,7 @@ def test_what_load_takes_it_takes(schema, change):
 
 
 def test_every_key_is_described(schema):
-    assert set(schema["properties"]) == {*Experiment.model_fields, "extends"}
+    assert set(schema["properties"]) == {*Experiment.model_fields, "extends", "derived"}
     bare = []
 
     def walk(rule: Any, path: str) -> None:

@@ -265,10 +265,65 @@ def test_resolved_reads_back(write):
     assert "  rounds: 3  # --set\n" in text
     assert "  batch_size: 8  # a.yaml:5\n" in text
     assert "sharing:\n  name: full  # a.yaml:6\n" in text
-    assert yaml.safe_load(text) == {**experiment.resolved(), "run": {"dir": str(experiment.run_dir)}}
+    assert yaml.safe_load(text) == {**experiment.resolved(), "run": {"dir": str(experiment.run_dir)},
+                                    "derived": ["mapping"]}  # fmt: skip
     again = load(write(text, "again.yaml"), environ={})
     assert yaml.safe_load(again.resolved_yaml()) == yaml.safe_load(text)
     assert again.digest() == experiment.digest()
+
+
+STEP = "sharing: {name: choco, fraction: 0.2}\n"
+
+
+def test_derived_values_are_found_anew_when_a_resolved_file_is_loaded(write, caplog):
+    """Whatever they follow from was changed: the compression, the graph, its weights, or the seed of a random one."""
+    text = BASE.replace("{name: ring, nodes: 4}", "{name: erdos_renyi, nodes: 10}") + STEP
+    experiment = load(write(text), environ={})
+    path = write(experiment.resolved_yaml(), "resolved.yaml")
+    assert experiment.derived == ("mapping", "sharing.step_size")
+    assert experiment.origin("sharing.step_size") == experiment.origin("mapping.machines") == "derived"
+    assert f"step_size: {experiment.sharing.step_size}  # derived\n" in experiment.resolved_yaml()
+    same = load(path, environ={})
+    assert same.digest() == experiment.digest() and same.derived == experiment.derived and not caplog.records
+    for change in ("sharing.fraction=0.01", "sharing.compression=sign", "graph={name: ring, nodes: 4}", "seed=4",
+                   "sharing={name: stc}", "weights={name: laplacian, step: 0.05}"):  # fmt: skip
+        caplog.clear()
+        changed = load(path, [change], {})
+        fresh = load("a.yaml", [change], {})
+        assert {**changed.resolved(), "run": 0} == {**fresh.resolved(), "run": 0}, change
+        assert changed.digest() == fresh.digest() and changed.sharing.step_size != same.sharing.step_size, change
+        assert f"where {path} shows {same.sharing.step_size}" in caplog.text
+
+
+def test_given_values_stay(write, caplog):
+    experiment = load(write(BASE + "sharing: {name: choco, step_size: 0.125}\nmapping: {name: linear, machines: 1, "
+                            "nodes_per_machine: 4}\n"), environ={})  # fmt: skip
+    assert experiment.derived == () and "derived" not in experiment.resolved_yaml()
+    changed = load(write(experiment.resolved_yaml(), "resolved.yaml"), ["sharing.fraction=0.2"], {})
+    assert changed.sharing.step_size == 0.125 and changed.origin("mapping.machines") != "derived"
+    path = write(load(write(BASE + STEP), environ={}).resolved_yaml(), "derived.yaml")
+    given = load(path, ["sharing.step_size=0.0625"], {})
+    assert given.sharing.step_size == 0.0625 and given.derived == ("mapping",)
+    assert not caplog.records
+    child = load(write(f"extends: {path}\nsharing: {{step_size: 0.0625}}\ngraph: {{nodes: 6}}\n", "child.yaml"),
+                 environ={})  # fmt: skip
+    assert child.sharing.step_size == 0.0625 and child.make_mapping().num_nodes == 6
+
+
+def test_a_derived_value_that_was_changed_in_the_file_is_told(write, caplog):
+    """The file says that it is found anew; whoever wrote another there hears what is done."""
+    text = load(write(BASE + STEP), environ={}).resolved_yaml()
+    step = yaml.safe_load(text)["sharing"]["step_size"]
+    found = load(write(text.replace(f"step_size: {step}", "step_size: 0.015"), "changed.yaml"), environ={})
+    assert found.sharing.step_size == step
+    assert f"sharing.step_size is derived: {step} now, where changed.yaml shows 0.015" in caplog.text
+    assert "--set sharing.step_size=0.015" in caplog.text
+
+
+@pytest.mark.parametrize("listed", ["[seed]", "mapping", "{mapping: 1}", "[[mapping]]"])
+def test_only_what_can_be_derived_is_listed_as_derived(write, listed):
+    assert "a.yaml:6:10: derived must be a list of some of mapping, sharing.step_size" in said(
+        write(BASE + f"derived: {listed}\n"))  # fmt: skip
 
 
 def test_an_experiment_travels_to_another_process(write):
