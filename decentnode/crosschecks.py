@@ -33,6 +33,7 @@ from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.rounds import exchange_rounds, unheard
 from decentnode.sharing.step_size import largest_step
+from decentnode.training.statistics import needs_two
 from decentnode.training.supervised import SupervisedConfig
 
 if TYPE_CHECKING:
@@ -131,6 +132,36 @@ def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
             )
     except UsageError as error:
         yield dataclasses.replace(raised("model", error, type(experiment.model).model_fields), other=("data",))
+
+
+def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
+    """Batch normalization behind a linear layer cannot be trained on one sample at a time."""
+    training, graph, dataset = experiment.training, _graph(experiment), _dataset(experiment)
+    if not isinstance(training, SupervisedConfig) or graph is None or dataset is None:
+        return
+    if not _needs_two_samples(experiment, dataset):
+        return
+    try:
+        _, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+    except UsageError:
+        return
+    aside = training.validation if training.validation and training.validation.source == "train" else None
+    sizes = [len(part) - (aside.aside(len(part)) if aside else 0) for part in parts]
+    uid = min(range(len(sizes)), key=lambda uid: sizes[uid])
+    if problem := training.problem_of_one(sizes[uid]):
+        of_key = problem.startswith("training.batch_size ")
+        yield Problem(("training", "batch_size") if of_key else ("data", "partition"),
+                      problem.removeprefix("training.batch_size ") if of_key else f": node {uid}: {problem}",
+                      other=("model",))  # fmt: skip
+
+
+def _needs_two_samples(experiment: Experiment, dataset: Dataset) -> bool:
+    """Seen on the meta device; of a model that cannot run there its nodes will tell."""
+    with contextlib.suppress(Exception), torch.device("meta"):
+        module = load_class(experiment.model.name, MODELS, "model")(experiment.model).make(
+            dataset.input_shape, dataset.num_classes)
+        return needs_two(module, torch.empty(1, *dataset.input_shape))
+    return False
 
 
 def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
@@ -345,6 +376,7 @@ CHECKS: tuple[Check, ...] = (
     data_can_be_opened,
     every_node_gets_data,
     model_takes_the_data,
+    batches_suit_the_model,
     schedule_lasts,
     sharing_suits_the_graph,
     groups_suit_the_graph,

@@ -11,9 +11,13 @@ class Sampler:
     """Walks through epochs; its state is (epoch, cursor) and goes on across rounds."""
 
     def __init__(
-        self, num_samples: int, batch: int, *, seed: int, uid: int, shuffle: bool = True, drop_last: bool = False
+        self, num_samples: int, batch: int, *, seed: int, uid: int, shuffle: bool = True, drop_last: bool = False,
+        leave_out: int = 0,
     ) -> None:
-        """batch: samples of one optimizer step. The last one of an epoch is smaller, or left out with drop_last."""
+        """batch: samples of one optimizer step. The last one of an epoch is smaller, or left out with drop_last.
+
+        leave_out: so many samples at the end of every epoch's order are not in it: other ones in every epoch.
+        """
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         if drop_last and num_samples < batch:
@@ -23,20 +27,21 @@ class Sampler:
         self.epoch = 0
         self.cursor = 0
         self._seed, self._uid, self._shuffle = seed, uid, shuffle
-        self._usable = num_samples // batch * batch if drop_last else num_samples
+        self.usable = num_samples // batch * batch if drop_last else num_samples - leave_out
+        """Samples of one epoch."""
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self._usable // self.batch)
+        return -(-self.usable // self.batch)
 
     def take(self, steps: int) -> tuple[np.ndarray, list[int]]:
         """Samples of the next `steps` optimizer steps: indices [M] int64 and how many of them each step has."""
         parts: list[np.ndarray] = []
         for _ in range(steps):
-            if self.cursor >= self._usable:
+            if self.cursor >= self.usable:
                 self.epoch, self.cursor = self.epoch + 1, 0
-            stop = min(self.cursor + self.batch, self._usable)
+            stop = min(self.cursor + self.batch, self.usable)
             parts.append(self._epoch_order()[self.cursor : stop])
             self.cursor = stop
         return np.concatenate(parts) if parts else np.empty(0, np.int64), [len(part) for part in parts]

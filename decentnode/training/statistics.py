@@ -14,6 +14,34 @@ def normalizations(module: nn.Module) -> list[_BatchNorm]:
     return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.running_mean is not None]
 
 
+def needs_two(module: nn.Module, sample: Tensor) -> bool:
+    """Whether a layer of batch normalization gets one value per channel of one sample [1, ...], as behind a linear
+    layer: torch refuses to train it on a batch of one. The module stays as it is."""
+    alone: list[bool] = []
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # noqa: ARG001
+        alone.append(inputs[0].numel() == inputs[0].shape[1])
+
+    modes = [(part, part.training) for part in module.modules()]
+    module.train()  # of which a module of the user's own may keep layers out
+    trained = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
+    hooks = [part.register_forward_pre_hook(note) for part in trained]
+    module.eval()
+    try:
+        if hooks:
+            with torch.no_grad():
+                module(sample)
+    except ValueError:  # a layer without running statistics, which is refused even here
+        if not any(alone):
+            raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for part, mode in modes:
+            part.training = mode
+    return any(alone)
+
+
 def measure(module: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     """What enters every layer of batch normalization while `batches` go through: its moments, float64 [sum (1 + 2 C)].
 

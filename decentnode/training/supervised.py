@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,6 +27,8 @@ from decentnode.training.lr_schedules import LearningRateSchedule, ScheduleConfi
 from decentnode.training.optimizers import OptimizerConfig, make_optimizer, trial_of
 from decentnode.training.sampler import Sampler
 from decentnode.training.source import Source
+
+logger = logging.getLogger(__name__)
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": nn.functional.cross_entropy,
@@ -86,7 +89,8 @@ class SupervisedConfig(Config):
     shuffle: bool = True
     """Draw a new order of the samples for every epoch; the stored order otherwise."""
     drop_last: bool = False
-    """Leave out the last, smaller step of an epoch."""
+    """Leave out the last, smaller step of an epoch. Without it a last batch of one sample is still left out where the
+    model has batch normalization behind a linear layer, which has no variance of one value to divide by."""
     loss: Literal["cross_entropy", "nll"] = "cross_entropy"
     """Function of the model's outputs and the targets; the mean over samples is minimized."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -111,6 +115,21 @@ class SupervisedConfig(Config):
             return 1 if self.local_steps is None else self.local_steps
         whole, rest = divmod(samples, self.batch_size * self.accumulate)
         return self.local_epochs * (whole + (1 if rest and not self.drop_last else 0))
+
+    def leaves_one(self, samples: int) -> bool:
+        """Whether a node with so many samples gets a batch of one sample."""
+        step = self.batch_size * self.accumulate
+        return self.batch_size == 1 or (samples % step % self.batch_size == 1 and not self.drop_last)
+
+    def problem_of_one(self, samples: int) -> str:
+        """Why a node with so many samples cannot train a model that needs two of them in a batch; empty where it can,
+        if need be without its last sample."""
+        why = "must be at least 2 for a model with batch normalization behind a linear layer"
+        if self.batch_size == 1:
+            return f"training.batch_size {why}, got 1"
+        if samples == 1:
+            return f"the number of training samples {why}, got 1; choose another partition"
+        return ""
 
     def most_ticks(self, rounds: int, samples: int) -> int:
         """How often the learning-rate schedule ticks in so many rounds of a node with a share of so many samples."""
@@ -172,13 +191,30 @@ class Supervised(Training):
                 "training.drop_last leaves out; choose another partition or a smaller batch_size"
             )
         return Sampler(
-            self.num_samples, step, seed=self._seed, uid=self._uid, shuffle=config.shuffle, drop_last=config.drop_last
-        )
+            self.num_samples, step, seed=self._seed, uid=self._uid, shuffle=config.shuffle,
+            drop_last=config.drop_last, leave_out=self._left_out(),
+        )  # fmt: skip
+
+    def _left_out(self) -> int:
+        """How many samples every epoch leaves out so that no batch has one sample where the model cannot train on it.
+
+        Raises DataError where no batch would have more.
+        """
+        source, members = self._splits["train"]
+        if not self.config.leaves_one(self.num_samples):
+            return 0
+        if not statistics.needs_two(self.model.module, source.take(members[:1])[0]):
+            return 0
+        if problem := self.config.problem_of_one(self.num_samples):
+            raise DataError(f"node {self._uid}: {problem}")
+        logger.info("the last batch of every epoch, one of %d samples, is left out: batch normalization needs two",
+                    self.num_samples)  # fmt: skip
+        return 1
 
     @property
     def steps_per_round(self) -> int:
         """Optimizer steps of one round."""
-        return self.config.steps_per_round(self.num_samples)
+        return self.config.steps_per_round(self._sampler.usable)
 
     @property
     def learning_rate(self) -> float:

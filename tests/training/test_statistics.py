@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,19 +14,31 @@ import torch
 from torch import nn
 
 from decentnode.build import schemas_of, step_all
+from decentnode.component import Config
+from decentnode.errors import ConfigError, DataError
+from decentnode.experiment import load
+from decentnode.models.base import Model
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node
 from decentnode.sharing.full import Full
 from decentnode.training import statistics
 from decentnode.training.supervised import Supervised
 from tests.communication.contract import nodes, together
+from tests.gpu.resnet import Block
 from tests.graph.contract import make as make_graph
 from tests.training.small import make, noisy, samples
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def normed() -> nn.Module:
     """Normalizes its inputs, so that its statistics are those of the data whatever is learned."""
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+
+def normed_by_row() -> nn.Module:
+    """Two values of a sample are one channel's: it can be trained on one sample at a time."""
+    return nn.Sequential(nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 4))
 
 
 def far_apart(uid: int, module: Any = normed, **keys: Any) -> Supervised:
@@ -66,11 +81,12 @@ def test_measuring_leaves_modes_counters_and_draws_alone() -> None:
 
 
 def test_a_node_with_one_sample_can_measure_too() -> None:
-    training = make(module=normed, train=samples(1))
+    training = make(module=normed_by_row, train=samples(1))
+    training.local_update(0)
     training.load_statistics(training.measure_statistics())
-    layer = statistics.normalizations(training.model.module)[0]
-    torch.testing.assert_close(layer.running_mean, inputs_of(training)[0])
-    assert float(layer.running_var.abs().max()) < 1e-5
+    layer, rows = statistics.normalizations(training.model.module)[0], inputs_of(training).view(3, 2)
+    torch.testing.assert_close(layer.running_mean, rows.mean(1))
+    torch.testing.assert_close(layer.running_var, rows.var(1, correction=0))
 
 
 def run(buffers: str, transport: str = "inproc") -> list[Node]:
@@ -101,3 +117,97 @@ def test_the_merged_model_gets_the_statistics_of_all_data(transport: str) -> Non
     assert bool((variances["average"] < 0.5 * variances["recompute"]).all()), "this is why they are recomputed"
     own = statistics.normalizations(found["recompute"][1].training.model.module)[0]
     torch.testing.assert_close(own.running_mean, inputs_of(far_apart(1)).mean(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("count", "keys", "seen"), [
+    (17, {"batch_size": 4, "local_epochs": 1}, [4] * 4),
+    (18, {"batch_size": 4, "local_epochs": 1}, [4] * 4 + [2]),
+    (17, {"batch_size": 4, "accumulate": 2, "local_epochs": 1}, [8, 8]),
+    (5, {"batch_size": 4, "local_steps": 3}, [4] * 3),
+    (13, {"batch_size": 4, "accumulate": 3, "local_epochs": 2}, [12, 12]),
+    (17, {"batch_size": 4, "drop_last": True, "local_epochs": 1}, [4] * 4),
+])  # fmt: skip
+def test_a_last_batch_of_one_sample_is_left_out_where_the_model_cannot_train_on_it(
+    count: int, keys: dict[str, Any], seen: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        training = make(module=noisy, train=samples(count), **keys)
+        whole = make(module=normed_by_row, train=samples(count), **keys)
+        updates = [training.local_update(round) for round in range(4)]
+    assert [update.samples for update in updates] == [sum(seen)] * 4 and updates[0].steps == len(seen)
+    assert all(update.steps == training.steps_per_round for update in updates)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == (["the last batch of every epoch, one of "
+                     f"{count} samples, is left out: batch normalization needs two"] if count % 4 == 1
+                    and not keys.get("drop_last") else [])  # fmt: skip
+    if "local_epochs" in keys and not keys.get("drop_last"):
+        assert whole.local_update(0).samples == count * keys["local_epochs"], "another model trains on all"
+
+
+def test_every_sample_has_its_turn_where_one_is_left_out() -> None:
+    training = make(module=noisy, train=samples(9), batch_size=4, local_epochs=1)
+    epochs = [set(training._sampler.take(2)[0].tolist()) for _ in range(40)]
+    assert all(len(epoch) == 8 for epoch in epochs) and set.intersection(*epochs) == set()
+    assert set.union(*epochs) == set(range(9))
+
+
+def test_a_convolution_with_batch_normalization_trains_on_one_image() -> None:
+    """A residual block, whose channels have many values each."""
+    made = nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1), Block(64, 64, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(64, 10))  # fmt: skip
+    image = torch.randn(1, 3, 8, 8)
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    assert not statistics.needs_two(made, image)
+    assert statistics.needs_two(nn.Sequential(made, nn.BatchNorm1d(10)), image)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
+    assert all(part.training for part in made.modules())
+
+
+class Frozen(nn.Sequential):
+    """Whose normalization is never trained."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self[2].eval()
+        return self
+
+
+def test_normalization_that_is_never_trained_takes_one_sample() -> None:
+    assert not statistics.needs_two(Frozen(*noisy()), torch.randn(1, 3, 2))
+    training = make(module=lambda: Frozen(*noisy()), train=samples(5), batch_size=4, local_epochs=1)
+    assert training.local_update(0).samples == 5
+
+
+@pytest.mark.parametrize(("count", "keys", "text"), [
+    (1, {}, "node 3: the number of training samples must be at least 2 for a model with batch normalization"),
+    (8, {"batch_size": 1}, "node 3: training.batch_size must be at least 2 for a model with batch normalization"),
+    (2, {"validation": {"fraction": 0.5}}, "node 3: the number of training samples must be at least 2"),
+])  # fmt: skip
+def test_who_has_no_batch_of_two_is_told(count: int, keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        make(3, noisy, samples(count), **keys)
+    make(3, normed_by_row, samples(count), **keys).local_update(0)
+
+
+class Normed(Model):
+    """Batch normalization behind a linear layer, as a model of an experiment."""
+
+    def __init__(self, config: Config) -> None:
+        pass
+
+    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        size = math.prod(input_shape)
+        return nn.Sequential(nn.Flatten(), nn.Linear(size, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, num_classes))
+
+
+def test_an_experiment_without_a_batch_of_two_is_refused() -> None:
+    def loaded(*sets: str) -> None:
+        load(QUICKSTART, ["model={name: 'tests.training.test_statistics:Normed'}", *sets])
+
+    with pytest.raises(ConfigError, match=r"training\.batch_size must be at least 2 .* got 1"):
+        loaded("training.batch_size=1")
+    few = "data={name: synthetic, input_shape: [8], train_samples: 17, test_samples: 4, partition: {name: iid}}"
+    with pytest.raises(ConfigError, match=r"data\.partition: node \d+: the number of training samples must be"):
+        loaded(few)
+    loaded(few.replace("17", "32"))
+    load(QUICKSTART, [few])
