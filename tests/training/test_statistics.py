@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from decentnode.build import schemas_of, step_all
-from decentnode.component import Config
+from decentnode.config.component import Config
 from decentnode.errors import ConfigError, DataError
 from decentnode.experiment import load
 from decentnode.models.base import Model
