@@ -59,6 +59,14 @@ KINDS: dict[str, str] = {
 """Every kind with one sentence."""
 MOST_MEANT = 4
 """Paths of one name that a message suggests; `fraction` is a key of a dozen components."""
+OTHER_NAMES: dict[tuple[str, str], str] = {
+    ("communication", "auto"): "The same as hybrid: every edge takes the fastest path that works for its two nodes.",
+    ("communication", "shared_memory"): "As zeromq, but payloads between nodes of one machine go through shared "
+    "memory, and it is an error where they cannot.",
+    ("sharing", "exact_diffusion"): "The same rule as d2.",
+    ("weights", "max_degree"): "The same as laplacian.",
+}
+"""What is to be said first of names that share a class with others."""
 UNITS = {"seconds": "s", "bytes": "bytes", "mb": "MB", "ms": "ms"}
 
 
@@ -126,6 +134,8 @@ def describe(kind: str, name: str) -> ComponentInfo:
     modules = [target.partition(":")[0] for target in dict.fromkeys(TABLES[kind].values())]
     if module and modules.count(owner.__module__) == 1:  # a file of one component: its first words are the summary
         text = module if not text else f"{module}\n\n{text}"
+    if (kind, name) in OTHER_NAMES:
+        text = f"{OTHER_NAMES[kind, name]}\n\n{text}"
     summary = " ".join(text.split("\n\n")[0].split())
     return ComponentInfo(kind, name, summary, text, tuple(_keys(owner.Config)))
 

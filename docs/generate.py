@@ -19,6 +19,7 @@ from decentnode.cli.graph import describe as describe_graph
 from decentnode.cli.graph import family
 from decentnode.describe import GROUPS, KINDS, ComponentInfo, describe, names
 from decentnode.graph.spectrum import contraction
+from decentnode.metrics.events import EVENTS, PER_KIND
 from decentnode.metrics.figures import FIGURES, PURPOSES
 
 
@@ -45,11 +46,26 @@ def table(heads: list[str], rows: list[list[str]], widths: list[int]) -> Iterato
     yield ""
 
 
+def prose(paragraph: str) -> Iterator[str]:
+    """A paragraph of a docstring; one whose lines go on indented is a list."""
+    lines = paragraph.splitlines()
+    if len(lines) > 2 and any(line.startswith("    ") for line in lines[1:]) and not lines[0].startswith(" "):
+        items: list[str] = []
+        for line in lines:
+            if line.startswith("    "):
+                items[-1] += " " + line.strip()
+            else:
+                items.append(line.strip())
+        yield from (f"* {linked(item)}" for item in items)
+    else:
+        yield linked(" ".join(paragraph.split()))
+
+
 def component(found: ComponentInfo, mark: str) -> Iterator[str]:
     title = found.name
     yield from (f".. _{found.kind}-{found.name}:", "", title, mark * len(title), "")
     for paragraph in found.text.split("\n\n"):
-        yield from (linked(" ".join(paragraph.split())), "")
+        yield from (*prose(paragraph), "")
     if not found.keys:
         yield from ("It has no keys of its own.", "")
         return
@@ -125,8 +141,20 @@ def figures_page() -> str:
         "``summary.json`` and CSV files have these names and units, tables and plots the headings in the last column.",
         "", *table(["figure", "unit", "meaning", "computed in", "heading"], found, [22, 10, 40, 16, 12]),
         "Bytes are counted by purpose. Data and metadata are the sharing rule's, and the same on every transport;",
-        "plots and tables show these two alone. In ``metrics.jsonl`` they count from the start of each node's process.", "",
+        "plots and tables show these two alone. ``metrics.jsonl`` counts from the start of each node's process.", "",
         *table(["purpose", "what"], purposes, [15, 85]),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def events_page() -> str:
+    """Kinds of lines of events.jsonl."""
+    rows = [[f"``{kind}``", escaped(meaning)] for kind, meaning in EVENTS.items()]
+    lines = [
+        "Events", "======", "",
+        "``nodes/000/events.jsonl`` has one line per event: ``time``, ``uid``, ``kind``, ``peer`` (the uid that",
+        f"it concerns, or null) and ``detail``. Of one kind {PER_KIND} are written, those after them are counted.",
+        "", *table(["kind", "meaning"], rows, [28, 72]),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -179,6 +207,7 @@ def write_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pages = {f"{kind}.rst": kind_page(kind) for kind in KINDS}
     pages |= {"cli.rst": command_page(), "exit_codes.rst": exit_codes(), "figures.rst": figures_page()}
+    pages["events.rst"] = events_page()
     pages |= {"graph_facts.txt": graph_facts(), "rates.txt": rates(), "base_lengths.txt": base_lengths()}
     for path in folder.iterdir():
         if path.name not in pages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shlex
@@ -13,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from decentnode.cli import main
 from decentnode.describe import KINDS, describe, names
 from decentnode.experiment import load
 from decentnode.launch.in_process import run_in_process
+from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import FIGURES
 from tests.parallel import work
 from tests.parallel.ranks import run_ranks
@@ -178,6 +181,19 @@ def test_pages_and_sections_that_the_code_names_exist() -> None:
     assert found > 10
 
 
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda p: str(p.relative_to(DOCS)))
+def test_keys_that_pages_name_exist(page: Path) -> None:
+    """Also of sections that are shown alone: they load, laid over the quickstart."""
+    text = page.read_text()
+    for kind, key in re.findall(r"``(communication|node|training|sharing|data|mapping)\.([a-z_]+)(?:``|: )", text):
+        known = {each.name.partition(".")[0] for name in names(kind) for each in describe(kind, name).keys}
+        assert key in known | set(names(kind)) or f"{kind}.{key}" == "mapping.yaml", f"{kind}.{key}"
+    for language, name, block in blocks(page):
+        if language == "yaml" and not name:
+            sections = [f"{key}={json.dumps(value)}" for key, value in yaml.safe_load(block).items()]
+            load(ROOT / "configs" / "quickstart.yaml", sections)
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
@@ -195,6 +211,7 @@ def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> Non
             assert f".. _{kind}-{name}:" in pages[kind]
             assert all(f"``{key.name}``" in pages[kind] for key in describe(kind, name).keys)
     assert "decentnode graph make" in pages["cli"]
+    assert all(f"``{kind}``" in pages["events"] for kind in EVENTS)
     assert all(f"``{figure.name}``" in pages["figures"] for figure in FIGURES)
     codes = [int(code) for code in re.findall(r"\* - (\d+)$", pages["exit_codes"], re.M)]
     assert "0.949" in pages["rates"] and "718,672" in pages["graph_facts"] and "k = 2" in pages["base_lengths"]
