@@ -1,7 +1,7 @@
 """Generations of members: what names one, what is known of it, and why at most one is in force.
 
 A node takes part in a round only as a member of a generation. The next one is agreed on when a member dies, freezes, is
-cut off or comes back (wire/membership.py); this page says why two can never train side by side.
+cut off or comes back (wire/membership/); this page says why two can never train side by side.
 
 Name. A generation is named by its number and its origin: the uid of the node that proposed it, and 8 random bytes drawn
 for the proposal. The number alone is not enough: a process that was started again has forgotten what it promised, so

@@ -420,7 +420,7 @@ MESSAGES: dict[int, type[Message]] = {
     )
 }
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)
-"""How nodes agree on a generation (wire/membership.py); `generation` is the one that is spoken of."""
+"""How nodes agree on a generation (wire/membership/); `generation` is the one that is spoken of."""
 UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, *MEMBERSHIP)
 """Said again until answered, or meaningless later: these do not stand in the stream of an edge."""
 BULK = (Chunk, Part)

@@ -12,6 +12,7 @@ from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap
 from decentnode.wire.generation import Broken, Install, JoinRefused, Limits, new_origin
 from decentnode.wire.membership import Membership
+from decentnode.wire.membership.proposal import Rivals
 from decentnode.wire.messages import (
     FIELDS,
     MEMBERSHIP,
@@ -30,7 +31,6 @@ from decentnode.wire.messages import (
     Ready,
     Suspect,
 )
-from decentnode.wire.proposal import Rivals
 from tests.conftest import scale
 from tests.wire.test_codec import field_values
 from tests.wire.world import RUN, SUSPECT, TICK, World

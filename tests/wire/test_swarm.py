@@ -21,18 +21,18 @@ def test_at_most_one_generation_is_in_force_and_all_that_live_agree_in_the_end(n
 class CountsDeparted(Membership):
     """Whoever said goodbye counts toward the majority, whenever that was."""
 
-    def _over(self) -> bool:
+    def over(self) -> bool:
         return True
 
-    def _enough(self, generation: Generation) -> bool:
+    def enough(self, generation: Generation) -> bool:
         return generation.stopping or len({*generation.members} | self.left) >= self.limits.min_nodes
 
 
 class Forgets(CountsDeparted):
     """What is heard of failures while something else is promised is forgotten: the goodbye that follows counts."""
 
-    def _over(self) -> bool:
-        return super(CountsDeparted, self)._over() or self.stage in ("promised", "committed")
+    def over(self) -> bool:
+        return super(CountsDeparted, self).over() or self.stage in ("promised", "committed")
 
     def _suspect(self, uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
         super()._suspect(uids, now, reason, dead and self.stage not in ("promised", "committed"))
@@ -47,11 +47,11 @@ class Forgets(CountsDeparted):
 class NamesRepeat(Membership):
     """A generation is its number."""
 
-    def _new_name(self, number: int) -> Name:
+    def new_name(self, number: int) -> Name:
         return number, NO_ORIGIN
 
     @staticmethod
-    def _is_of(proposer: int, name: Name) -> bool:
+    def may_propose(proposer: int, name: Name) -> bool:
         return True
 
 

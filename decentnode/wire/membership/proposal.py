@@ -1,4 +1,4 @@
-"""What the leader of the next generation knows of it, and what others say of generations in force elsewhere."""
+"""What the leader knows of its attempt, what others say of generations elsewhere, and who answers pings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decentnode.wire.generation import Generation, Limits, Name
 from decentnode.wire.messages import Promise
 
 MAX_RIVALS = 8
-"""Generations elsewhere that a node keeps count of."""
+"""Most generations elsewhere that a node keeps count of."""
 
 
 @dataclass
@@ -25,14 +25,15 @@ class Proposal:
     committed_at: float = 0.0
 
     def silent(self, now: float, limits: Limits, committing: bool) -> set[int]:
-        """Members that say nothing, and those that live, but do not get ready."""
+        """Returns members that send nothing for `limits.suspect_seconds`, and, while committing, those that live but
+        are not ready after `limits.ready_seconds`."""
         silent = {uid for uid, heard in self.heard.items() if now - heard > limits.suspect_seconds}
         if committing and now - self.committed_at > limits.ready_seconds:
             silent |= self.members - self.ready
         return silent
 
     def forgive(self, now: float) -> None:
-        """The leader did not run: no silence of the others counts so far."""
+        """Count no silence before `now`: the leader's own process did not run."""
         self.heard = dict.fromkeys(self.heard, now)
         self.committed_at = now
 
@@ -40,7 +41,8 @@ class Proposal:
         return self.promises.keys() == self.members
 
     def outcome(self) -> Generation | None:
-        """What all promised: from the round after the furthest; None where nobody has a model."""
+        """Returns the generation that all promised, which begins with the round after the furthest member's; None where
+        no member has a model."""
         fresh = frozenset(uid for uid, promise in self.promises.items() if promise.fresh)
         ahead = [promise.position for uid, promise in self.promises.items() if uid not in fresh]
         if not ahead:
@@ -51,24 +53,24 @@ class Proposal:
 
 
 class Rivals:
-    """Generations that others say to be in, while this node stands by its own.
+    """Other generations that nodes say to be in, while this node is in its own.
 
-    Only words about the generation that this node stands by are given to `heard`: who said one was, at a time when this
-    node had entered its own already, in another.
+    The caller passes to `heard` only answers about the generation that this node is in: such an answer was sent when
+    this node had entered its own already, by a node that is in another.
     """
 
     def __init__(self, num_nodes: int, limits: Limits) -> None:
         self._majority, self._limits = max(limits.min_nodes, num_nodes // 2 + 1), limits
         self._said: dict[Name, dict[int, float]] = {}
-        """Name -> who is steady in it, and said so when."""
+        """Name -> uid -> when it last said to be steady in that generation."""
 
     def __bool__(self) -> bool:
         return bool(self._said)
 
     def heard(self, name: Name, source: int, now: float, own: Name) -> bool:
-        """`source` is steady in `name`; whether so many are that `own` cannot be in force.
+        """Note that `source` is steady in `name`. Returns whether so many are that `own` cannot be in force.
 
-        The word of one is not enough: it may have been left behind itself.
+        One node is not enough: it may have been left behind itself.
         """
         if name not in self._said and len(self._said) >= MAX_RIVALS:
             return False
@@ -77,7 +79,7 @@ class Rivals:
         return len(said) >= (self._limits.min_nodes if name > own else self._majority)
 
     def expire(self, now: float) -> None:
-        """Words are forgotten after a while: who said them may be elsewhere by now."""
+        """Forget what was said more than `suspect_seconds` ago: its senders may be in another generation by now."""
         for name, said in list(self._said.items()):
             self._said[name] = {uid: at for uid, at in said.items() if now - at <= self._limits.suspect_seconds}
             if not self._said[name]:
@@ -88,18 +90,18 @@ class Rivals:
 
 
 class Watch:
-    """Whether those that the training waits for live: they are asked, and have to answer."""
+    """Which of the nodes that the training waits for answer a ping."""
 
     AFTER_SECONDS = 0.5
-    """Whoever is waited for this long is asked."""
+    """A node that the training has waited for this long is pinged."""
 
     def __init__(self, suspect_seconds: float) -> None:
         self._suspect_seconds = suspect_seconds
         self._asked: dict[int, float] = {}
-        """Since when without an answer."""
+        """uid -> when the oldest ping without an answer left."""
 
     def ask(self, waiting_for: Iterable[int], waiting_seconds: float, now: float) -> tuple[list[int], list[int]]:
-        """(whom to ask now, who did not answer for too long); at most one of them is not empty."""
+        """Returns (nodes to ping now, nodes that did not answer for too long); at most one of them is not empty."""
         watched = set(waiting_for) if waiting_seconds >= self.AFTER_SECONDS else set()
         self._asked = {uid: since for uid, since in self._asked.items() if uid in watched}
         silent = [uid for uid, since in self._asked.items() if now - since > self._suspect_seconds]

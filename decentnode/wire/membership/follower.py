@@ -1,0 +1,82 @@
+"""A follower's part in agreeing on a generation: promise, get ready, go."""
+
+from __future__ import annotations
+
+from decentnode.errors import PeerFault
+from decentnode.wire.codec import from_bitmap
+from decentnode.wire.generation import Generation, Install
+from decentnode.wire.membership.state import MemberState, name_of
+from decentnode.wire.messages import Commit, Go, Message, Prepare, Ready
+
+
+class Follower:
+    """Stages promised and committed."""
+
+    def __init__(self, state: MemberState) -> None:
+        self._state = state
+
+    @property
+    def active(self) -> bool:
+        """Whether this node follows a leader now."""
+        return self._state.stage in ("promised", "committed")
+
+    def on_prepare(self, prepare: Prepare, now: float) -> None:
+        """Promise, unless a higher name is promised already: then say which. Raises PeerFault where the sender may not
+        propose this name."""
+        state = self._state
+        name, members = name_of(prepare), from_bitmap(prepare.members, state.num_nodes)
+        if state.uid not in members:
+            return
+        if prepare.source not in members or not state.may_propose(prepare.source, name):
+            raise PeerFault("wrong_sender", f"generation {prepare.generation} prepared by {prepare.source}")
+        if state.steady and prepare.source not in state.generation.members:  # the others went on without it
+            state.say_current(prepare)
+            return
+        if name < state.promised or name[0] <= state.generation.number:
+            state.say_promise(prepare.source)
+            return
+        if state.stage == "steady":
+            state.end_generation(f"{state.describe(prepare.source)} prepares generation {prepare.generation}")
+        if name > state.promised or not self.active:
+            state.run = prepare.run
+            state.promised, state.coordinator = name, prepare.source
+            state.change("Prepare")
+            state.suspects -= members
+            state.drop_attempt()
+            state.yields_until = 0.0
+        state.coordinator_heard = now
+        self.repeat()
+
+    def on_commit(self, commit: Commit, now: float) -> None:
+        """Have the owner release the old generation (`Install`)."""
+        state = self._state
+        if not self._from_coordinator(commit):
+            return
+        state.coordinator_heard = now
+        if state.stage == "promised":
+            members = tuple(sorted(from_bitmap(commit.members, state.num_nodes)))
+            fresh = frozenset(from_bitmap(commit.fresh, state.num_nodes))
+            state.pending = Generation(
+                commit.generation, members, commit.first_round, fresh, commit.origin, bool(commit.stopping)
+            )
+            state.change("Commit")
+            state.events.append(Install(state.pending))
+        self.repeat()
+
+    def on_go(self, go: Go) -> bool:
+        """Whether this node enters the generation that it is ready for."""
+        state = self._state
+        return self._from_coordinator(go) and state.stage == "committed" and state.pending_ready
+
+    def repeat(self) -> None:
+        """Send again what the coordinator waits for."""
+        state = self._state
+        if state.stage == "committed" and state.pending_ready:
+            state.say(state.coordinator, Ready, state.promised)
+        elif self.active:
+            state.say_promise(state.coordinator)
+
+    def _from_coordinator(self, message: Message) -> bool:
+        """Whether a message comes from the node that this one promised to follow, about what it promised."""
+        state = self._state
+        return self.active and name_of(message) == state.promised and message.source == state.coordinator

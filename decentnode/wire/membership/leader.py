@@ -1,0 +1,129 @@
+"""The leader's part in agreeing on a generation: propose, gather promises, commit, gather readiness."""
+
+from __future__ import annotations
+
+from decentnode.wire.codec import bitmap
+from decentnode.wire.generation import Install, proposer_of
+from decentnode.wire.membership.proposal import Proposal
+from decentnode.wire.membership.state import MemberState, name_of
+from decentnode.wire.messages import Commit, Go, Prepare, Promise, Ready
+
+
+class Leader:
+    """Stages preparing and committing, and short when too few are left. Where the node has to enter the generation, or
+    to find a new leader, the methods return so, and `Membership` does it."""
+
+    def __init__(self, state: MemberState) -> None:
+        self._state = state
+
+    def propose(self, now: float) -> None:
+        """Begin an attempt with all that are not absent and all that asked to join."""
+        state = self._state
+        joiners = set() if state.stopping else state.joiners
+        members = frozenset(state.counted_on() | joiners | {state.uid})
+        if len(members | state.left) < state.limits.min_nodes and not state.stopping:
+            self._fall_short()
+            return
+        number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
+        name = state.promised = state.new_name(number)
+        state.coordinator = state.uid
+        state.change("proposes")
+        state.proposal = Proposal(name, members, dict.fromkeys(members - {state.uid}, now))
+        state.proposal.promises[state.uid] = state.promise()
+        self._check_promises(now)
+        self._say_stage()
+
+    def tick(self, now: float) -> bool:
+        """Repeat the stage's message; whether instead a new leader has to be found, as somebody is silent."""
+        state, proposal = self._state, self._state.proposal
+        assert proposal is not None
+        silent = proposal.silent(now, state.limits, state.stage == "committing") - state.left - {state.uid}
+        outbid = state.highest_seen[0] >= proposal.name[0]
+        if outbid and proposer_of(state.highest_seen[1]) < state.uid:
+            # Two lead that do not hear each other. If both bid higher at once, neither would ever succeed: the higher
+            # uid waits.
+            state.change("yields")
+            state.drop_attempt()
+            state.yields_until = now + state.limits.suspect_seconds
+            return False
+        if silent or outbid or proposal.members & state.left:
+            state.suspects |= silent
+            state.joiners -= silent
+            return True
+        self._say_stage()
+        return False
+
+    def on_promise(self, promise: Promise, now: float) -> None:
+        state, proposal = self._state, self._state.proposal
+        if proposal is None or name_of(promise) != proposal.name:  # it promised somebody else
+            state.highest_seen = max(state.highest_seen, name_of(promise))
+        if proposal is None or promise.source not in proposal.members:
+            return
+        proposal.heard[promise.source] = now
+        if state.stage == "preparing" and name_of(promise) == proposal.name:
+            proposal.promises[promise.source] = promise
+            self._check_promises(now)
+
+    def on_ready(self, ready: Ready, now: float) -> bool:
+        """Whether all are ready now, and were told to go: this node enters the generation, too."""
+        state, proposal = self._state, self._state.proposal
+        if proposal is not None and name_of(ready) == proposal.name and ready.source in proposal.members:
+            proposal.heard[ready.source] = now
+            return state.stage == "committing" and self._add_ready(ready.source)
+        if state.stage == "steady" and name_of(ready) == state.generation.name:
+            state.say(ready.source, Go)  # the first Go was lost
+        return False
+
+    def own_ready(self) -> bool:
+        """This node is ready itself; whether all are now, and were told to go."""
+        return self._add_ready(self._state.uid)
+
+    def _add_ready(self, uid: int) -> bool:
+        state, proposal = self._state, self._state.proposal
+        assert proposal is not None
+        proposal.ready.add(uid)
+        if proposal.ready != proposal.members:
+            return False
+        for other in sorted(proposal.members - {state.uid}):
+            state.say(other, Go, proposal.name)
+        return True
+
+    def _check_promises(self, now: float) -> None:
+        """Commit once all have promised, where what they promised makes a generation."""
+        state, proposal = self._state, self._state.proposal
+        if proposal is None or state.stage != "preparing" or not proposal.promised_by_all():
+            return
+        generation = proposal.outcome()
+        if generation is None:
+            state.go_outside(now, "no node that is left has a model")
+            return
+        if not state.enough(generation):
+            self._fall_short()
+            return
+        state.pending, state.pending_ready, proposal.committed_at = generation, False, now
+        state.change("all promised")
+        self._say_stage()
+        state.events.append(Install(generation))
+
+    def _fall_short(self) -> None:
+        state = self._state
+        gone = state.names((state.suspects | state.failed) - state.joiners)
+        state.change("too few")
+        state.proposal = None
+        state.reason = (
+            f"{gone or 'who left'} does not answer, and a generation needs {state.limits.min_nodes} of "
+            f"{state.num_nodes} nodes (node.min_nodes)"
+        )
+
+    def _say_stage(self) -> None:
+        """Send the stage's message to all other members of the proposal."""
+        state, proposal = self._state, self._state.proposal
+        if proposal is None:
+            return
+        members, pending = bitmap(proposal.members, state.num_nodes), state.pending
+        for uid in sorted(proposal.members - {state.uid}):
+            if state.stage == "preparing":
+                state.say(uid, Prepare, proposal.name, members)
+            elif pending is not None:
+                fresh = bitmap(pending.fresh, state.num_nodes)
+                state.say(uid, Commit, proposal.name, members, fresh, pending.first_round, int(pending.stopping))

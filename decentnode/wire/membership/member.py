@@ -1,0 +1,349 @@
+"""`Membership`: one node's side of agreeing on generations. Messages and ticks in, messages and events out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from decentnode.errors import PeerFault
+from decentnode.wire.codec import bitmap, from_bitmap
+from decentnode.wire.generation import Generation, GenerationEvent, Going, JoinRefused, Limits
+from decentnode.wire.membership.follower import Follower
+from decentnode.wire.membership.leader import Leader
+from decentnode.wire.membership.stages import HEARD_BY_GUESTS, Cause
+from decentnode.wire.membership.state import MemberState, name_of
+from decentnode.wire.messages import (
+    NO_RUN,
+    PROTOCOL_VERSION,
+    Bye,
+    Commit,
+    Current,
+    Denied,
+    Go,
+    Join,
+    Message,
+    Ping,
+    Pong,
+    Prepare,
+    Promise,
+    Ready,
+    Suspect,
+    fitting,
+)
+
+MAX_LEAP = 1 << 20
+"""A message may name a generation so much higher than those known here: without a bound, one wrong message could use up
+all numbers."""
+
+
+class Membership(MemberState):
+    """One node's side. The owner calls `receive` for every message, `tick` a few times per second, sends what gathers
+    in `outbox`, and acts on the events that every call returns. Not thread-safe; never blocks. `now` is the time of any
+    monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, uid: int, num_nodes: int, limits: Limits, *, digest: str = "", run: bytes = NO_RUN,
+        describe: Callable[[int], str] = lambda uid: f"node {uid}",
+    ) -> None:
+        super().__init__(uid, num_nodes, limits, digest=digest, run=run, describe=describe)
+        self._leader, self._follower = Leader(self), Follower(self)
+        self._last_tick: float | None = None
+        self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
+            Bye: self._on_bye, Commit: self._follower.on_commit, Current: self._on_current, Denied: self._on_denied,
+            Go: self._on_go, Join: self._on_join, Ping: self._on_ping, Pong: self._on_pong,
+            Prepare: self._follower.on_prepare, Promise: self._leader.on_promise, Ready: self._on_ready,
+            Suspect: self._on_suspect,
+        }  # fmt: skip
+
+    # -- calls of the owner -----------------------------------------------------------------------------------
+
+    def suspect(self, uids: Collection[int], now: float, reason: str = "", dead: bool = False) -> list[GenerationEvent]:
+        """Report nodes that do not answer though the training waits for them, or (dead) whose processes have ended."""
+        self.left -= set(uids)
+        self._suspect(set(uids), now, reason, dead)
+        return self._take_events()
+
+    def leave(self, now: float, reason: str) -> list[GenerationEvent]:
+        """Begin outside: this process was started again, or the others went on without it."""
+        self.go_outside(now, reason)
+        return self._take_events()
+
+    def fail(self) -> None:
+        """Tell every member that this process ends, so that none has to wait for its silence."""
+        generation = self.belongs_to
+        for uid in generation.members:
+            if uid != self.uid:
+                self.say(uid, Suspect, generation.name, bitmap([self.uid], self.num_nodes), int(self.stopping))
+
+    def installed(self, generation: Generation, now: float) -> list[GenerationEvent]:
+        """The owner has released what belonged to the generation before, as `Install` asked."""
+        if self.pending is None or self.pending.name != generation.name:
+            return self._take_events()
+        self.pending_ready = True
+        if self.stage == "committing":
+            if self._leader.own_ready():
+                self._enter("all ready", now)
+        elif self.stage == "committed":
+            self._follower.repeat()
+        return self._take_events()
+
+    def tick(self, now: float, waiting_for: Iterable[int] = (), waiting_seconds: float = 0.0) -> list[GenerationEvent]:
+        """Repeat what was not answered, and note who is silent. To be called a few times per second.
+
+        waiting_for: the nodes that the training waits for; waiting_seconds: for how long already.
+        """
+        if self._last_tick is not None and now - self._last_tick > self.limits.suspect_seconds / 2:
+            self._forgive(now)  # this process did not run: the silence of the others was its own
+        self._last_tick = now
+        self.rivals.expire(now)
+        if self.rivals and self.stage != "outside":
+            self.ping_all()  # a node is in another generation: find out how many are
+        if self.stage == "steady":
+            self._look_after(waiting_for, waiting_seconds, now)
+        elif self.stage == "suspecting" and self.yields_until:
+            if now >= self.yields_until:
+                self._turn(now)
+        elif self.stage == "suspecting":
+            self._ask(now)
+        elif self.stage in ("preparing", "committing"):
+            if self._leader.tick(now):
+                self._turn(now)
+        elif self.stage == "outside":
+            self._request_join(now)
+        elif self.stage == "short":
+            if self.stopping:
+                self._turn(now)  # to close, any number is enough
+            else:
+                self.ping_all()  # nodes that went on without this one say so
+        elif now - self.coordinator_heard > self.limits.suspect_seconds:
+            self.suspects.add(self.coordinator)
+            self._turn(now)
+        else:
+            self._follower.repeat()
+        return self._take_events()
+
+    # -- messages ---------------------------------------------------------------------------------------------
+
+    def receive(self, message: Message, now: float) -> list[GenerationEvent]:
+        """Take one decoded message. Raises PeerFault for a message that its sender may not send; the state is unchanged
+        then."""
+        source = message.source
+        if source >= self.num_nodes or source == self.uid:
+            raise PeerFault("unknown_uid", str(source))
+        joining = isinstance(message, Join) or (self.stage == "outside" and self.run == NO_RUN)
+        if message.run != self.run and not joining:
+            raise PeerFault("wrong_run", f"{type(message).__name__} of run {message.run.hex()}")
+        known = max(self.generation.name, self.promised)[0]
+        if message.generation > known + MAX_LEAP and not self.fresh:
+            raise PeerFault("wrong_generation", f"{message.generation} after {known}")
+        if not self.guest or type(message) in HEARD_BY_GUESTS:
+            self._handlers[type(message)](message, now)
+        return self._take_events()
+
+    def _on_ping(self, ping: Ping, now: float) -> None:  # noqa: ARG002
+        if ping.source in self.generation.members:
+            self.say(ping.source, Pong)
+        else:
+            self.say_current(ping)
+
+    def _on_pong(self, pong: Pong, now: float) -> None:
+        if name_of(pong) == self.generation.name:  # a node that lives in another generation is missed in this one
+            self.watch.answered(pong.source)
+        if self.stage == "suspecting" and pong.source == self.coordinator:
+            self.coordinator_heard = now
+        elif self.stage == "short" and pong.source in self.suspects:
+            self.suspects.discard(pong.source)
+            self._turn(now)
+
+    def _on_bye(self, bye: Bye, now: float) -> None:
+        if name_of(bye) not in (self.generation.name, self.promised) or bye.source in self.failed:
+            return
+        if not self.over():
+            self._suspect({bye.source}, now, f"{self.describe(bye.source)} left before the last round", dead=True)
+        elif bye.source not in self.suspects:
+            self.left.add(bye.source)
+            if self.stage in ("suspecting", "promised", "committed") and self.coordinator == bye.source:
+                self._turn(now)
+
+    def _on_join(self, join: Join, now: float) -> None:
+        reason = self._refusal(join)
+        if reason:
+            self.say(join.source, Denied, None, join.digest, fitting(reason))
+            raise PeerFault("wrong_config", reason)
+        if name_of(join) != self.generation.name:
+            self.say_current(join)
+            return
+        if join.source in self.joiners:
+            return
+        if not self.stopping:  # once a stop was asked for, nobody is let in
+            self.joiners.add(join.source)
+        self.left.discard(join.source)
+        self.failed.discard(join.source)
+        if join.source in self.generation.members:  # its old process is gone
+            self._suspect({join.source}, now, f"{self.describe(join.source)} was started again")
+        if self.stage == "short" and self.joiners:
+            self._turn(now)
+        self._admit(now)
+
+    def _refusal(self, join: Join) -> str:
+        """Why a node can never be part of this run; empty where it can."""
+        who = self.describe(join.source)
+        if join.version != PROTOCOL_VERSION:
+            return f"{who} asks to join with protocol {join.version}, the run speaks {PROTOCOL_VERSION}"
+        if join.num_nodes != self.num_nodes:
+            return f"{who} asks to join with {join.num_nodes} nodes in its graph, the run has {self.num_nodes}"
+        if join.digest != self.digest:
+            return f"{who} asks to join with another config or graph (digest {join.digest}, the run has {self.digest})"
+        return ""
+
+    def _on_suspect(self, suspect: Suspect, now: float) -> None:
+        if suspect.source not in self.generation.members:
+            self.say_current(suspect)
+            return
+        uids = from_bitmap(suspect.uids, self.num_nodes)
+        self.say(suspect.source, Pong)
+        self.stopping |= bool(suspect.stopping) and name_of(suspect) == self.generation.name
+        failed = suspect.source in uids and name_of(suspect) in (self.generation.name, self.promised)
+        if failed:
+            self._suspect({suspect.source}, now, f"{self.describe(suspect.source)} failed", dead=True)
+        if self._follower.active:
+            return  # the leader hears for itself who answers
+        if self.proposal is not None and suspect.source not in self.proposal.members:
+            return
+        if name_of(suspect) == self.generation.name and not failed:
+            self._suspect(uids, now, f"{self.names(uids)} does not answer {self.describe(suspect.source)}")
+            if self.stage == "steady":  # no member is missed here, but the sender has left the generation
+                self.end_generation(f"{self.describe(suspect.source)} asks for another generation")
+                self._turn(now)
+
+    def _on_ready(self, ready: Ready, now: float) -> None:
+        if self._leader.on_ready(ready, now):
+            self._enter("all ready", now)
+
+    def _on_go(self, go: Go, now: float) -> None:
+        if self._follower.on_go(go):
+            self._enter("Go", now)
+
+    def _on_current(self, current: Current, now: float) -> None:
+        name, members = name_of(current), from_bitmap(current.members, self.num_nodes)
+        if current.source not in members:
+            raise PeerFault("wrong_sender", f"{current.source} is not of its own generation {current.generation}")
+        if self.guest:
+            ask_again = self.joining.note(current.source, name, now)
+            if self.stage == "outside" and ask_again:
+                self.say_join(current.source)
+            return
+        own = self.generation.name
+        about = (current.about_generation, current.about_origin)
+        if about not in (own, self.promised) or self.uid in members or self._follower.active:
+            return
+        self.highest_seen = max(self.highest_seen, name)
+        outvoted = current.steady and self.rivals.heard(name, current.source, now, own)
+        if outvoted or (self.stage == "short" and name > own):
+            self.go_outside(now, f"the others went on without this node, in generation {current.generation}")
+
+    def _on_denied(self, denied: Denied, now: float) -> None:  # noqa: ARG002
+        if self.stage == "outside" and denied.digest == self.digest:
+            self.events.append(JoinRefused(f"refused by {self.describe(denied.source)}: {denied.reason}"))
+
+    # -- who leads --------------------------------------------------------------------------------------------
+
+    def _suspect(self, uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
+        """Count these as absent; the generation in force ends, and an attempt that counts on them."""
+        if self.stage == "outside":
+            return
+        if dead:
+            self.failed |= uids - {self.uid}
+            self.joiners -= uids
+            self.left -= uids  # its goodbye came before its failure was known
+        known = set(self.generation.members) if self.proposal is None else self.proposal.members
+        new = uids & known - self.suspects - self.left - {self.uid}
+        if not new:
+            return
+        self.suspects |= new
+        if self.stage == "steady":
+            self.end_generation(reason or f"{self.names(new)} does not answer")
+        following = self._follower.active and self.coordinator not in new
+        if not following:
+            self._turn(now)
+
+    def _turn(self, now: float) -> None:
+        """Find a new leader: the lowest uid of those that are not absent, perhaps this node."""
+        if self.guest:
+            self.go_outside(now, f"{self.describe(self.coordinator)} did not let this node in")
+            return
+        self.change("new leader")
+        self.drop_attempt()
+        self.yields_until = 0.0
+        first = min(self.counted_on() | {self.uid})
+        if first == self.uid:
+            self._leader.propose(now)
+        else:
+            self.coordinator, self.coordinator_heard = first, now
+            self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        """Tell the leader who is missed; if it is silent itself, the next lowest uid leads."""
+        if now - self.coordinator_heard > self.limits.suspect_seconds:
+            self.suspects.add(self.coordinator)
+            self._turn(now)
+        else:
+            missed = (self.suspects | self.failed) - {self.uid}
+            self.say(self.coordinator, Suspect, None, bitmap(missed, self.num_nodes), int(self.stopping))
+
+    def _admit(self, now: float) -> None:
+        """Begin a generation with the nodes that asked to join, where this node leads and no attempt is under way."""
+        if self.stage == "steady" and self.joiners and self.uid == min(self.counted_on() | {self.uid}):
+            self.end_generation(f"{self.names(self.joiners)} asked to join")
+            self._leader.propose(now)
+
+    def _enter(self, cause: Cause, now: float) -> None:
+        """The pending generation is in force."""
+        assert self.pending is not None
+        generation, members = self.pending, set(self.pending.members)
+        self.generation = generation
+        self.drop_attempt()
+        self.change(cause)
+        self.position = generation.first_round
+        self.guest = False
+        self.stopping |= generation.stopping
+        self.joiners.clear()
+        self.rivals.clear()
+        self.watch.clear()
+        self.suspects.clear()
+        self.left -= members
+        self.failed -= generation.fresh
+        self.events.append(Going(generation))
+        dead = self.failed & members
+        if dead:  # it failed after it had got ready
+            self._suspect(dead, now, f"{self.names(dead)} failed")
+
+    # -- ticks ------------------------------------------------------------------------------------------------
+
+    def _request_join(self, now: float) -> None:
+        if self.joining.due(now):
+            for uid in range(self.num_nodes):
+                if uid != self.uid:
+                    self.say_join(uid)
+
+    def _look_after(self, waiting_for: Iterable[int], waiting_seconds: float, now: float) -> None:
+        """Ask the nodes that the training waits for whether they live."""
+        watched = set(waiting_for) & set(self.generation.members)
+        asked, silent = self.watch.ask(watched, waiting_seconds, now)
+        if silent:
+            self.left -= set(silent)
+            self._suspect(set(silent), now)
+        for uid in asked:
+            self.say(uid, Ping)
+
+    def _forgive(self, now: float) -> None:
+        """Count no silence before `now`."""
+        self.coordinator_heard = now
+        self.watch.clear()
+        if self.proposal is not None:
+            self.proposal.forgive(now)
+
+    def _take_events(self) -> list[GenerationEvent]:
+        events, self.events = self.events, []
+        return events

@@ -1,0 +1,186 @@
+"""What one node knows while its run agrees on generations, the messages that it sends, and its changes of stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decentnode.wire.codec import bitmap
+from decentnode.wire.generation import (
+    FIRST,
+    Broken,
+    Generation,
+    GenerationEvent,
+    Limits,
+    Name,
+    Outside,
+    new_origin,
+    proposer_of,
+)
+from decentnode.wire.membership.joining import JoinRequests
+from decentnode.wire.membership.proposal import Proposal, Rivals, Watch
+from decentnode.wire.membership.stages import Cause, Stage, next_stage
+from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Current, Join, Message, Ping, Promise
+
+
+class MemberState:
+    """The state of one node, which leader, follower and `Membership` share.
+
+    Absent nodes are of three kinds. `suspects` do not answer; they may be alive, and are forgotten when a generation
+    with them comes into force. `failed` nodes said so themselves, or their supervisor did: they are dead until they
+    join anew, whatever was promised meanwhile. Nodes that `left` said goodbye when no round was left for them; a
+    goodbye before that is a failure.
+    """
+
+    def __init__(
+        self, uid: int, num_nodes: int, limits: Limits, *, digest: str = "", run: bytes = NO_RUN,
+        describe: Callable[[int], str] = lambda uid: f"node {uid}",
+    ) -> None:
+        """digest: of configuration and graph, compared with that of nodes that ask to join. describe: a node's name in
+        reasons."""
+        self.uid, self.num_nodes, self.limits = uid, num_nodes, limits
+        self.run = run
+        self.digest, self.describe = digest, describe
+        self.generation = Generation(0, tuple(range(num_nodes)))
+        """The one in force, or the last that was."""
+        self.stage: Stage = "steady"
+        self.outbox: list[tuple[int, Message]] = []
+        """(receiver, message) to send; the owner empties it."""
+        self.events: list[GenerationEvent] = []
+        """What the owner is told with the next return."""
+        self.suspects: set[int] = set()
+        self.failed: set[int] = set()
+        self.left: set[int] = set()
+        self.joiners: set[int] = set()
+        """Nodes that asked to join since the generation in force began."""
+        self.stopping = False
+        """The owner sets it when the run is to stop. It is never reset."""
+        self.position = 0
+        """How many rounds are over here once the one under way is."""
+        self.fresh = False
+        """Whether this node has no model yet: it came from outside."""
+        self.guest = False
+        """Whether this node came from outside and has not entered a generation yet."""
+        self.coordinator = uid
+        """The node that leads, as far as this one knows."""
+        self.promised: Name = FIRST
+        """The highest name that this node promised to follow, or proposed."""
+        self.highest_seen: Name = FIRST
+        """The highest name that others spoke of: a proposal goes above it."""
+        self.reason = ""
+        """Why the generation in force ended, or why none can follow it."""
+        self.pending: Generation | None = None
+        """The generation that all promised; not in force yet."""
+        self.pending_ready = False
+        """Whether this node has released what belonged to the generation before `pending`."""
+        self.proposal: Proposal | None = None
+        """Of the leader: the attempt under way."""
+        self.coordinator_heard = 0.0
+        """When the coordinator last spoke, or was first asked."""
+        self.yields_until = 0.0
+        """While suspecting, when not 0: until then another node may lead undisturbed."""
+        self.watch = Watch(limits.suspect_seconds)
+        self.rivals = Rivals(num_nodes, limits)
+        self.joining = JoinRequests(limits.suspect_seconds)
+
+    @property
+    def steady(self) -> bool:
+        return self.stage == "steady"
+
+    @property
+    def belongs_to(self) -> Generation:
+        """The generation of this node's messages: the one in force, or the one that it is ready for."""
+        return self.pending if self.pending is not None and self.pending_ready else self.generation
+
+    def names(self, uids: set[int]) -> str:
+        """"node 1, node 2" for reasons."""
+        return ", ".join(map(self.describe, sorted(uids)))
+
+    # -- rules that the safety rests on (wire/generation.py) --------------------------------------------------
+
+    def enough(self, generation: Generation) -> bool:
+        """Whether a generation may come into force: rounds need `min_nodes` that are present (point 2 there)."""
+        counted = set(generation.members)
+        if generation.first_round >= self.limits.rounds:
+            counted |= self.left
+        return generation.stopping or len(counted) >= self.limits.min_nodes
+
+    def over(self) -> bool:
+        """Whether this node begins no further round, so that others of its generation may have finished."""
+        return self.stopping or self.position >= self.limits.rounds
+
+    def new_name(self, number: int) -> Name:
+        return number, new_origin(self.uid)
+
+    @staticmethod
+    def may_propose(proposer: int, name: Name) -> bool:
+        """Whether `name` is one that this node draws."""
+        return proposer_of(name[1]) == proposer
+
+    def counted_on(self) -> set[int]:
+        """Members of the generation that are not absent."""
+        return set(self.generation.members) - self.suspects - self.failed - self.left
+
+    # -- changes of stage -------------------------------------------------------------------------------------
+
+    def change(self, cause: Cause) -> None:
+        """Go to the stage that `TRANSITIONS` gives."""
+        self.stage = next_stage(self.stage, cause)
+
+    def end_generation(self, reason: str) -> None:
+        """The generation in force ends for this node: the owner begins no further round of it."""
+        self.change("generation over")
+        self.reason = reason
+        self.yields_until = 0.0
+        self.watch.clear()
+        self.events.append(Broken(reason))
+
+    def drop_attempt(self) -> None:
+        """Forget the attempt under way, as a leader or as a follower."""
+        self.proposal, self.pending, self.pending_ready = None, None, False
+
+    def go_outside(self, now: float, reason: str) -> None:
+        """Leave the generation: this node has no model from now on, and asks to join."""
+        if self.stage == "steady":
+            self.events.append(Broken(reason))
+        self.change("excluded")
+        self.drop_attempt()
+        self.guest, self.fresh, self.reason = True, True, reason
+        self.joining.begin(now)
+        for known in (self.suspects, self.failed, self.joiners, self.rivals):
+            known.clear()
+        self.events.append(Outside(reason))
+
+    # -- messages ---------------------------------------------------------------------------------------------
+
+    def say(self, to: int, kind: type[Message], name: Name | None = None, *values: object) -> None:
+        """Put a message into the outbox. name: of the generation that it speaks of; None: of the one in force."""
+        number, origin = self.generation.name if name is None else name
+        self.outbox.append((to, kind(self.run, number, self.uid, *values, origin=origin)))
+
+    def promise(self) -> Promise:
+        """This node's answer to `Prepare`: for the highest name that it promised."""
+        number, origin = self.promised
+        return Promise(self.run, number, self.uid, self.position, int(self.fresh), int(self.stopping), origin=origin)
+
+    def say_promise(self, to: int) -> None:
+        self.outbox.append((to, self.promise()))
+
+    def say_current(self, message: Message) -> None:
+        """Answer a node of another generation, or of none, with the one that this node is in, unless it is about to
+        close."""
+        if not self.stopping and not self.generation.stopping:
+            members = bitmap(self.generation.members, self.num_nodes)
+            self.say(message.source, Current, None, members, int(self.steady), message.generation, message.origin)
+
+    def say_join(self, to: int) -> None:
+        self.say(to, Join, self.joining.name_for(to), PROTOCOL_VERSION, self.digest, self.num_nodes)
+
+    def ping_all(self) -> None:
+        for uid in range(self.num_nodes):
+            if uid != self.uid:
+                self.say(uid, Ping)
+
+
+def name_of(message: Message) -> Name:
+    """The name of the generation that a message speaks of."""
+    return message.generation, message.origin
