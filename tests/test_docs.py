@@ -78,7 +78,7 @@ def test_the_tutorial_runs(page: Path, tmp_path: Path) -> None:
                 assert (ROOT / words[1]).is_file()
                 words = [".venv/bin/decentnode", "run", "configs/quickstart.yaml"]  # what eval/run.sh runs
             command = shortened(words)
-            done = subprocess.run(command, cwd=tmp_path, env=extra, capture_output=True, text=True, timeout=100)
+            done = subprocess.run(command, cwd=tmp_path, env=extra, capture_output=True, text=True, timeout=200)
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
             ran += 1
     assert ran

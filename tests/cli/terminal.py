@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-SECONDS = 40.0
+SECONDS = 200.0
 HOLD, GO_ON, INTERRUPT, SUSPEND = b"\x13", b"\x11", b"\x03", b"\x1a"
 
 

@@ -25,7 +25,7 @@ def run(*arguments: object, code: int = 0) -> str:
 
 def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "generate_graph.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=200)
 
 
 def test_make_info_convert(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_nothing_here_imports_torch() -> None:
         "import sys; from decentnode.cli import main; main(['graph', 'info', 'ring', '-n', '4'], standalone_mode=False)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], timeout=60, capture_output=True
+        [sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], timeout=200, capture_output=True
     )
     assert done.returncode == 0, done.stderr
 

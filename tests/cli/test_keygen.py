@@ -51,7 +51,7 @@ def test_a_run_with_keys(bulk: str, tmp_path: Path) -> None:
                "--run-dir", str(tmp_path / "runs"), "--set", "graph={name: complete, nodes: 4}",
                "--set", "mapping={name: linear, nodes_per_machine: 4}", "--set", "node.rounds=3", "--set",
                f"communication={{name: zeromq, security: required, keys: {keys}, bulk_security: {bulk}}}"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / "runs").glob("quickstart/latest")
     assert json.loads((run / "summary.json").read_text())["rounds"] == 3
@@ -60,5 +60,5 @@ def test_a_run_with_keys(bulk: str, tmp_path: Path) -> None:
         if path.is_file():
             assert not any(secret in path.read_bytes() for secret in secrets), path
     (keys / "node-2.secret").unlink()
-    missing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    missing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert missing.returncode == 3 and "node-2.secret" in missing.stdout + missing.stderr

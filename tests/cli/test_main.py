@@ -22,7 +22,7 @@ def imported_by(*arguments: str) -> tuple[set[str], float]:
         f"    main({list(arguments)!r}, standalone_mode=False)\n"
         "print(json.dumps([sorted(sys.modules), time.process_time()]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
     modules, seconds = json.loads(done.stdout)
     return set(modules), seconds
 

@@ -44,7 +44,7 @@ def test_what_a_full_pipe_does_not_take_waits_in_order_and_progress_is_dropped()
     reader.start()
     assert output.drain(30)
     stream.close()
-    reader.join(30)
+    reader.join(200)
     kept = [text for text in found if text[0] in "pl"]
     assert sum(text[0] == "p" for text in kept) * len(line) <= PROGRESS_CHARACTERS + 2 * len(line)
     assert sum(text[0] == "l" for text in kept) * len(line) <= KEPT_CHARACTERS + 2 * len(line)
@@ -93,5 +93,5 @@ def test_a_stream_made_non_blocking_by_somebody_loses_nothing() -> None:
     reader.start()
     assert output.drain(30)
     stream.close()
-    reader.join(30)
+    reader.join(200)
     assert found == [text.rstrip("\n")]

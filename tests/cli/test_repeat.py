@@ -47,7 +47,7 @@ def write_experiment(folder: Path) -> None:
 def decentnode(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run([sys.executable, "-P", "-m", "decentnode", *words], cwd=folder, env=environ | variables,
-                          capture_output=True, text=True, timeout=100)  # fmt: skip
+                          capture_output=True, text=True, timeout=200)  # fmt: skip
 
 
 def models(run: Path) -> dict[str, str]:
@@ -164,10 +164,10 @@ def test_two_inputs_of_one_name_are_both_kept(tmp_path: Path) -> None:
 
 
 def test_the_record_of_the_repository_names_files_that_git_does_not_know(tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=60)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=200)
     author = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "-C", str(tmp_path), *author, "commit", "-q", "--allow-empty", "-m", "x"], check=True,
-                   timeout=60)  # fmt: skip
+                   timeout=200)  # fmt: skip
     (tmp_path / "new.py").write_text("")
     state, _ = git_state([tmp_path])
     assert "(changed)" in state and "?? new.py" in state

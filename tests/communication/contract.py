@@ -86,14 +86,14 @@ def nodes(
             made = list(transports)
         try:
             if start:
-                together(made, lambda node: node.start(20))
+                together(made, lambda node: node.start(60))
             yield made
         finally:
-            together(made, lambda node: node.close(), 30)
+            together(made, lambda node: node.close())
 
 
 def together(
-    made: Sequence[Communication], work: Callable[[Communication], object], limit_seconds: float = 60
+    made: Sequence[Communication], work: Callable[[Communication], object], limit_seconds: float = 200
 ) -> dict[int, object]:
     """work(node) for all nodes: at once for networked ones, in uid order otherwise. Raises the first error."""
     results: dict[int, object] = {}
@@ -151,7 +151,7 @@ def gossip(
 
     def finish(node: Communication) -> None:
         x = models[node.uid]
-        for arrival in exchanges[node.uid].arrivals(20):
+        for arrival in exchanges[node.uid].arrivals(60):
             part = x[arrival.start : arrival.stop]
             for uid in sorted(arrival.received):
                 part.add_(arrival.received[uid].tensors["x"])

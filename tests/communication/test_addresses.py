@@ -52,7 +52,7 @@ def expected(n: int) -> list[torch.Tensor]:
 
 def run(found: list[ZeroMQ]) -> list[torch.Tensor]:
     try:
-        together(found, lambda node: node.start(20))
+        together(found, lambda node: node.start(60))
         models = gossip(found, 70_000, torch.float32, 3)
         assert all(not node.counters.faults for node in found)
         return models

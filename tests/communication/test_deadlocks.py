@@ -58,7 +58,7 @@ def walk(node: Communication, n: int, rounds: int) -> None:
             if draw.random() < 0.05:
                 time.sleep(draw.random() / 100)
         for phase, exchange in enumerate(flying):
-            for arrival in exchange.arrivals(20):  # asking for the next slice gives these buffers to other receives
+            for arrival in exchange.arrivals(60):  # asking for the next slice gives these buffers to other receives
                 check(arrival, node.uid, sources, round, phase)
 
 
@@ -175,7 +175,7 @@ def test_a_node_that_fails_in_the_middle_hangs_nobody() -> None:
                 if (node.uid, r) == (1, 10):
                     node.fail(1, "it lost its mind")
                     return
-                for arrival in node.exchange(r, dict.fromkeys(neighbors, payload), neighbors).arrivals(20):
+                for arrival in node.exchange(r, dict.fromkeys(neighbors, payload), neighbors).arrivals(60):
                     assert not arrival.missing
 
         errors: list[BaseException] = []
@@ -202,7 +202,7 @@ def test_a_departed_peer_is_left_out_on_both_sides() -> None:
             others = tuple({0, 1, 2} - {node.uid})
             for r in range(3):
                 exchange = node.exchange(r, dict.fromkeys(others, payload), others)
-                (arrival,) = exchange.arrivals(20)
+                (arrival,) = exchange.arrivals(60)
                 assert list(arrival.received) == [1 - node.uid]
                 assert arrival.missing == exchange.departed == exchange.undelivered == {2}
 
@@ -219,8 +219,8 @@ def test_control_never_rides_on_a_communicator(monkeypatch: pytest.MonkeyPatch) 
         launched = {uid: len(mine) for uid, mine in witness.launches.items()}
 
         def control(node: Communication) -> None:
-            node.barrier("in between", 20)
-            mean, contributors = node.mean("level", torch.tensor([float(node.uid)])).wait(20)
+            node.barrier("in between", 60)
+            mean, contributors = node.mean("level", torch.tensor([float(node.uid)])).wait(60)
             assert (float(mean), contributors) == (1.0, 3)
 
         together(made, control)

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,13 +52,13 @@ def over_relays(
                 endpoints[node.uid] = (f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
         for node in made:
             node.set_peers(endpoints)
-        together(made, lambda node: node.start(30))
+        together(made, lambda node: node.start(60))
         yield made, relays
         closing = [threading.Thread(target=node.close) for node in made]
         for thread in closing:
             thread.start()
         for thread in closing:
-            thread.join(30)
+            thread.join(60)
 
 
 def one_round(made: list[ZeroMQ], elements: int, r: int) -> None:
@@ -156,7 +155,7 @@ def test_a_control_message_is_not_lost_when_the_connection_is() -> None:
         for turn in range(5):
             for relay in relays:
                 relay.cut()
-            together(made, lambda node: node.barrier(f"turn {turn}", 20))  # noqa: B023
+            together(made, lambda node: node.barrier(f"turn {turn}", 60))  # noqa: B023
         for relay in relays:
             relay.cut()
         made[2].announce_stop()
@@ -164,22 +163,25 @@ def test_a_control_message_is_not_lost_when_the_connection_is() -> None:
 
 
 def test_a_slow_link_slows_nobody_but_its_ends() -> None:
-    """Node 2 sits behind 2 MB/s; nodes 0 and 1 exchange while it is still waiting."""
+    """Node 2 sits behind 200 kB/s; nodes 0 and 1 exchange while it is still waiting, and then its link gets fast."""
     elements = 2 * BLOCK_ELEMENTS
-    with over_relays("tcp", 3, elements, {"bytes_per_second": 2_000_000}, spoiled=2) as (made, _):
+    with over_relays("tcp", 3, elements, {"bytes_per_second": 200_000}, spoiled=2) as (made, relays):
         x = torch.ones(elements)
-        finished: dict[int, float] = {}
+        finished: list[int] = []
 
         def run(node: ZeroMQ) -> None:
             sources = (1 - node.uid,) if node.uid < 2 else (0, 1)
             outgoing = dict.fromkeys({0, 1, 2} - {node.uid}, Payload({"x": x})) if node.uid < 2 else {}
             for r in range(3):
                 exchange = node.exchange(r, outgoing, sources)
-                assert all(len(arrival.received) == len(sources) for arrival in exchange.arrivals(30))
-            finished[node.uid] = time.monotonic()
+                assert all(len(arrival.received) == len(sources) for arrival in exchange.arrivals(60))
+            finished.append(node.uid)
+            if len(finished) == 2:
+                for relay in relays:
+                    relay.bytes_per_second = 1e12
 
         together(made, run)  # type: ignore[arg-type]
-        assert max(finished[0], finished[1]) < finished[2] - 1.0
+        assert finished[2] == 2, "who had a fast link did not wait for the slow one"
         assert not any(edge.resends for node in made for edge in node.counters.edges.values())
 
 
@@ -189,9 +191,8 @@ def test_a_frozen_link_ends_in_a_named_loss_and_heals() -> None:
         for relay in relays:
             relay.pause()
         exchange = made[0].exchange(1, {1: Payload({"x": torch.ones(8)})}, (1,))
-        started = time.monotonic()
         assert [arrival.missing for arrival in exchange.arrivals(0.5)] == [frozenset({1})]
-        assert time.monotonic() - started < 2 and exchange.missing == {1}
+        assert exchange.missing == {1}
         made[1].exchange(1, {0: Payload({"x": torch.ones(8)})}, ())
         for relay in relays:
             relay.resume()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_join_with_another_config_is_told_on_both_sides_by_name() -> None:
         addresses = {node.uid: node.bind() for node in made}
         for node in made:
             node.set_peers(addresses)
-        together(made, lambda node: node.start(20))
+        together(made, lambda node: node.start(60))
         made.pop().close()
         joiner = make(2, 3, "another", limits=limits, again=addresses[2])
         made.append(joiner)
@@ -64,8 +65,16 @@ def test_the_time_out_of_a_start_names_handshakes_that_were_refused(tmp_path: Pa
         for node in made:
             node.set_peers(addresses)
         made[1]._io.start()
+
+        def time_is_over() -> None:
+            wait_until(made[0].counters.refused_handshakes)
+            made[0]._io.call(made[0]._give_up)
+
+        clock = threading.Thread(target=time_is_over)
+        clock.start()
         with pytest.raises(AssemblyError, match=r"did not join in time: node 1.*; refused here: \d+ handshakes"):
-            made[0].start(3)
+            made[0].start(1000)
+        clock.join()
     finally:
         for node in made:
             node.close()

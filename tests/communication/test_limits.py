@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
 import zmq
 
@@ -15,13 +12,7 @@ from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk
 from tests.communication.contract import flat_schema, gossip, nodes
-
-
-def until(condition: Callable[[], bool], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.01)
+from tests.conftest import wait_until
 
 
 def test_a_frame_beyond_the_maximum_costs_its_sender_the_connection() -> None:
@@ -34,7 +25,7 @@ def test_a_frame_beyond_the_maximum_costs_its_sender_the_connection() -> None:
         dealer.linger = 0
         dealer.connect(victim._local[1])
         dealer.send_multipart([b"x" * 60, bytes(largest + 1)])
-        until(lambda: ("connection_lost", None) in seen, lambda: seen)
+        wait_until(lambda: ("connection_lost", None) in seen, lambda: seen)
         assert "connection_lost" in EVENTS and not victim.counters.faults
         gossip(made, 1000, torch.float32, 2)
 
@@ -58,7 +49,7 @@ def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:
             body = bytes(4 * BLOCK_ELEMENTS)
             sum_ = framing.body_sum(framing.XXH3, body)
             dealer.send_multipart([framing.sealed(1 + chunk, header, framing.XXH3, sum_), body])
-        until(lambda: seen.count(("window_exceeded", 1)) == 16 - fitting, lambda: victim.counters.faults)
+        wait_until(lambda: seen.count(("window_exceeded", 1)) == 16 - fitting, lambda: victim.counters.faults)
         assert victim.counters.faults == {"window_exceeded": 16 - fitting} and "window_exceeded" in EVENTS
         (incoming,) = victim._inbox._incoming[0, 0].values()
         assert len(incoming.buffers[0]) == fitting and incoming.waiting_bytes() <= victim._links.window

@@ -21,7 +21,7 @@ def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(t
     """Node 0 is at its 20th round before node 1 begins its first."""
     options = {"edges": [], "cliques": []} if transport == "hybrid" else {}
     with nodes(
-        transport, 2, flat_schema(ELEMENTS), chunk_bytes=1 << 20, window_bytes=1 << 20, timeout_seconds=0.3, **options
+        transport, 2, flat_schema(ELEMENTS), chunk_bytes=1 << 20, window_bytes=1 << 20, timeout_seconds=1.0, **options
     ) as made:
         ahead, behind = made
         assert isinstance(ahead, ZeroMQ)

@@ -156,7 +156,7 @@ def test_a_machine_with_one_node_starts_beside_one_with_shared_memory() -> None:
         for node in made:
             node.set_peers(addresses)
         try:
-            together(made, lambda node: node.start(20))
+            together(made, lambda node: node.start(60))
             models = gossip(made, 9, torch.float32, 2)
         finally:
             for node in made:
@@ -178,7 +178,7 @@ def test_a_clique_across_machines_meets_at_the_address_of_its_first_node() -> No
     for node in made:
         node.set_peers(addresses)
     try:
-        together(made, lambda node: node.start(20))
+        together(made, lambda node: node.start(60))
         assert [sorted(node._inside) for node in made] == [[], [2, 3], [1, 3], [1, 2]]
         models = gossip(made, 1000, torch.float32, 3)
     finally:

@@ -39,7 +39,7 @@ def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
     def wait(name: str) -> None:
         with status.changed:
             while not wanted[name]:
-                status.wait(30)
+                status.wait(60)
         done.append(name)
 
     threads = [threading.Thread(target=wait, args=(name,), daemon=True) for name in wanted]
@@ -50,13 +50,13 @@ def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
     with status.changed:
         wanted["a"] = True  # the one at the doorbell, which the other then takes over
         status.notify()
-    threads[0].join(10)
+    threads[0].join(60)
     assert done == ["a"]
     wait_until(lambda: doorbell.visits == 2, "nobody took the bell over")
     with status.changed:
         wanted["b"] = True
         status.notify()
-    threads[1].join(10)
+    threads[1].join(60)
     assert done == ["a", "b"] and doorbell.most == 1
 
 
@@ -65,7 +65,7 @@ def test_without_a_bell_both_wait_to_be_notified() -> None:
 
     def wait() -> None:
         with status.changed:
-            status.wait(30)
+            status.wait(60)
         woken.append(1)
 
     threads = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
@@ -75,5 +75,5 @@ def test_without_a_bell_both_wait_to_be_notified() -> None:
     with status.changed:
         status.notify()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert woken == [1, 1]

@@ -104,7 +104,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     away = folder / "away"
     away.mkdir(exist_ok=True)
     words = (sys.executable, "-P", "-m", "decentnode", *words)
-    return subprocess.run(words, cwd=away, env=environ, capture_output=True, text=True, timeout=100)
+    return subprocess.run(words, cwd=away, env=environ, capture_output=True, text=True, timeout=200)
 
 
 def test_a_plain_module_is_told_what_to_add_and_that_runs_without_pythonpath(folder: Path) -> None:

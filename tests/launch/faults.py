@@ -98,7 +98,7 @@ def experiment(**sections: Any) -> dict[str, Any]:
         "data": {"name": "digits"},
         "model": {"name": "logistic"},
         "training": {"batch_size": 8, "local_steps": 1, "optimizer": {"name": "sgd", "lr": 0.05}},
-        "communication": {"name": "zeromq", "timeout_seconds": 20},
+        "communication": {"name": "zeromq", "timeout_seconds": 60},
         "node": {"rounds": 8, "evaluate_every": 4},
         **sections,
     }

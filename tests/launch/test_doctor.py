@@ -63,7 +63,7 @@ def test_two_machines_examine_each_other(hosts: str) -> None:
                           "--json"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for m in (0, 1)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     for machine, output in enumerate(outputs):
         found = findings(output)

@@ -104,7 +104,7 @@ def write_config(folder: Path, hosts: list[tuple[str, ...]], **more: str) -> Pat
 def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, ...]], tmp_path: Path) -> None:
     config = write_config(tmp_path, hosts)
     processes = [start(host, config, tmp_path) for host in hosts]
-    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert f"on {hosts[1][1]}: " in outputs[0]
     (summary,) = (tmp_path / hosts[0][0]).glob("two/latest/summary.json")
@@ -116,7 +116,7 @@ def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, ...]], tm
 def test_a_machine_that_never_comes_is_named(hosts: list[tuple[str, ...]], tmp_path: Path) -> None:
     config = write_config(tmp_path, hosts, communication="{name: auto, start_timeout_seconds: 3}")
     process = start(hosts[0], config, tmp_path)
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 4, output
     assert "machine 1" in output and hosts[1][1] in output, output
 
@@ -126,7 +126,7 @@ def test_two_machines_train_over_ipv6_by_address_and_by_name(
 ) -> None:
     config = write_config(tmp_path, [hosts6[0], named[1]], node="{rounds: 2}")
     processes = [start(host, config, tmp_path, machine) for host, machine in zip(hosts6, ("auto", "1"), strict=True)]
-    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
 
 
@@ -137,5 +137,5 @@ def test_a_name_that_is_loopback_to_its_own_machine_ends_there_at_once(
     own.write_text(own.read_text().replace("127.0.0.1 localhost", f"127.0.1.1 {named[0][1]}\n127.0.0.1 localhost")
                    .replace(f"::1 {named[0][1]}\n", "::9 nobody\n"))  # fmt: skip
     process = start(named[0], write_config(tmp_path, named), tmp_path, "0")
-    output = process.communicate(timeout=90)[0]
+    output = process.communicate(timeout=200)[0]
     assert process.returncode == 3 and f"listens on '{named[0][1]}', which is 127.0.1.1 here" in output, output

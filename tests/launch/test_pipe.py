@@ -43,7 +43,7 @@ def test_progress_is_dropped_and_everything_else_waits_for_the_reader(ends: tupl
     thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(sent + 3)))
     thread.start()
     assert writer.flush(None)
-    thread.join(30)
+    thread.join(200)
     assert found[sent:] == kept
 
 
@@ -56,7 +56,7 @@ def test_what_waits_is_bounded_and_the_last_words_are_kept(ends: tuple[Pipe, Pip
     thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(sent + KEPT_MESSAGES)))
     thread.start()
     assert writer.flush(None)
-    thread.join(30)
+    thread.join(200)
     assert found[sent:] == [PeerFailure(number, "") for number in range(10, KEPT_MESSAGES + 10)]
 
 

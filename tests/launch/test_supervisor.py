@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +134,11 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
-def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path) -> None:
-    witness, began = Witness(), time.monotonic()
-    outcome = run(tmp_path, witness, **faulty("Raises"))
-    assert time.monotonic() - began < 20
+def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it: that would take longer than the test may."""
+    monkeypatch.setattr("decentnode.launch.supervisor.GRACE_SECONDS", 60.0)
+    witness = Witness()
+    outcome = run(tmp_path, witness, **faulty("Raises"), communication={"name": "zeromq", "timeout_seconds": 1000})
     assert outcome.exit_code == 8 and outcome.failure is not None
     assert (outcome.failure.uid, outcome.followers) == (2, (0, 1, 3))
     assert "in go_wrong" in outcome.failure.text and "RuntimeError: a bug in my model" in outcome.failure.text
@@ -161,8 +161,8 @@ def test_nan_in_a_model_has_its_own_exit_code(tmp_path: Path) -> None:
 
 
 def test_a_node_that_hangs_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decentnode.launch.supervisor.GRACE_SECONDS", 1.5)
-    sections = faulty("Hangs") | {"communication": {"name": "zeromq", "timeout_seconds": 1.5}}
+    monkeypatch.setattr("decentnode.launch.supervisor.GRACE_SECONDS", 3.0)
+    sections = faulty("Hangs") | {"communication": {"name": "zeromq", "timeout_seconds": 3}}
     outcome = run(tmp_path, **sections)
     assert outcome.exit_code == 5 and outcome.failure is not None
     assert "nothing from node" in outcome.failure.text
@@ -172,7 +172,7 @@ def test_a_node_that_hangs_is_found_out(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_process_that_does_not_end_after_its_last_word_is_killed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decentnode.launch.supervisor.EXIT_SECONDS", 1.0)
+    monkeypatch.setattr("decentnode.launch.supervisor.EXIT_SECONDS", 4.0)
     outcome = run(tmp_path, **faulty("Lingers"))
     assert outcome.exit_code == 8 and outcome.failure is not None
     assert outcome.failure.title.startswith("node 2 finished, then was killed by SIGKILL")
@@ -212,11 +212,10 @@ def test_a_first_signal_finishes_the_round_and_writes(tmp_path: Path, number: in
 
 
 def test_a_second_signal_kills(tmp_path: Path) -> None:
-    began = time.monotonic()
     sections = faulty("Hangs") | {"node": {"rounds": 2000, "evaluate_every": 0}}
+    sections["communication"] = {"name": "zeromq", "timeout_seconds": 1000}
     outcome = run(tmp_path, Witness((signal.SIGINT, signal.SIGINT)), **sections)
     assert outcome.exit_code == 130
-    assert time.monotonic() - began < 15
 
 
 def test_many_runs_in_a_row_leak_nothing(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_failure_in_the_local_steps_leaves_no_thread_behind() -> None:
 
     def fail(communication: Communication, round: int) -> None:
         if communication.uid == 1:
-            assert failed.wait(30)
+            assert failed.wait(60)
         elif round == 1:  # whose payload from node 1 cannot come before
             assert any(thread.name == "mixing" for thread in threading.enumerate())
             communication.fail(0, "it broke")
@@ -133,7 +133,7 @@ def test_a_failure_in_the_local_steps_leaves_no_thread_behind() -> None:
         turn("tcp", 12 * BLOCK_ELEMENTS, fail, chunk_bytes=CHUNK_BYTES, window_bytes=SMALLEST_WINDOW)
     for thread in threading.enumerate():
         if thread.name == "mixing":
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -167,10 +167,10 @@ def test_a_deadline_runs_once_the_training_thread_waits_too() -> None:
     found: list[object] = []
     waiter = threading.Thread(target=lambda: found.append(inbox.wait((0, 0), 0, [3], status.DEADLINE)))
     waiter.start()
-    assert status.waited.wait(10), "it goes on waiting after the deadline"
+    assert status.waited.wait(60), "it goes on waiting after the deadline"
     assert waiter.is_alive() and status.waiting is None, "whom nobody waits for is not told as waited for"
     status.exposed_since = exposed = time.monotonic()
-    waiter.join(10)
+    waiter.join(60)
     assert found == [{}]
     assert 0 < inbox.counters.edge(3).wait_seconds <= time.monotonic() - exposed
 
@@ -180,9 +180,9 @@ def test_waits_behind_the_local_steps_are_not_counted() -> None:
     inbox = inbox_of(status)
     waiter = threading.Thread(target=lambda: inbox.wait((0, 0), 0, [3], 20))
     waiter.start()
-    assert status.waits.wait(10)
+    assert status.waits.wait(60)
     inbox.put(Chunk(bytes(8), 0, 3, 0, 0, 0, 0, 10, {}), memoryview(bytearray(40)))
-    waiter.join(10)
+    waiter.join(60)
     assert not waiter.is_alive() and inbox.counters.edge(3).wait_seconds == 0
 
 

@@ -30,7 +30,7 @@ def _rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connect
     os._exit(0)
 
 
-def run_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 60) -> list[Any]:
+def run_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 200) -> list[Any]:
     """[work(rank, n, *args)] by rank; `work` is a module's function. Fails with the first rank's traceback."""
     results = run_ranks_raw(n, work, *args, timeout_seconds=timeout_seconds)
     for ok, value in results:
@@ -38,7 +38,7 @@ def run_ranks(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: flo
     return [value for _, value in results]
 
 
-def run_ranks_raw(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 60) -> list[tuple[bool, Any]]:
+def run_ranks_raw(n: int, work: Callable[..., Any], *args: Any, timeout_seconds: float = 200) -> list[tuple[bool, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(n):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from decentnode.parallel.plan import Plan, sharing_named
 from decentnode.parallel.topology_names import make_topology
 from decentnode.sharing.ac import AdaptiveConsensus
 from decentnode.sharing.full import Full
+from tests.conftest import wait_until
 from tests.parallel import work
 from tests.parallel.ranks import run_ranks, run_ranks_raw
 
@@ -184,11 +184,8 @@ def test_kinds_of_models(what: str) -> None:
 @pytest.mark.parametrize("transport", ["collective", "auto"])
 def test_resume_is_no_interruption(transport: str) -> None:
     assert all(run_ranks(4, work.resume, transport))
-    left, deadline = set(Path("/dev/shm").glob("decentnode-ddp-*")), time.monotonic() + 20
-    while left and time.monotonic() < deadline:  # files of tests that run beside this one go away too
-        time.sleep(0.1)
-        left &= set(Path("/dev/shm").glob("decentnode-ddp-*"))
-    assert not left
+    left = set(Path("/dev/shm").glob("decentnode-ddp-*"))
+    wait_until(lambda: not left.intersection(Path("/dev/shm").glob("decentnode-ddp-*")), "files of a run stay")
 
 
 def test_one_decision_of_the_gradient_scaler_per_step() -> None:
@@ -206,8 +203,8 @@ def test_ranks_that_differ_are_named(what: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["collective", "auto"])
-def test_a_rank_that_vanishes_is_named(transport: str) -> None:
-    results = run_ranks_raw(2, work.vanish, transport)
+def test_a_rank_that_vanishes_is_named(transport: str, tmp_path: Path) -> None:
+    results = run_ranks_raw(2, work.vanish, transport, str(tmp_path / "noticed"))
     assert not results[0][0] and re.search("PeerLost: rank 0: the exchange of step 2 with rank 1", results[0][1])
 
 
@@ -221,20 +218,20 @@ ENDED = "rank 1 has ended its training after 5 steps, this one has taken [678]"
 ])  # fmt: skip
 def test_a_rank_that_leaves_early_is_named_long_before_the_time_out(how: str, n: int, says: str) -> None:
     """Also by ranks that wait for another one, which waits for it."""
-    results = run_ranks_raw(n, work.leave, how, "shared_memory", timeout_seconds=30)
+    results = run_ranks_raw(n, work.leave, how, "shared_memory")
     for rank in set(range(n)) - {1}:
         ok, text = results[rank]
         assert not ok and re.search(f"PeerLost: rank {rank}: the exchange of step . with rank . failed: {says}", text)
 
 
 def test_over_gloo_a_rank_that_is_killed_is_named_by_its_neighbors() -> None:
-    results = run_ranks_raw(2, work.leave, "killed", "collective", timeout_seconds=30)
+    results = run_ranks_raw(2, work.leave, "killed", "collective")
     ok, text = results[0]
     assert not ok and re.search("PeerLost: rank 0: the exchange of step [56] with rank 1 failed", text)
 
 
 def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
-    for ok, text in run_ranks_raw(3, work.killed_in_average, timeout_seconds=30)[:2]:
+    for ok, text in run_ranks_raw(3, work.killed_in_average)[:2]:
         assert not ok and re.search("PeerLost: rank .: global_avg failed: the process of rank 2 is gone", text)
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def torchrun(ranks: int, *command: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *command],
-        cwd=ROOT, capture_output=True, text=True, timeout=100,
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_thread_of_gloo_that_is_slow_does_not_abort_the_process(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.parallel.ends", str(tmp_path), str(free_ports(4))],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     errors = {each.name: each.read_text() for each in tmp_path.iterdir()}
     wanted = {"groups": [0] * 4, "destroyed": [0] * 4, "wrapped": [0] * 2, "ours": [0] * 2}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from decentnode.config.component import Config
-from decentnode.errors import AssemblyError
+from decentnode.errors import AssemblyError, PeerLost
 from decentnode.graph.base import Graph, RoundView
 from decentnode.optim import AccumAdam
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, buckets
@@ -36,6 +36,7 @@ from decentnode.parallel.presence import WORDS, Presence
 from decentnode.parallel.topology_names import make_topology
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full
+from tests.conftest import wait_until
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -525,23 +526,27 @@ def differing(rank: int, n: int, what: str) -> None:
     DecentralizedDataParallel(module, optimizer=SGD, topology=topology)
 
 
-def vanish(rank: int, n: int, transport: str) -> None:
-    """The last rank stops taking part."""
+def vanish(rank: int, n: int, transport: str, noticed: str) -> None:
+    """The last rank stops taking part, until somebody has noticed and makes the file of that name."""
     wrapped = DecentralizedDataParallel(
-        model(), optimizer=SGD, topology="exp", timeout_seconds=1, transport=transport,  # type: ignore[arg-type]
+        model(), optimizer=SGD, topology="exp", timeout_seconds=3, transport=transport,  # type: ignore[arg-type]
     )
     for t in range(3):
         if rank == n - 1 and t == 1:
-            time.sleep(2.5)
+            wait_until(lambda: os.path.exists(noticed))
             return
         x, y = batch(rank, t)
-        (wrapped(x) - y).square().mean().backward()
+        try:
+            (wrapped(x) - y).square().mean().backward()
+        except PeerLost:
+            open(noticed, "x").close()
+            raise
 
 
 def leave(rank: int, n: int, how: str, transport: str, gone: int = 1) -> None:
     """Rank `gone` takes four steps fewer than the others, and then does what `how` says."""
     wrapped = DecentralizedDataParallel(
-        model(), optimizer=SGD, topology="ring", timeout_seconds=50, bucket_size_in_mb=0,
+        model(), optimizer=SGD, topology="ring", timeout_seconds=1000, bucket_size_in_mb=0,
         transport=transport,  # type: ignore[arg-type]
     )
     for t in range(5 if rank == gone else 9):
@@ -556,7 +561,7 @@ def leave(rank: int, n: int, how: str, transport: str, gone: int = 1) -> None:
             with contextlib.suppress(OSError):
                 if "decentnode-ddp" not in os.readlink(f"/proc/self/fd/{number}"):
                     os.close(number)
-        time.sleep(30)
+        time.sleep(300)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 

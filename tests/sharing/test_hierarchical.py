@@ -217,7 +217,7 @@ def test_a_member_that_falls_silent(missing: str, until: int) -> None:
     trainings = [Quadratic(u, 10) for u in range(4)]
     rules = [rule(consecutive(2, 2)) for _ in range(4)]
     named: list[tuple[int, ...]] = []
-    with nodes("ipc", 4, schemas_of(rules[0], trainings[0].model), timeout_seconds=0.6) as made:
+    with nodes("ipc", 4, schemas_of(rules[0], trainings[0].model), timeout_seconds=1.5) as made:
         built = [Node(u, config, graph, trainings[u], rules[u], c, seed=1) for u, c in enumerate(made)]
 
         def work(communication: Communication) -> None:

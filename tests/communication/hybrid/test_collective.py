@@ -32,7 +32,7 @@ def test_a_sender_far_ahead_is_held_back_by_the_window() -> None:
         assert [set(exchange.undelivered) for exchange in flying] == [set()] * SEND_WINDOW + [{1}]
         assert made[0].counters.faults == {"send_window": 1}
         for r in range(SEND_WINDOW):
-            (arrival,) = made[1].exchange(r, {}, (0,)).arrivals(10)
+            (arrival,) = made[1].exchange(r, {}, (0,)).arrivals(60)
             assert torch.equal(arrival.received[0].tensors["x"], payload.tensors["x"])
 
 
@@ -56,7 +56,7 @@ def test_receives_of_a_peer_that_is_far_behind_take_memory_for_a_window_of_them(
         last = ahead.exchange(rounds, {}, (0,))
         for r in range(rounds + 1):
             made[0].exchange(r, {1: Payload({"x": torch.full((elements,), float(r))})}, ())
-        (arrival,) = last.arrivals(30)
+        (arrival,) = last.arrivals(60)
         assert bool((arrival.received[0].tensors["x"] == rounds).all())
 
 
@@ -67,7 +67,7 @@ def test_what_comes_too_late_never_reaches_a_later_round() -> None:
         flying: list[Exchange] = [made[1].exchange(1, {}, (0,))]
         for r in (1, 0):
             made[0].exchange(r, {1: Payload({"x": torch.full((3,), float(r))})}, ())
-        (arrival,) = flying[0].arrivals(10)
+        (arrival,) = flying[0].arrivals(60)
         assert arrival.received[0].tensors["x"].tolist() == [1, 1, 1]
 
 
@@ -76,7 +76,7 @@ def test_the_payload_may_change_as_soon_as_exchange_returns() -> None:
     with nodes("collective", 2, flat_schema(100)) as made:
         made[0].exchange(0, {1: Payload({"x": x})}, ())
         x.fill_(9)
-        (arrival,) = made[1].exchange(0, {}, (0,)).arrivals(10)
+        (arrival,) = made[1].exchange(0, {}, (0,)).arrivals(60)
         assert not arrival.received[0].tensors["x"].any()
 
 
@@ -144,5 +144,5 @@ def test_auto_takes_gloo_where_nodes_share_a_gpu(monkeypatch: pytest.MonkeyPatch
     with nodes("collective", 2, flat_schema(3)) as made:
         assert all(isinstance(node._path, TaggedPath) for node in made if isinstance(node, Hybrid))
         made[0].exchange(0, {1: Payload({"x": torch.ones(3)})}, ())
-        (arrival,) = made[1].exchange(0, {}, (0,)).arrivals(10)
+        (arrival,) = made[1].exchange(0, {}, (0,)).arrivals(60)
         assert arrival.received[0].tensors["x"].tolist() == [1, 1, 1]

@@ -30,6 +30,8 @@ from tests.communication.contract import (
 )
 from tests.conftest import scale, wait_until
 
+LONG = 1000.0
+"""Seconds beyond what a test may take."""
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8]
 SIZES = [1, 7, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 13]
 
@@ -87,7 +89,7 @@ def test_named_tensors_of_any_size_and_scalars(transport: str, sizes: tuple[int,
         flying = together(made, lambda node: node.exchange(0, {1 - node.uid: payload}, (1 - node.uid,)))
 
         def take(node: Communication) -> None:
-            (arrival,) = flying[node.uid].arrivals(10)  # type: ignore[attr-defined]
+            (arrival,) = flying[node.uid].arrivals(60)  # type: ignore[attr-defined]
             got = arrival.received[1 - node.uid]
             assert all(torch.equal(got.tensors[name], payload.tensors[name]) for name in payload.tensors)
             assert dict(got.scalars) == dict(payload.scalars)
@@ -114,7 +116,7 @@ def test_a_payload_of_its_own_for_every_neighbor_and_two_phases(transport: str) 
         def take(node: Communication) -> None:
             first, second = flying[node.uid]  # type: ignore[misc]
             for exchange, value in ((first, lambda j: 10.0 * j + node.uid), (second, float)):
-                for arrival in exchange.arrivals(10):
+                for arrival in exchange.arrivals(60):
                     for uid, payload in arrival.received.items():
                         assert payload.tensors["x"].unique().tolist() == [value(uid)]
 
@@ -133,13 +135,14 @@ def test_senders_may_change_the_model_at_once(transport: str) -> None:
 
         flying = together(made, begin)
         together(made, lambda node: [
-            pytest.fail("changed") for arrival in flying[node.uid].arrivals(10)  # type: ignore[attr-defined]
+            pytest.fail("changed") for arrival in flying[node.uid].arrivals(60)  # type: ignore[attr-defined]
             for payload in arrival.received.values() if not (payload.tensors["x"] == 1 - node.uid).all()
         ])  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", NETWORKED)
 def test_a_silent_neighbor_is_missing_and_named(transport: str) -> None:
+    patience, both_sent = 1.5, threading.Barrier(2, timeout=60)
     with nodes(transport, 3, flat_schema(10)) as made:
 
         def run(node: Communication) -> object:
@@ -147,10 +150,11 @@ def test_a_silent_neighbor_is_missing_and_named(transport: str) -> None:
             if node.uid == 2:
                 return None
             exchange = node.exchange(0, dict.fromkeys(others, Payload({"x": torch.ones(10)})), others)
-            (arrival,) = exchange.arrivals(0.5)
+            both_sent.wait()
+            (arrival,) = exchange.arrivals(patience)
             assert arrival.missing == exchange.missing == {2} and set(arrival.received) == {1 - node.uid}
             assert exchange.departed == frozenset()
-            assert node.counters.edge(2).wait_seconds > 0.4
+            assert node.counters.edge(2).wait_seconds > 0.8 * patience
             return None
 
         together(made, run)
@@ -164,15 +168,13 @@ def test_a_departed_neighbor_is_not_waited_for(transport: str) -> None:
         assert isinstance(hearer, ZeroMQ)
         wait_until(lambda: 1 in hearer._status.departed, "node 0 did not hear that node 1 departed")
         exchange = made[0].exchange(0, {1: Payload({"x": torch.ones(10)})}, (1,))
-        started = time.monotonic()
-        (arrival,) = exchange.arrivals(30)
-        assert time.monotonic() - started < 5
+        (arrival,) = exchange.arrivals(LONG)
         assert arrival.missing == exchange.departed == exchange.undelivered == {1}
 
 
 @pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 def test_a_failure_ends_every_wait_and_names_the_node(transport: str) -> None:
-    everybody_waits = threading.Barrier(12, timeout=20)
+    everybody_waits = threading.Barrier(12, timeout=60)
     with nodes(transport, 12, flat_schema(10)) as made:
 
         def run(node: Communication) -> None:
@@ -188,21 +190,16 @@ def test_a_failure_ends_every_wait_and_names_the_node(transport: str) -> None:
             )
             everybody_waits.wait()
             with pytest.raises(PeerLost, match=r"node 7 .*failed: its disk is on fire|node 7 failed: its"):
-                list(exchange.arrivals(20))
+                list(exchange.arrivals(LONG))
 
-        started = time.monotonic()
         together(made, run)
-        assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("transport", NETWORKED)
 def test_a_stop_is_heard_by_all(transport: str) -> None:
     with nodes(transport, 11, flat_schema(10)) as made:
         made[4].announce_stop()
-        deadline = time.monotonic() + 5
-        while not all(node.stopping for node in made):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: all(node.stopping for node in made))
 
 
 def test_payloads_that_break_the_schema_are_our_own_fault() -> None:
@@ -238,7 +235,7 @@ def test_a_window_smaller_than_the_payload_bounds_memory_and_does_not_deadlock(e
                 time.sleep(0.1 * node.uid)  # the other one runs ahead
                 held = sum(i.waiting_bytes() for s in node._inbox._incoming.values() for i in s.values())
                 assert held <= node._links.window
-                for arrival in exchange.arrivals(20):
+                for arrival in exchange.arrivals(60):
                     assert (arrival.received[1 - node.uid].tensors["x"] == r).all()
 
         together(made, run)
@@ -260,7 +257,7 @@ def test_a_receiver_that_never_reads_holds_one_window() -> None:
         wait_until(all_that_may_leave_has_arrived, lambda: receiver.counters.edge(0))
         assert window / 2 < receiver.counters.edge(0).payload_bytes_received <= window
         exchange = receiver.exchange(0, {}, (0,))
-        assert sum(a.stop - a.start for a in exchange.arrivals(20)) == elements
+        assert sum(a.stop - a.start for a in exchange.arrivals(60)) == elements
         assert receiver.counters.edge(0).payload_bytes_received == 4 * elements
         assert window >= 4 * ((1 << 21) + MESSAGE_COST)
 
@@ -275,16 +272,16 @@ def test_payloads_for_rounds_that_a_node_leaves_out_do_not_hold_up_closing_means
 
         def run(node: Communication) -> torch.Tensor:
             if node.uid == 0:
-                assert late or sent.wait(20)
+                assert late or sent.wait(60)
                 node.depart(0, (1,))
                 left.set()
             else:
-                assert not late or left.wait(20)
+                assert not late or left.wait(60)
                 exchange = node.exchange(0, {0: Payload({"x": torch.ones(elements)})}, (0,))
                 sent.set()
-                assert all(arrival.missing == {0} for arrival in exchange.arrivals(20))
+                assert all(arrival.missing == {0} for arrival in exchange.arrivals(60))
                 node.depart(1, (0,))
-            mean, contributors = node.mean("closing", torch.full((elements,), float(node.uid)), closing=True).wait(20)
+            mean, contributors = node.mean("closing", torch.full((elements,), float(node.uid)), closing=True).wait(60)
             assert contributors == 2
             return mean
 
@@ -325,14 +322,14 @@ def test_payloads_that_are_not_finite_can_be_rejected(transport: str, elementwis
                 x[BLOCK_ELEMENTS + 5] = float("nan")
             others = tuple({0, 1, 2} - {node.uid})
             exchange = node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others)
-            for arrival in exchange.arrivals(20):
+            for arrival in exchange.arrivals(60):
                 for payload in arrival.received.values():
                     assert torch.isfinite(payload.tensors["x"]).all()
             rejected = frozenset({1} - {node.uid})
             assert exchange.missing == rejected and exchange.departed == rejected
             assert node.counters.faults == ({"non_finite": 1} if rejected else {})
             later = node.exchange(1, dict.fromkeys(others, Payload({"x": torch.ones(elements)})), others)
-            assert all(len(arrival.received) == 2 for arrival in later.arrivals(20)) and not later.missing
+            assert all(len(arrival.received) == 2 for arrival in later.arrivals(60)) and not later.missing
 
         together(made, run)
 
@@ -342,7 +339,7 @@ def test_only_partners_boards_are_mapped_and_others_are_reached_by_chunks() -> N
     with nodes("shared_memory", n, flat_schema(elements), start=False) as made:
         for node in made:
             node.partners = frozenset(ring(n)[node.uid])
-        together(made, lambda node: node.start(20))
+        together(made, lambda node: node.start(60))
         assert [set(node._memory._mapped) for node in made] == [set(ring(n)[uid]) for uid in range(n)]  # type: ignore[attr-defined]
         assert [node._memory.readers for node in made] == [node.partners for node in made]  # type: ignore[attr-defined]
 
@@ -351,7 +348,7 @@ def test_only_partners_boards_are_mapped_and_others_are_reached_by_chunks() -> N
             for r in range(4):
                 x = torch.full((elements,), 10.0 * r + node.uid)
                 flying = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
-                for arrival in flying.arrivals(20):
+                for arrival in flying.arrivals(60):
                     assert set(arrival.received) == set(others)
                     for uid, payload in arrival.received.items():
                         assert bool((payload.tensors["x"] == 10.0 * r + uid).all())

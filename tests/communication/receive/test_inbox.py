@@ -30,7 +30,7 @@ def over(wait: Callable[[], object]) -> bool:
     """Whether it returns, within what a test may take."""
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(60)
     return not thread.is_alive()
 
 

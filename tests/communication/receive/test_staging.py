@@ -134,7 +134,7 @@ def test_a_run_through_slots_sends_what_it_would_send_without(
                 x = torch.full((elements,), 10.0 * r + node.uid)
                 flying = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
                 x.fill_(-1)
-                for arrival in flying.arrivals(20):
+                for arrival in flying.arrivals(60):
                     for uid, payload in arrival.received.items():
                         assert bool((payload.tensors["x"] == 10.0 * r + uid).all())
 

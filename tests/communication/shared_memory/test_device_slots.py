@@ -189,7 +189,7 @@ def test_payloads_are_mixed_where_the_neighbor_wrote_them(
             other = 1 - node.uid
             for r in range(5):
                 x = torch.full((1000,), 10.0 * r + node.uid)
-                for arrival in node.exchange(r, {other: Payload({"x": x})}, (other,)).arrivals(20):
+                for arrival in node.exchange(r, {other: Payload({"x": x})}, (other,)).arrivals(60):
                     got = arrival.received[other].tensors["x"]
                     assert bool((got == 10.0 * r + other).all())
                     assert any(

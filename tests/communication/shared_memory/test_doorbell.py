@@ -11,6 +11,9 @@ import pytest
 
 from decentnode.communication.shared_memory.doorbell import DatagramDoorbell
 
+LONG = 1000.0
+"""Seconds beyond what a test may take."""
+
 
 class Ends:
     """Two bells in one folder; the first rings itself once so many datagrams came."""
@@ -39,10 +42,10 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 def test_listening_ends_with_the_datagram_that_was_waited_for(ends: Ends) -> None:
     ends.enough = 2
     assert ends.there.send(0, b"a") and ends.there.send(0, b"b") and ends.there.send(0, b"c")
-    ends.here.listen(30)
+    ends.here.listen(LONG)
     assert ends.came == [b"a", b"b"]
     ends.enough = 3
-    ends.here.listen(30)
+    ends.here.listen(LONG)
     assert ends.came == [b"a", b"b", b"c"]
 
 
@@ -50,7 +53,7 @@ def test_listening_ends_when_time_is_over(ends: Ends) -> None:
     for seconds in (0.0, 0.1, 0.0, 0.02):
         began = time.monotonic()
         ends.here.listen(seconds)
-        assert seconds * 0.9 <= time.monotonic() - began < seconds + 5
+        assert seconds * 0.9 <= time.monotonic() - began
     assert ends.came == []
 
 
@@ -64,20 +67,17 @@ def test_datagrams_that_nobody_waits_for_do_not_prolong_it(ends: Ends) -> None:
 
     talker = threading.Thread(target=talk)
     talker.start()
-    began = time.monotonic()
     ends.here.listen(0.2)
     over.set()
     talker.join()
-    assert time.monotonic() - began < 5 and ends.came
+    assert ends.came
 
 
 def test_any_thread_rings(ends: Ends) -> None:
     ringer = threading.Timer(0.05, ends.here.ring)
     ringer.start()
-    began = time.monotonic()
-    ends.here.listen(30)
+    ends.here.listen(LONG)
     ringer.join()
-    assert time.monotonic() - began < 10
 
 
 def test_a_ring_is_heard_although_the_queue_is_full(ends: Ends) -> None:
@@ -87,9 +87,7 @@ def test_a_ring_is_heard_although_the_queue_is_full(ends: Ends) -> None:
     ringer = threading.Thread(target=ends.here.ring)  # from another thread, before anybody listens
     ringer.start()
     ringer.join()
-    began = time.monotonic()
-    ends.here.listen(30)
-    assert time.monotonic() - began < 10
+    ends.here.listen(LONG)
 
 
 def test_nobody_there_is_told_at_once(ends: Ends) -> None:

@@ -281,7 +281,7 @@ def test_no_name_is_left_once_everybody_has_the_memory(folder: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not list(FOLDER.glob(f"{folder.name}-*")), "a crash from here on leaves nothing behind"
     assert all(end.memory.readers for end in ends)
     close(*ends)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,7 +10,8 @@ import pytest
 import zmq
 
 from decentnode.communication.zeromq import io_thread
-from decentnode.communication.zeromq.io_thread import BULK, CONTROL, IDLE_SECONDS, RECEIVE_BURST, IoThread
+from decentnode.communication.zeromq.io_thread import BULK, CONTROL, RECEIVE_BURST, IoThread
+from tests.conftest import wait_until
 
 MESSAGES = 14 * RECEIVE_BURST
 """Fewer than a socket's queue takes."""
@@ -26,6 +26,7 @@ class Heard:
         self.free: list[tuple[int, int]] = []
         self.on_message: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
+        self.ticks = 0
 
     def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
         assert plane in (CONTROL, BULK) and uid is None
@@ -35,7 +36,8 @@ class Heard:
     def writable(self, uid: int, plane: int) -> None:
         self.free.append((uid, plane))
 
-    def tick(self, now: float) -> None: ...
+    def tick(self, now: float) -> None:
+        self.ticks += 1
 
     def connection_event(self, kind: str, address: str, detail: str) -> None: ...
 
@@ -72,15 +74,13 @@ def pair() -> Iterator[list[tuple[IoThread, Heard]]]:
             assert handler.error is None
 
 
-def until(condition: Callable[[], bool], seconds: float) -> float:
-    """Seconds that it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() < began + seconds, "it did not come about"
-        time.sleep(0.001)
-    return time.monotonic() - began
+@pytest.fixture
+def one_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tick after the first: what waits for one waits longer than a test may take."""
+    monkeypatch.setattr(io_thread, "IDLE_SECONDS", 1000.0)
 
 
+@pytest.mark.usefixtures("one_tick")
 @pytest.mark.parametrize("early", [True, False], ids=["there before the first look", "one by one"])
 def test_bursts_do_not_wait_for_a_tick(early: bool) -> None:
     with pair() as ((here, _), (there, heard)):
@@ -91,12 +91,12 @@ def test_bursts_do_not_wait_for_a_tick(early: bool) -> None:
                 body = None if number % 3 else bytes(20_000)
                 assert here.send(1, number % 2, b"x" * (1 + number % 2000), body)
         if early:
-            time.sleep(0.1)
+            wait_until(lambda: all(int(each.getsockopt(zmq.EVENTS)) & zmq.POLLIN for each in there.listeners))
             there.start()
-        took = until(lambda: len(heard.sizes) == MESSAGES, 20)
-        assert took < MESSAGES / RECEIVE_BURST * IDLE_SECONDS / 2, "each burst but the last waited for a tick"
+        wait_until(lambda: len(heard.sizes) == MESSAGES, lambda: f"after {len(heard.sizes)} it waits for a tick")
 
 
+@pytest.mark.usefixtures("one_tick")
 def test_what_is_left_when_the_training_thread_is_called_is_not_forgotten() -> None:
     """It leaves the sockets at once when what it waits for is there; the rest is taken in at the next visit."""
     with pair() as ((here, _), (there, heard)):
@@ -111,12 +111,9 @@ def test_what_is_left_when_the_training_thread_is_called_is_not_forgotten() -> N
 
         sender = threading.Thread(target=send)
         sender.start()
-        began = time.monotonic()
         while len(heard.sizes) < MESSAGES:
-            there.doorbell.listen(5)
-            assert time.monotonic() < began + 20
-        assert time.monotonic() - began < MESSAGES / RECEIVE_BURST * IDLE_SECONDS / 2
-        sender.join(10)
+            there.doorbell.listen(1000)
+        sender.join(60)
 
 
 def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
@@ -129,34 +126,32 @@ def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
                 while here.send(1, BULK, b"x" * 4000, None):
                     sent += 1
                     assert sent < 10_000
-            time.sleep(2 * IDLE_SECONDS)
+                assert not here.send(1, BULK, b"y", None), "refused until it was told of"
+                enough = told.ticks + 3
+            wait_until(lambda: told.ticks >= enough)  # noqa: B023
             settled = not told.free
-        with here.lock:
-            assert not here.send(1, BULK, b"y", None), "refused until it was told of"
         there.start()
-        until(lambda: told.free == [(1, BULK)], 20)
+        wait_until(lambda: told.free == [(1, BULK)])
         with here.lock:
             assert here.send(1, BULK, b"z", None)
-        until(lambda: len(heard.sizes) == sent + 1, 30)
+        wait_until(lambda: len(heard.sizes) == sent + 1)
 
 
+@pytest.mark.usefixtures("one_tick")
 def test_a_socket_that_is_full_again_at_once_does_not_wait_for_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only ticks looked after it, every one would let two messages out."""
     monkeypatch.setattr(io_thread, "SEND_MESSAGES", 2)
-    left, ticks = [400], [0]
+    left = [400]
     with pair() as ((here, mine), (there, heard)):
 
         def send() -> None:
             while left[0] and here.send(1, BULK, b"x", bytes(20_000)):
                 left[0] -= 1
 
-        def tick(now: float) -> None:
-            ticks[0] += 1
-
         monkeypatch.setattr(mine, "writable", lambda uid, plane: send())
-        monkeypatch.setattr(mine, "tick", tick)
         there.start()
         here.start()
         with here.lock:
             send()
-        until(lambda: len(heard.sizes) == 400, 60)
-        assert left == [0] and ticks[0] < 50, "every tick lets two messages out where only ticks look after the socket"
+        wait_until(lambda: len(heard.sizes) == 400, lambda: f"after {len(heard.sizes)} it waits for a tick")
+        assert left == [0]

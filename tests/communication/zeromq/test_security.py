@@ -7,7 +7,6 @@ import re
 import socket
 import stat
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -151,7 +150,7 @@ def test_strangers_stay_outside_and_nobody_speaks_for_another(bulk: str, tmp_pat
         addresses = {node.uid: node.bind() for node in made}
         for node in made:
             node.set_peers(addresses)
-        together(made, lambda node: node.start(20))
+        together(made, lambda node: node.start(60))
         victim, ring = made[0], load_keyring(tmp_path / "keys", 2, 3)
         stop = framing.sealed(1 << 14, codec.encode(Stop(victim.run_id, 0, 1)), framing.NONE, 0)
         strangers = [
@@ -167,11 +166,9 @@ def test_strangers_stay_outside_and_nobody_speaks_for_another(bulk: str, tmp_pat
         insider = dealer(context, victim._local[0], (ring.public[2], ring.secret), ring.public[0])
         insider.send(stop)  # node 2 says that node 1 stops
         gossip(made, 8, torch.float32, 3)
-        deadline = time.monotonic() + 10
         wanted = {"stranger", "handshake_failed", "wrong_identity"}
-        while not wanted <= victim.counters.faults.keys() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert wanted <= victim.counters.faults.keys() and not victim.stopping
+        wait_until(lambda: wanted <= victim.counters.faults.keys(), lambda: victim.counters.faults)
+        assert not victim.stopping
         assert not {"wrong_run", "malformed_header", "malformed_multipart"} & victim.counters.faults.keys()
     finally:
         context.destroy(linger=0)
@@ -197,9 +194,7 @@ def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
             plain.send(framing.sealed(50, header, framing.XXH3, framing.body_sum(framing.XXH3, bytes(32)), bytes(32)))
             plain.send(framing.sealed(50, header, framing.AES_GCM, 0, bytes(48)))
             plain.send(framing.sealed(50, header, framing.AES_GCM, 0, b""))
-            deadline = time.monotonic() + 5
-            while sum(victim.counters.faults.values()) < 6 and time.monotonic() < deadline:
-                time.sleep(0.02)
+            wait_until(lambda: sum(victim.counters.faults.values()) >= 6, lambda: victim.counters.faults)
         assert victim.counters.faults == {"not_encrypted": 3, "checksum_mismatch": 3}
 
 
@@ -213,8 +208,12 @@ def with_keyring(node: ZeroMQ, public: dict[int, bytes], pair: tuple[bytes, byte
                   keyring=Keyring(node.uid, secret, {**ring.public, node.uid: own, **public}))  # fmt: skip
 
 
-def failures(made: list[ZeroMQ], seconds: float = 1.5) -> list[str]:
-    """What the start of each ends with."""
+def failures(made: list[ZeroMQ], known: dict[int, str], one_knows: str = "") -> list[str]:
+    """What the start of each ends with. known: node 0, and those that never reach it -> a reason that each finds.
+
+    Time is over for node 0 once all of these have theirs (and one of them the reason `one_knows`), and for the others
+    of them once everybody else has heard of it from node 0.
+    """
     told: dict[int, str] = {}
     try:
         addresses = {node.uid: node.bind() for node in made}
@@ -223,35 +222,56 @@ def failures(made: list[ZeroMQ], seconds: float = 1.5) -> list[str]:
 
         def run(node: Communication) -> None:
             with pytest.raises(AssemblyError) as caught:
-                node.start(seconds)
+                node.start(1000)
             told[node.uid] = str(caught.value)
 
-        together(made, run)
+        def time_is_over() -> None:
+            out = [made[uid] for uid in known if uid]
+            wait_until(lambda: all(_knows(made[uid], says) for uid, says in known.items())
+                       and any(_knows(made[uid], one_knows) for uid in known)
+                       and len(made[0].absent) == len(out), lambda: [node.refusals for node in made])  # fmt: skip
+            made[0]._io.call(made[0]._give_up)
+            wait_until(lambda: len(told) == len(made) - len(out), lambda: f"only {told.keys()} heard of it")
+            for node in out:
+                node._io.call(node._give_up)
+
+        clock = threading.Thread(target=time_is_over)
+        clock.start()
+        together(made, run, 200)
+        clock.join()
         return [told[node.uid] for node in made]
     finally:
         for node in made:
             node.close()
 
 
+def _knows(node: ZeroMQ, says: str) -> bool:
+    return any(re.search(says, reason) for reason in node.refusals.values())
+
+
 def test_a_node_with_a_key_of_its_own_making_does_not_get_in(tmp_path: Path) -> None:
     made = make("tcp+curve", 2, flat_schema(8), tmp_path)
     pair = zmq.curve_keypair()
     made[1] = with_keyring(made[1], {}, pair)
-    here, there = failures(made)
-    assert made[0].counters.faults["stranger"] >= 1
-    assert "1 of 2 nodes did not join in time: node 1" in here
     key = re.escape(pair[0].decode())
-    assert re.search(rf"node 1 \(127.0.0.1:\d+\) came from 127.0.0.1 with key {key}, which node 0 has in no line", here)
-    assert re.search(r"node 0 \(127.0.0.1:\d+\) has no line with the key of node 1 in its public.keys", there)
+    known = {
+        0: rf"node 1 \(127.0.0.1:\d+\) came from 127.0.0.1 with key {key}, which node 0 has in no line",
+        1: r"node 0 \(127.0.0.1:\d+\) has no line with the key of node 1 in its public.keys",
+    }
+    told = failures(made, known)
+    assert made[0].counters.faults["stranger"] >= 1
+    assert "1 of 2 nodes did not join in time: node 1" in told[0]
+    assert all(re.search(says, told[uid]) for uid, says in known.items()), told
 
 
 def test_another_key_for_the_parent_is_told_on_both_sides(tmp_path: Path) -> None:
     """The list of node 1 is older than the key of node 0."""
     made = make("tcp+curve", 2, flat_schema(8), tmp_path)
     made[1] = with_keyring(made[1], {0: zmq.curve_keypair()[0]})
-    here, there = failures(made)
-    assert re.search(r"node 1 \(.*\) takes another key for that of node 0: public.keys differ", here)
-    assert re.search(r"node 0 \(.*\) breaks the handshake off: has it another key than in this", there)
+    known = {0: r"node 1 \(.*\) takes another key for that of node 0: public.keys differ",
+             1: r"node 0 \(.*\) breaks the handshake off: has it another key than in this"}  # fmt: skip
+    told = failures(made, known)
+    assert all(re.search(says, told[uid]) for uid, says in known.items()), told
 
 
 @pytest.mark.parametrize("open_one", [0, 1])
@@ -260,19 +280,23 @@ def test_one_side_without_keys_is_told_on_both(open_one: int, tmp_path: Path) ->
     made[open_one].close()
     made[open_one] = ZeroMQ(ZeroMQConfig(name="zeromq"), uid=open_one, machine_of={0: 0, 1: 0}, digest="d",
                             schemas=flat_schema(8))  # fmt: skip
-    here, there = failures(made)
-    assert re.search(r"node 1 \(.*(communication.security differ)", here)
-    assert re.search(r"node 0 \(.*(communication.security differs|other security)", there)
-    assert "communication.security differs" in here + there, "at one end, the reason is known"
+    known = {0: r"node 1 \(.*(communication.security differ)",
+             1: r"node 0 \(.*(communication.security differs|other security)"}  # fmt: skip
+    why = "communication.security differs"
+    told = failures(made, known, one_knows=why)
+    assert all(re.search(says, told[uid]) for uid, says in known.items()), told
+    assert why in "".join(told), "at one end, the reason is known"
 
 
 def test_the_root_hears_of_handshakes_that_break_off_elsewhere(tmp_path: Path) -> None:
     """Node 9 connects to node 1 alone, whose word goes up the tree; and down again to those who wait."""
     made = make("tcp+curve", 10, flat_schema(8), tmp_path)
     made[9] = with_keyring(made[9], {}, zmq.curve_keypair())
-    told = failures(made, 3.0)
-    assert all("node 9" in each and "which node 1 has in no line of public.keys" in each for each in told[:9]), told
-    assert re.search(r"node 1 \(.*\) has no line with the key of node 9", told[9])
+    of_all = "node 9 .*which node 1 has in no line of public.keys"
+    of_its_own = r"node 1 \(.*\) has no line with the key of node 9"
+    told = failures(made, {0: of_all, 9: of_its_own})
+    assert all(re.search(of_all, each) for each in told[:9]), told
+    assert re.search(of_its_own, told[9])
 
 
 def test_a_credential_is_good_for_one_login() -> None:
@@ -344,7 +368,7 @@ def test_who_overhears_a_login_does_not_get_in(bulk: str, tmp_path: Path) -> Non
         try:
             for node in made:
                 node.set_peers(addresses)
-            together(made, lambda node: node.start(20))
+            together(made, lambda node: node.start(60))
             gossip(made, 8, torch.float32, 2)
             ((name, password),) = ear.logins()
             assert name == b"1" and len(password) == LOGIN_DIGITS + 64
