@@ -23,6 +23,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from itertools import combinations
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +46,7 @@ from decentnode.communication.torch_distributed.communicator import (
     gpu_number,
     refusal,
 )
-from decentnode.communication.torch_distributed.gloo import GlooClique, connect, listen, own_address
+from decentnode.communication.torch_distributed.gloo import GlooClique, connect, in_file, listen, own_address
 from decentnode.communication.torch_distributed.group_collective import CollectiveKind, SumExchange, kind_of
 from decentnode.communication.torch_distributed.tagged_p2p import TaggedPath
 from decentnode.communication.zeromq.io_thread import CONTROL
@@ -107,23 +108,23 @@ class Hybrid(ZeroMQ):
         return CudaMemory(device) if device is not None and device.type == "cuda" else None
 
     def _meet(self, timeout_seconds: float) -> None:
-        """Blocking: the lowest uid of every clique opens a store on a free port; all numbers travel in one mean."""
+        """Blocking: the lowest uid of every clique opens a store on a free port, where a file would not do; all numbers
+        travel in one mean."""
         members = self.routing.joined(self.routing.clique_of(self.uid))
         told = torch.zeros(len(self._machine_of), dtype=torch.float64)
         first = members[0] if members else -1
         if self.uid in members:
             host, via = self._store_host(members)
-            if self.uid == first:
+            if self.uid == first and self._store_file(members) is None:
                 self._store = server = listen(via, timeout_seconds)
                 told[self.uid] = float(server.port)
         mean, contributors = self.mean("cliques/stores", told, closing=True).wait(timeout_seconds)
         if self.uid in members:
             port = round(float(mean[first]) * contributors)
-            prefix = f"{self.run_id.hex()}/{self._session.generation}-{self._session.origin.hex()}"
             try:
                 others = tuple(uid for uid in members if uid != self.uid)
                 with self._status.waits_for(others):
-                    self._path = self._join(host, port, prefix, members, via, timeout_seconds)
+                    self._path = self._join(host, port, members, via, timeout_seconds)
             except RuntimeError as error:
                 raise AssemblyError(
                     f"node {self.uid} could not join the communicator of nodes {', '.join(map(str, members))} at "
@@ -134,11 +135,15 @@ class Hybrid(ZeroMQ):
         self.barrier("cliques/joined", timeout_seconds)
 
     def _join(
-        self, host: str, port: int, prefix: str, members: tuple[int, ...], via: str, timeout_seconds: float
+        self, host: str, port: int, members: tuple[int, ...], via: str, timeout_seconds: float
     ) -> CliquePath:
         """Raises RuntimeError, AssemblyError."""
         assert isinstance(self.config, TorchConfig)
-        store = connect(host, port, prefix, timeout_seconds)
+        file = self._store_file(members)
+        if file is not None:
+            store = in_file(file, len(members), timeout_seconds)
+        else:
+            store = connect(host, port, f"{self.run_id.hex()}/{self._generation_name()}", timeout_seconds)
         parts = (self._inbox, self._status, self.counters, self.config.timeout_seconds, self._sending.lease)
         nccl = self._takes_nccl(store, members)
         logger.info("clique of nodes %s by %s", members, "nccl" if nccl else "gloo")
@@ -154,16 +159,32 @@ class Hybrid(ZeroMQ):
 
     def _takes_nccl(self, store: dist.Store, members: tuple[int, ...]) -> bool:
         """Blocking, the same answer on every member. Raises AssemblyError where nccl is asked for and cannot be."""
+        if not self._may_take_nccl(members):
+            return False
         assert isinstance(self.config, TorchConfig)
         wanted = self.config.backend
-        if wanted == "gloo" or (wanted == "auto" and not set(members) <= self.routing.gpu.keys()):
-            return False
         problem = refusal(exchange_descriptions(store, self.uid, members, describe_gpu(self._device)))
         if problem and wanted == "nccl":
             raise AssemblyError(f"clique of nodes {', '.join(map(str, members))}: {problem}", list(members))
         if problem:
             logger.warning("clique of nodes %s by gloo, through host memory: %s", members, problem)
         return not problem
+
+    def _may_take_nccl(self, members: tuple[int, ...]) -> bool:
+        assert isinstance(self.config, TorchConfig)
+        wanted = self.config.backend
+        return wanted == "nccl" or (wanted == "auto" and set(members) <= self.routing.gpu.keys())
+
+    def _store_file(self, members: tuple[int, ...]) -> Path | None:
+        """Where the members of a clique meet that are on one host, the same on every member. None for others, and
+        where NCCL's threads may look into the store for longer than the file is there."""
+        folder = self._plan.ipc_dir
+        if folder is None or self._may_take_nccl(members) or len({self._machine_of[uid] for uid in members}) > 1:
+            return None
+        return folder / f"clique-{members[0]}-{self._generation_name()}"
+
+    def _generation_name(self) -> str:
+        return f"{self._session.generation}-{self._session.origin.hex()}"
 
     def _store_host(self, members: tuple[int, ...]) -> tuple[str, str]:
         """(host of the clique's store, address of the own interface)."""

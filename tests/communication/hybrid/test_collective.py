@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from decentnode.communication.base import Exchange, Schema
+from decentnode.communication.hybrid import transport
 from decentnode.communication.hybrid.collective import Collective
 from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.receive.chunking import plans
@@ -19,7 +20,7 @@ from decentnode.communication.torch_distributed.communicator import refusal
 from decentnode.communication.torch_distributed.tagged_p2p import TaggedPath
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload, TensorSpec
-from tests.communication.contract import flat_schema, nodes
+from tests.communication.contract import flat_schema, nodes, together
 from tests.conftest import scale
 
 OPEN = (Schema(64, {"values": TensorSpec(torch.float32, 64, False), "at": TensorSpec(torch.int32, 64, False)}, False),)
@@ -146,3 +147,17 @@ def test_auto_takes_gloo_where_nodes_share_a_gpu(monkeypatch: pytest.MonkeyPatch
         made[0].exchange(0, {1: Payload({"x": torch.ones(3)})}, ())
         (arrival,) = made[1].exchange(0, {}, (0,)).arrivals(60)
         assert arrival.received[0].tensors["x"].tolist() == [1, 1, 1]
+
+
+def test_who_is_on_one_host_meets_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without the DNS, which is asked for the name of every address that connects to a port of torch's."""
+
+    def listens(*_: object) -> None:
+        raise AssertionError("it listens")
+
+    for name in ("listen", "connect"):
+        monkeypatch.setattr(transport, name, listens)
+    with nodes("collective", 3, flat_schema(100)) as made:
+        together(made, lambda node: node.barrier("there", 60))
+        folder = made[0]._plan.ipc_dir  # type: ignore[attr-defined]
+        assert len(list(folder.glob("clique-0-*"))) == 1
