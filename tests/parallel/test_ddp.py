@@ -17,7 +17,6 @@ from decentnode.parallel.plan import Plan, sharing_named
 from decentnode.parallel.topology_names import make_topology
 from decentnode.sharing.ac import AdaptiveConsensus
 from decentnode.sharing.full import Full
-from tests.conftest import wait_until
 from tests.parallel import work
 from tests.parallel.ranks import run_ranks, run_ranks_raw
 
@@ -182,10 +181,9 @@ def test_kinds_of_models(what: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["collective", "auto"])
-def test_resume_is_no_interruption(transport: str) -> None:
-    assert all(run_ranks(4, work.resume, transport))
-    left = set(Path("/dev/shm").glob("decentnode-ddp-*"))
-    wait_until(lambda: not left.intersection(Path("/dev/shm").glob("decentnode-ddp-*")), "files of a run stay")
+def test_resume_is_no_interruption(transport: str, tmp_path: Path) -> None:
+    assert all(run_ranks(4, work.resume, transport, str(tmp_path)))
+    assert not list(tmp_path.iterdir()), "shared memory has no name once everybody has it"
 
 
 def test_one_decision_of_the_gradient_scaler_per_step() -> None:

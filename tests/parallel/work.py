@@ -30,7 +30,7 @@ from decentnode.config.component import Config
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.graph.base import Graph, RoundView
 from decentnode.optim import AccumAdam
-from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, buckets
+from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, buckets, shared_memory
 from decentnode.parallel.plan import Plan, sharing_named
 from decentnode.parallel.presence import WORDS, Presence
 from decentnode.parallel.topology_names import make_topology
@@ -473,8 +473,10 @@ def variant(rank: int, n: int, what: str) -> tuple[float, bool]:
     return difference, formats == [(p.dtype, p.stride()) for p in inner.parameters()] and wrapped.steps == 5
 
 
-def resume(rank: int, n: int, transport: str) -> bool:
-    """A run cut in the middle and restored into new objects gives the same bits."""
+def resume(rank: int, n: int, transport: str, folder: str) -> bool:
+    """A run cut in the middle and restored into new objects gives the same bits. folder: for shared memory."""
+    shared_memory.FOLDER = Path(folder)
+
     def make() -> DecentralizedDataParallel:
         return DecentralizedDataParallel(
             model(rank), optimizer=SGD, topology="exp", transport=transport,  # type: ignore[arg-type]
