@@ -242,7 +242,7 @@ def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
 ])  # fmt: skip
 def test_a_rank_that_cannot_start_is_named_on_all_at_once(what: str, says: str) -> None:
     """And whatever the ranks do together next meets its like."""
-    results = run_ranks(3, work.refuses, what, timeout_seconds=30)
+    results = run_ranks(3, work.refuses, what)
     for rank, (told, total) in enumerate(results):
         assert total == 3
         assert re.search("^DiskFull|^ValueError" if rank == 1 else f"AssemblyError: rank 1 {says}", told), told
@@ -253,4 +253,4 @@ def test_a_rank_that_cannot_start_is_named_on_all_at_once(what: str, says: str) 
     ("forgotten", "rank 1 has ended its training after 4 steps"), ("forgotten by a child", "^$"),
 ])  # fmt: skip
 def test_only_a_process_that_is_gone_is_called_so(how: str, says: str, tmp_path: Path) -> None:
-    assert re.search(says, run_ranks(2, work.present, how, str(tmp_path), timeout_seconds=30)[0])
+    assert re.search(says, run_ranks(2, work.present, how, str(tmp_path))[0])
