@@ -60,16 +60,18 @@ class DatagramDoorbell:
         return True
 
     def listen(self, timeout_seconds: float) -> None:
-        """Blocking: take in what comes until rung. A single thread listens."""
+        """Blocking: take in what comes until rung; without patience, one datagram of those that are there. A single
+        thread listens."""
         self._listener = threading.get_ident()
-        if timeout_seconds != self._patience:
+        flags = 0 if timeout_seconds > 0 else socket.MSG_DONTWAIT  # the least time-out lasts until a tick of the kernel
+        if timeout_seconds != self._patience and not flags:
             self._patience = timeout_seconds
             micros = int(1e6 * max(timeout_seconds, _LEAST_SECONDS))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
         receive, deadline = self._socket.recv, time.monotonic() + timeout_seconds
         with contextlib.suppress(BlockingIOError):  # the time is over
             while not self._rung:
-                datagram = receive(MAX_BYTES)
+                datagram = receive(MAX_BYTES, flags)
                 if not datagram:
                     break
                 self._on_datagram(datagram)
