@@ -57,33 +57,6 @@ def shortened(words: list[str]) -> list[str]:
     return [sys.executable, *programs[words[0]], *words[1:], *(["--plain", "--set", "node.rounds=2"] if run else [])]
 
 
-@pytest.mark.parametrize("page", TUTORIAL, ids=lambda p: p.stem)
-def test_the_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = 0
-    for language, name, text in blocks(page):
-        if name:
-            (tmp_path / name).write_text(text)
-        if language != "console":
-            continue
-        for line in text.splitlines():
-            assert line.startswith("$ "), line
-            words = shlex.split(line[2:])
-            extra = environment
-            if words[0].startswith("PYTHONPATH="):
-                extra = {**environment, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-                words = words[1:]
-            if words[0] == "bash":
-                assert (ROOT / words[1]).is_file()
-                words = [".venv/bin/decentnode", "run", "configs/quickstart.yaml"]  # what eval/run.sh runs
-            command = shortened(words)
-            done = subprocess.run(command, cwd=tmp_path, env=extra, capture_output=True, text=True, timeout=200)
-            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-            ran += 1
-    assert ran
-
-
 def run_here(words: list[str], leaves: bool) -> None:
     """A command of decentnode in this process, which has torch already; where it trains, two rounds in one process.
 
@@ -109,6 +82,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in set(sys.modules) - known:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+def tutorial_command(line: str, folder: Path) -> None:
+    """A line of a console in a tutorial. What trains has processes of its own, as it has for a reader."""
+    assert line.startswith("$ "), line
+    words = shlex.split(line[2:])
+    path = str(ROOT)
+    if words[0].startswith("PYTHONPATH="):
+        path, words = f"{folder}:{ROOT}", words[1:]
+    if words[0] == "bash":
+        assert (ROOT / words[1]).is_file()
+        words = [".venv/bin/decentnode", "run", "configs/quickstart.yaml"]  # what eval/run.sh runs
+    if words[0] == ".venv/bin/decentnode" and words[1] != "run":
+        run_here(words[1:], True)
+        return
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = shortened(words)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", TUTORIAL, ids=lambda p: p.stem)
+def test_the_tutorial_runs(page: Path, folder: Path) -> None:
+    ran = 0
+    for language, name, text in blocks(page):
+        if name:
+            (folder / name).write_text(text)
+        for line in text.splitlines() if language == "console" else ():
+            tutorial_command(line, folder)
+            ran += 1
+    assert ran
 
 
 HOWTO = sorted((DOCS / "howto").glob("*.rst"))
