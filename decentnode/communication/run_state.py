@@ -35,7 +35,9 @@ class _Waiting(contextlib.AbstractContextManager[None]):
         return None
 
     def __exit__(self, *_: object) -> None:
-        self._status.waiting = None
+        waiting, self._status.waiting = self._status.waiting, None
+        if waiting is not None:
+            self._status.waited_seconds += time.monotonic() - waiting[1]
 
 
 @dataclass
@@ -56,6 +58,9 @@ class RunState:
     """Why the generation of members ended: nothing of it is waited for any more. Empty while it is in force."""
     waiting: tuple[tuple[int, ...], float] | None = None
     """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
+    waited_seconds: float = 0.0
+    """Seconds that the round under way has waited for neighbors, since something last came that was waited for. All
+    waits of a round share one time-out, so that a neighbor that is gone costs no more than that in all."""
     exposed_since: float = 0.0
     """`Communication.exposed_since`."""
     doorbell: Doorbell | None = None
@@ -94,6 +99,10 @@ class RunState:
         """Training thread: a wait, if it comes to one until the context ends, is for these."""
         self.waiting = (tuple(uids), time.monotonic())
         return self._until
+
+    def patience(self, timeout_seconds: float) -> float:
+        """How long a wait may last that begins now: what the round's earlier ones have left of the time-out."""
+        return max(0.0, timeout_seconds - self.waited_seconds)
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:

@@ -63,6 +63,10 @@ class Inbox:
         self._floor = 0
         self._end = math.inf
         """This node takes part in no round from this one on, so that nothing of theirs is kept."""
+        self._round = -1
+        """The one under way; the training thread's."""
+        self._given_up: set[int] = set()
+        """Sources that were waited for in vain in it."""
         self._finished: set[ExchangeKey] = set()
         self._wanted: set[int] = set()
         """Sources that the training thread waits for."""
@@ -123,6 +127,7 @@ class Inbox:
     def landed(self, key: ExchangeKey, source: int, last: bool) -> None:
         """Any thread: the next chunk after those before is there; last: the whole payload is."""
         with self.status.lock:
+            self.status.silent.discard(source)
             incoming = self._incoming.get(key, {}).get(source)
             if not isinstance(incoming, MappedPayload) or incoming.pieces is None:
                 return
@@ -241,6 +246,9 @@ class Inbox:
 
     def advance(self, round: int) -> None:
         """Rounds below `round` are over: what still comes of them is stale."""
+        if round != self._round:
+            self._round, self.status.waited_seconds = round, 0.0
+            self._given_up.clear()
         if round <= self._floor:  # which the training thread alone moves
             return
         with self.status.lock:
@@ -278,7 +286,7 @@ class Inbox:
             self._skips.clear()
             self._wanted = set()
             self.status.silent.clear()
-            self._floor, self._end = round, math.inf
+            self._floor, self._end, self._round = round, math.inf, -1
 
     def finish(self, key: ExchangeKey) -> None:
         with self.status.lock:
@@ -299,7 +307,8 @@ class Inbox:
     ) -> dict[int, PartialPayload]:
         """Blocking: those of `sources` that delivered `chunk` (-1: everything).
 
-        Fewer when the others departed or nothing came for `timeout_seconds`.
+        Fewer when the others departed or nothing came for `timeout_seconds`, which all waits of a round share. Whoever
+        was given up in a round is waited for again in it only once something came.
         """
         with self.status.lock:
             waiting = self._outstanding(key, chunk, sources)
@@ -313,6 +322,8 @@ class Inbox:
         """With `status.lock` held: until everything of `waiting` came that will."""
         status = self.status
         began = last = time.monotonic()
+        waiting = [s for s in waiting if s not in self._given_up or s not in status.silent]
+        before = 0.0 if self._given_up else status.waited_seconds  # whoever used that up is not among these
         while waiting:
             status.raise_if_failed()
             if status.departed:
@@ -321,9 +332,10 @@ class Inbox:
                 waiting = [s for s in waiting if not self._is_skipped(s, key)]
             limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if status.stopping else timeout_seconds
             exposed, now = status.exposed_since, time.monotonic()
-            remaining = max(last, exposed) + limit - now
+            remaining = max(last, exposed) + limit - before - now
             if remaining <= 0:
                 status.silent.update(waiting)
+                self._given_up.update(waiting)
             if not waiting or remaining <= 0 or status.regrouping:
                 break
             self._wanted, self._wanted_what = set(waiting), (key, chunk)
@@ -331,11 +343,13 @@ class Inbox:
             status.wait(min(remaining, 1.0))
             still = self._outstanding(key, chunk, waiting)
             if len(still) < len(waiting):
-                last = time.monotonic()
+                last, before = time.monotonic(), 0.0
+                status.waited_seconds = 0.0
             if not still and waiting[-1] != SUM:
                 self.counters.edge(waiting[-1]).wait_seconds += max(0.0, last - max(began, status.exposed_since))
             waiting = still
         self._wanted, status.waiting = set(), None
+        status.waited_seconds += max(0.0, time.monotonic() - max(last, status.exposed_since))
         for source in waiting:
             if source != SUM:
                 waited = time.monotonic() - max(began, status.exposed_since)

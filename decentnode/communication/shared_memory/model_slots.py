@@ -48,7 +48,7 @@ class ModelSlots:
                 slot = self._memory.acquire_slot(current, timeout_seconds)
                 place = None if slot is None else self._places[slot]
             else:
-                place = self._private(current, time.monotonic() + timeout_seconds)
+                place = self._private(current, time.monotonic() + self._status.patience(timeout_seconds))
         return torch.empty_like(current) if place is None else place
 
     def _private(self, current: Tensor, deadline: float) -> Tensor | None:

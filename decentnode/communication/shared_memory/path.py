@@ -150,7 +150,7 @@ class SharedMemoryPath:
         Readers that still hold an earlier payload after the time-out are not waited for again, nor told of anything,
         until they have released all that they were told of. While they hold every slot, nobody is told.
         """
-        deadline, told = time.monotonic() + timeout_seconds, []
+        deadline, told = time.monotonic() + self._status.patience(timeout_seconds), []
         for lent, buffer in self._buffers.items():
             read_by = self._read_by[lent]
             mine = uids if read_by.issuperset(uids) else [uid for uid in uids if uid in read_by]
@@ -205,7 +205,8 @@ class SharedMemoryPath:
         """Blocking: the slot among `model_slots` that the model may go to from `current`; None after the time-out."""
         buffer = self._buffers[False]
         buffer.judge(self._status.silent)
-        return buffer.acquire_slot(current.data_ptr(), time.monotonic() + timeout_seconds, self._gone)
+        deadline = time.monotonic() + self._status.patience(timeout_seconds)
+        return buffer.acquire_slot(current.data_ptr(), deadline, self._gone)
 
     def _gone(self, uid: int) -> bool:
         """Whether a reader said goodbye. Raises what every wait raises once the run has failed."""

@@ -111,15 +111,19 @@ class CliquePath(abc.ABC):
     def _sends_under_way(self) -> bool:
         return any(count and uid not in self._status.departed for uid, count in self._flying.items())
 
+    def _has_room(self, uid: int) -> bool:
+        """Whether `_may_send` would not block for the peer's window."""
+        return self._flying.get(uid, 0) < SEND_WINDOW
+
     def _may_send(self, uid: int, round: int) -> bool:
         """Blocking while the window is full; False when the peer is gone or took nothing in time."""
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self._status.patience(self._timeout_seconds)
         with self._status.changed:
             while True:
                 self._status.raise_if_failed()
                 if self._status.departed.get(uid, round + 1) <= round:
                     return False
-                if self._flying.get(uid, 0) < SEND_WINDOW:
+                if self._has_room(uid):
                     self._flying[uid] = self._flying.get(uid, 0) + 1
                     return True
                 remaining = deadline - time.monotonic()

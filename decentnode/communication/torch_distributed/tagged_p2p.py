@@ -40,12 +40,15 @@ class TaggedPath(CliquePath):
     ) -> frozenset[int]:
         for uid in sorted(sources):
             self._receive(uid, key)
+        held_up = {uid for _, uids in outgoing for uid in uids if not self._has_room(uid)}
         dropped: set[int] = set()
-        for payload, uids in outgoing:
-            open_ = [uid for uid in sorted(uids) if self._may_send(uid, key[0])]
-            dropped |= set(uids) - set(open_)
-            if open_:
-                self._send(payload, open_, key)
+        for now in (True, False):  # nobody waits for its payload because another one takes none
+            for payload, uids in outgoing:
+                meant = [uid for uid in sorted(uids) if (uid not in held_up) == now]
+                open_ = [uid for uid in meant if self._may_send(uid, key[0])]
+                dropped |= set(meant) - set(open_)
+                if open_:
+                    self._send(payload, open_, key)
         return frozenset(dropped)
 
     def _launch_call(self, turn: CollectiveCall) -> None:

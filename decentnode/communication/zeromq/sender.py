@@ -59,7 +59,6 @@ class Sender:
         `SharedMemoryPath.publish` do."""
         self.model_slots.sent_to = tuple(outgoing)
         told: Collection[int] = ()
-        dropped: Collection[int] = ()
         if self.memory.readers:
             by_memory = [uid for uid in outgoing if uid in self.memory.readers and uid not in self._status.departed]
             if len({id(outgoing[uid]) for uid in by_memory}) == 1:
@@ -68,12 +67,15 @@ class Sender:
             rest = {uid: outgoing[uid] for uid in outgoing if uid not in told} if told else outgoing
             for payload, _ in grouped(rest):
                 self.checked(payload, phase)
-            taking = [uid for uid in rest if self._may_send(uid, round, phase)]
-            if len(taking) < len(rest):
-                dropped, rest = rest.keys() - taking, {uid: rest[uid] for uid in taking}
+            held_up = [uid for uid in rest if not self._links.takes(uid)]
+            if held_up:  # nobody waits for its payload because another one takes none
+                now = {uid: payload for uid, payload in rest.items() if uid not in held_up}
+                for payload, uids in grouped(now):
+                    self._by_messages(payload, uids, round, phase)
+                rest = {uid: rest[uid] for uid in held_up if self._may_send(uid, round, phase)}
             for payload, uids in grouped(rest):
                 self._by_messages(payload, uids, round, phase)
-            return frozenset(dropped)
+            return frozenset(held_up).difference(rest)
         return frozenset()
 
     def _may_send(self, uid: int, round: int, phase: int) -> bool:
@@ -82,7 +84,7 @@ class Sender:
         links, status = self._links, self._status
         if links.takes(uid):
             return True
-        deadline = time.monotonic() + self._config.timeout_seconds
+        deadline = time.monotonic() + status.patience(self._config.timeout_seconds)
         with status.changed, status.waits_for([uid]):
             while not links.takes(uid):
                 status.raise_if_failed()

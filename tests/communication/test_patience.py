@@ -1,0 +1,193 @@
+"""A neighbor that is gone costs a round one time-out, however many waits the round has; on a clock of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Communication, Counters
+from decentnode.communication.receive.exchange import InboxExchange
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.run_state import RunState
+from decentnode.communication.shared_memory.model_slots import ModelSlots
+from decentnode.communication.shared_memory.path import SharedMemoryPath
+from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
+from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.payload import Payload
+from decentnode.tensors import BLOCK_ELEMENTS
+from tests.communication.contract import flat_schema, nodes, together
+
+SECONDS, ELEMENTS = 60.0, 8
+
+
+class Clock:
+    """Stands in for the module `time` where neighbors are waited for: only waits make it go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        modules = ("receive.inbox", "receive.exchange", "run_state", "shared_memory.model_slots", "shared_memory.path",
+                   "shared_memory.publish_buffer", "torch_distributed.clique_path", "zeromq.sender")  # fmt: skip
+        for name in modules:
+            monkeypatch.setattr(sys.modules[f"decentnode.communication.{name}"], "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 0.5)
+
+
+class Waits:
+    """The receiving end of one node whose neighbors say nothing but what a test says for them."""
+
+    def __init__(self, clock: Clock, phases: int = 1) -> None:
+        self.clock, self.status = clock, RunState()
+        schemas = flat_schema(ELEMENTS) * phases
+        self.inbox = Inbox(schemas, 1 << 22, self.status, Counters(), lambda _uid, _size: None)
+        memory = SharedMemoryPath(0, schemas, 3, self.inbox, self.status, Counters(), lambda _message: None,
+                                  lambda _fault: None)  # fmt: skip
+        self.slots = ModelSlots(schemas[0], memory, self.status, lambda: None)
+        self.during: list[Callable[[], None]] = []
+        """What happens while the node waits, one after the other."""
+        self.status.wait = self._wait  # type: ignore[method-assign]
+
+    def _wait(self, seconds: float) -> None:
+        self.clock.sleep(seconds)
+        if self.during:
+            self.during.pop(0)()
+
+    def comes(self, source: int, round: int, phase: int = 0) -> None:
+        self.inbox.put_landing((round, phase), source, [torch.ones(ELEMENTS)], {}, lambda: None)
+        self.inbox.landed((round, phase), source, last=True)
+
+    def missing(self, sources: tuple[int, ...], round: int = 0, phase: int = 0) -> frozenset[int]:
+        """Who did not come, by the end of an exchange."""
+        self.inbox.advance(round)
+        exchange = InboxExchange(self.inbox, round, phase, sources, frozenset())
+        assert list(exchange.arrivals(SECONDS))
+        return exchange.missing
+
+    def leased(self) -> tuple[Tensor, object]:
+        """Where the model is, when messages are still sent from where it was before."""
+        first = self.slots.acquire_slot(torch.zeros(ELEMENTS), SECONDS)
+        assert first is not None
+        lease, second = self.slots.lease(first), self.slots.acquire_slot(first, SECONDS)
+        assert lease is not None and second is not None
+        return second, lease
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.mark.parametrize("slot_first", [True, False], ids=["overlapped", "sequential"])
+def test_the_wait_for_a_slot_and_that_for_payloads_share_a_time_out(clock: Clock, slot_first: bool) -> None:
+    node = Waits(clock)
+    model, lease = node.leased()
+    node.inbox.advance(0)
+    began = clock.now
+    if slot_first:
+        assert node.slots.acquire_slot(model, SECONDS) is not None
+    assert node.missing((1,)) == {1}
+    if not slot_first:
+        assert node.slots.acquire_slot(model, SECONDS) is not None
+    assert SECONDS <= clock.now - began < SECONDS + 2
+    assert node.missing((1,), round=1) == {1}
+    assert clock.now - began >= 2 * SECONDS, "the next round waits anew"
+    assert lease is not None
+
+
+def test_what_comes_gives_the_others_their_time_again(clock: Clock) -> None:
+    """A slow network is no dead one: nothing came for so long, not: all of it took so long."""
+    node, began = Waits(clock), clock.now
+    node.during = [lambda: None] * 40 + [lambda: node.comes(1, 0)] + [lambda: None] * 40 + [lambda: node.comes(2, 0)]
+    assert node.missing((1, 2)) == frozenset()
+    assert clock.now - began > SECONDS
+
+
+def test_who_was_given_up_is_not_waited_for_again_in_a_round(clock: Clock) -> None:
+    """In a later phase, or for the float buffers, whatever else comes meanwhile."""
+    node, began = Waits(clock, phases=3), clock.now
+    node.comes(2, 0)
+    assert node.missing((1, 2)) == {1}
+    node.during = [lambda: node.comes(2, 0, 1)]
+    assert node.missing((1, 2), phase=1) == {1}
+    assert clock.now - began < SECONDS + 4
+    node.comes(1, 0, 1)  # late, but it lives
+    node.during = [lambda: node.comes(2, 0, 2), lambda: node.comes(1, 0, 2)]
+    assert node.missing((1, 2), phase=2) == frozenset()
+
+
+class Window(CliquePath):
+    """Without a communicator."""
+
+    begin = leave = _launch_call = None  # type: ignore[assignment]
+
+
+def test_windows_of_several_peers_in_a_clique_share_a_time_out(clock: Clock) -> None:
+    node = Waits(clock)
+    path = Window(None, None, node.inbox, node.status, Counters(), SECONDS, lambda _t: None)  # type: ignore[abstract, arg-type]
+    assert all(path._may_send(uid, 0) for _ in range(SEND_WINDOW) for uid in (1, 2))
+    began = clock.now
+    assert not path._may_send(1, 0) and not path._may_send(2, 0)
+    assert SECONDS <= clock.now - began < SECONDS + 2
+
+
+class Held(Exception):
+    pass
+
+
+@pytest.mark.parametrize("transport", ["tcp", "hybrid"])
+def test_a_payload_waits_for_no_neighbor_but_its_own(transport: str) -> None:
+    """Node 1 takes nothing; when node 0 comes to wait for it, node 2 has been sent its payload. In the hybrid, node 1
+    is of a clique with node 0, and node 2 is not."""
+    options = {"cliques": [[0, 1, 2]], "edges": []} if transport == "hybrid" else {}
+    if transport == "hybrid":
+        options["edges"] = [{"nodes": [0, 1, 2], "by": "collective"}]
+    elements = 4 * BLOCK_ELEMENTS
+    with nodes(transport, 3, flat_schema(elements), chunk_bytes=1 << 20, window_bytes=1 << 20, **options) as made:
+        ahead, _, quick = made
+        assert isinstance(ahead, ZeroMQ)
+
+        def held(_: float) -> None:
+            raise Held
+
+        def take(node: Communication, round: int) -> float:
+            (arrival, *_) = list(node.exchange(round, {}, (0,)).arrivals(600))
+            assert set(arrival.received) == {0}
+            return float(arrival.received[0].tensors["x"][0])
+
+        ahead._status.wait = held  # type: ignore[method-assign]
+        for round in range(40):
+            payload = Payload({"x": torch.full((elements,), float(round))})
+            try:
+                ahead.exchange(round, {1: payload, 2: payload}, ())
+            except Held:
+                break
+            together([quick], lambda node, round=round: take(node, round))  # type: ignore[misc]
+        else:
+            pytest.fail("node 0 never had to wait")
+        assert list(together([quick], lambda node, round=round: take(node, round)).values()) == [round]  # type: ignore[misc]
+        del ahead._status.wait
+
+
+def test_peers_that_take_nothing_share_a_time_out(clock: Clock) -> None:
+    elements = 4 * BLOCK_ELEMENTS
+    options = {"chunk_bytes": 1 << 20, "window_bytes": 1 << 20, "timeout_seconds": SECONDS}
+    with nodes("tcp", 3, flat_schema(elements), **options) as made:
+        ahead = made[0]
+        assert isinstance(ahead, ZeroMQ)
+        ahead._status.wait = clock.sleep  # type: ignore[method-assign]
+        longest = 0.0
+        for round in range(20):
+            began = clock.now
+            payload = Payload({"x": torch.full((elements,), float(round))})
+            ahead.exchange(round, {1: payload, 2: payload}, ())
+            longest = max(longest, clock.now - began)
+        assert SECONDS <= longest < SECONDS + 2
+        del ahead._status.wait
