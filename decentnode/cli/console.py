@@ -105,8 +105,14 @@ class ConsoleObserver(Observer):
             self.say("waiting", f"for {text}", kind=OutputKind.PROGRESS)
 
     def joined(self, seconds: float) -> None:
+        self._begin(f"all connected, {duration(seconds)} after the command")
+
+    def asks_to_join(self, seconds: float) -> None:
+        self._begin(f"ready, {duration(seconds)} after the command; they ask the run to let them in")
+
+    def _begin(self, what: str) -> None:
         assert self._state is not None
-        self.say("nodes", f"all connected, {duration(seconds)} after the command")
+        self.say("nodes", what)
         self._line_at = time.monotonic()
         self._joined = True
         self._begin_live()

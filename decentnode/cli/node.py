@@ -53,7 +53,7 @@ def command(
     facts = facts_of(experiment, request)
     directory = _directory(facts, into, uid)
     task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", False, 1.0, "", join)
-    ledger, told = Ledger(), _Teller(uid, facts, quiet or as_json)
+    ledger, told = Ledger(), _Teller(uid, facts, quiet or as_json, join)
 
     def send(message: ChildMessage) -> None:
         told.tell(message)
@@ -106,13 +106,13 @@ def _stop_on_signals(node: Node) -> None:
 class _Teller:
     """Progress of one node as lines; `tell` never blocks, whatever the terminal does."""
 
-    def __init__(self, uid: int, facts: Facts, quiet: bool) -> None:
+    def __init__(self, uid: int, facts: Facts, quiet: bool, join: bool) -> None:
         from decentnode.cli.output import Output
         from decentnode.report.progress import RunProgress
 
         self.lines, self.errors = Output(sys.stdout), Output(sys.stderr)
         self._state = RunProgress.of(facts.rounds, [uid])
-        self._quiet = quiet
+        self._quiet, self._join = quiet, join
         self._joined: float | None = None
 
     def joined_after(self, started: float) -> float | None:
@@ -124,7 +124,8 @@ class _Teller:
 
         if isinstance(message, NodeJoined):
             self._joined = time.monotonic()
-            self._echo("all nodes connected", OutputKind.LINE)
+            connected = "ready, asks the run to let it in" if self._join else "all nodes connected"
+            self._echo(connected, OutputKind.LINE)
         elif isinstance(message, Progress):
             if self._state.update(message.uid, message.record):
                 self._echo(self._state.line(), OutputKind.PROGRESS)

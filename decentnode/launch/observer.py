@@ -23,6 +23,10 @@ class Observer:
     def joined(self, seconds: float) -> None:
         """All nodes of the run are connected, `seconds` after the command."""
 
+    def asks_to_join(self, seconds: float) -> None:
+        """Instead of `joined`: this machine's nodes ask a run that has begun to let them in."""
+        self.joined(seconds)
+
     def progress(self, uid: int, record: dict[str, Any]) -> None:
         """A record of a node's metrics.jsonl: every evaluation, and now and then a round."""
 

@@ -221,7 +221,7 @@ class Run:
     def _on_all_joined(self) -> None:
         self._enter("running")
         self.start_seconds = time.monotonic() - self.started
-        self.observer.joined(self.start_seconds)
+        (self.observer.asks_to_join if self.request.join else self.observer.joined)(self.start_seconds)
         if self.records is not None:
             self.records.start()
 
@@ -256,7 +256,8 @@ class Run:
             self.ledger.lost.setdefault(failed.uid, failed)
             return
         self.ledger.lost[failed.uid] = failed
-        self.observer.notice(f"{failed.title}: the others go on")
+        never_in = self.request.join and not self.ledger.members
+        self.observer.notice(failed.title if never_in else f"{failed.title}: the others go on")
 
     def _start_again(self, worker: Worker) -> None:
         """A node that the others go on without comes back, as often as the config says."""

@@ -60,3 +60,14 @@ def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(
         observer.progress(uid, {"kind": "evaluation", "round": 7, "accuracy": 0.5, "accuracy_mean": 0.5})
     assert output.drain(30)
     assert re.findall(r"^(round|evaluated)=7/10 ", out.getvalue(), re.MULTILINE) == ["round", "evaluated"]
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_only_nodes_of_a_run_that_starts_are_said_to_be_connected(join: bool) -> None:
+    out = io.StringIO()
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=False)
+    observer.facts(FACTS, None)
+    (observer.asks_to_join if join else observer.joined)(1.0)
+    assert output.drain(30)
+    assert ("all connected" in out.getvalue(), "let them in" in out.getvalue()) == (not join, join)

@@ -10,18 +10,18 @@ import pytest
 from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
-from decentnode.errors import AssemblyError
+from decentnode.errors import AssemblyError, PeerLost
 from decentnode.wire.generation import Limits
 from tests.communication.contract import flat_schema, together
-from tests.conftest import wait_until
+from tests.conftest import free_ports, wait_until
 
 
 def make(
     uid: int, n: int, digest: str = "d", keys: Path | None = None, limits: Limits | None = None,
-    again: tuple[str, ...] = (),
+    again: tuple[str, ...] = (), **options: object,
 ) -> ZeroMQ:
     """again: where the node listened before."""
-    options = {} if keys is None else {"keys": keys, "bulk_security": "curve"}
+    options |= {} if keys is None else {"keys": keys, "bulk_security": "curve"}
     config = ZeroMQConfig.model_validate({"name": "zeromq", "suspect_seconds": 2, **options})
     return ZeroMQ(
         config, uid=uid, machine_of=dict.fromkeys(range(n), 0), schemas=flat_schema(8), digest=digest,
@@ -54,6 +54,19 @@ def test_a_join_with_another_config_is_told_on_both_sides_by_name() -> None:
     finally:
         for node in made:
             node.close()
+
+
+def test_who_joins_a_run_that_is_over_is_told_that_nobody_answers() -> None:
+    joiner = make(2, 3, limits=Limits(20.0, 60.0, 2), start_timeout_seconds=0.3)
+    try:
+        joiner.set_peers({uid: (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
+                          for uid, port in zip((0, 1), (free_ports(2), free_ports(2)), strict=True)})  # fmt: skip
+        joiner.bind()
+        joiner.join()
+        with pytest.raises(PeerLost, match=r"comes from outside; no other node of the run answers"):
+            joiner.next_generation()
+    finally:
+        joiner.close()
 
 
 def test_the_time_out_of_a_start_names_handshakes_that_were_refused(tmp_path: Path) -> None:

@@ -168,6 +168,8 @@ class Reconfiguration:
                     alone_since = now
                 reason, outside = self.membership.reason, self.membership.stage == "outside"
                 stopping = self.membership.stopping
+                if outside and not self.membership.joining.answered:
+                    reason += "; no other node of the run answers"
             if stopping and now - alone_since > (POLL_SECONDS if outside else STOPPING_TIMEOUT_SECONDS):
                 raise Interrupted(f"node {self.membership.uid}: stopped while {reason}")
             if now - alone_since > alone_seconds or now - began > together_seconds:

@@ -26,6 +26,11 @@ class JoinRequests:
         self._times_outside += 1
         self._generation_of.clear()
 
+    @property
+    def answered(self) -> bool:
+        """Whether any node said since `begin` which generation it is in."""
+        return bool(self._generation_of)
+
     def due(self, now: float) -> bool:
         """Whether to ask everybody now; the next time is JOIN_EVERY_SECONDS later."""
         if now < self._next:
