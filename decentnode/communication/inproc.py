@@ -23,8 +23,8 @@ from decentnode.communication.receive.chunking import plans
 from decentnode.config.component import Config
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.payload import Payload
+from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.generation import Generation
-from decentnode.wire.session import ControlTree
 
 ExchangeKey = tuple[int, int, int, int]  # round, phase, source, destination
 

@@ -1,1 +1,7 @@
-"""The protocol without I/O: messages, their bytes, and what a node may say when."""
+"""The protocol without I/O: messages, their bytes, and which of them a node may send when.
+
+- messages.py, codec.py, framing.py, doorbell.py: the messages and their bytes
+- stream.py: numbered messages between two nodes, so that none is lost or comes twice
+- session.py, session_states.py, control_tree.py: start, stop and failures of a run
+- generation.py, membership/: how nodes agree on who takes part when some died or came back
+"""

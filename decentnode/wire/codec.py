@@ -20,7 +20,7 @@ MAX_SCALAR_TEXT = 256
 MAX_SCALAR_NAME = 64
 
 Problem = Callable[[Any], str | None]
-"""What is wrong with a field's value, or None. `type() is` in these: a bool is no integer here."""
+"""Returns what is wrong with a field's value, or None. These compare types with `is`: a bool is no integer here."""
 
 
 def _number(limit: int) -> Problem:
@@ -71,20 +71,22 @@ _RULES: dict[type[Message], tuple[tuple[int, int, Problem], ...]] = {
     )
     for kind, fields in FIELDS.items()
 }  # fmt: skip
-"""Per field: upper limit (0: no whole number), exact size of its bytes (-1: none), check. Most fields are numbers
-within their limit, every message of a round passes here, and a call per field would cost most of it."""
+"""Per field: upper limit (0: not an integer), exact number of bytes (-1: no fixed size), check. `_wrong` tests limit
+and size itself and calls the check only where these fail: every message of a round passes there, and a call per field
+would be most of its cost."""
 _NAMES = {kind: tuple(each.name for each in fields) for kind, fields in FIELDS.items()}
 _VALUES = {kind: attrgetter(*(each.name for each in fields)) for kind, fields in FIELDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """The header of a message. Raises ValueError when a field is out of bounds: our own fault."""
+    """Returns the header of a message. Raises ValueError when a field is out of bounds: a fault of our own code."""
     kind = type(message)
     return encode_values(kind, _VALUES[kind](message))
 
 
 def encode_values(kind: type[Message], values: tuple[Any, ...]) -> bytes:
-    """The header of the message of this kind with these values, in the order of its fields, as `encode` makes it."""
+    """Returns the header that `encode` makes of a message of this kind with these values, in the order of its fields,
+    without making the message. Raises ValueError."""
     wrong = _wrong(kind, values)
     if wrong:
         raise ValueError(f"{kind.__name__}.{wrong[0]} {wrong[1]}, got {wrong[2]!r:.80}")
@@ -93,7 +95,7 @@ def encode_values(kind: type[Message], values: tuple[Any, ...]) -> bytes:
 
 
 def _packer() -> msgpack.Packer:
-    """One for every thread: to make one costs more than to pack a header."""
+    """The packer of this thread: making one costs more than packing a header."""
     found = getattr(_of_thread, "packer", None)
     if found is None:
         found = _of_thread.packer = msgpack.Packer(default=dict, use_bin_type=True)
@@ -104,7 +106,7 @@ _of_thread = threading.local()
 
 
 def decode(header: Bytes) -> Message:
-    """The message of a header. Raises PeerFault, and nothing else, on any bytes that are not one."""
+    """Returns the message of a header. Raises PeerFault, and nothing else, for bytes that are not a valid header."""
     if len(header) > MAX_HEADER_BYTES:
         raise PeerFault("oversized_header", f"{len(header)} bytes")
     parts = _unpacked(header)
@@ -121,13 +123,13 @@ def decode(header: Bytes) -> Message:
     wrong = _wrong(kind, values)
     if wrong:
         raise PeerFault("malformed_header", f"{kind.__name__}.{wrong[0]} {wrong[1]}")
-    message = object.__new__(kind)  # what a frozen class's own constructor does, in half the time
+    message = object.__new__(kind)  # does what a frozen dataclass's constructor does, in half the time
     message.__dict__.update(zip(_NAMES[kind], values, strict=True))
     return message
 
 
 def decode_scalars(raw: Bytes) -> Scalars:
-    """Named scalars that stand alone. Raises PeerFault on any bytes that are none."""
+    """Returns the named scalars of a msgpack map. Raises PeerFault for bytes that are no such map."""
     found = _unpacked(raw)
     problem = _scalars(found)
     if problem:
@@ -136,7 +138,7 @@ def decode_scalars(raw: Bytes) -> Scalars:
 
 
 def _unpacked(raw: Bytes) -> object:
-    """Raises PeerFault on anything that is not one bounded msgpack value."""
+    """Returns the msgpack value of these bytes. Raises PeerFault for anything but one value within bounds."""
     try:
         return msgpack.unpackb(
             raw,
@@ -154,7 +156,7 @@ def _unpacked(raw: Bytes) -> object:
 
 
 def _wrong(kind: type[Message], values: Sequence[Any]) -> tuple[str, str, Any] | None:
-    """(name, problem, value) of the first field that is not as it has to be."""
+    """Returns (name, problem, value) of the first invalid field, or None."""
     for place, (limit, exactly, check) in enumerate(_RULES[kind]):
         value = values[place]
         if limit:
@@ -168,7 +170,7 @@ def _wrong(kind: type[Message], values: Sequence[Any]) -> tuple[str, str, Any] |
 
 
 def bitmap(uids: Iterable[int], num_nodes: int) -> bytes:
-    """The bits of a set of uids, bit u of byte u // 8 for uid u."""
+    """Returns a set of uids as bits: bit u % 8 of byte u // 8 for uid u."""
     bits = bytearray((num_nodes + 7) // 8)
     for uid in uids:
         bits[uid >> 3] |= 1 << (uid & 7)
@@ -176,7 +178,7 @@ def bitmap(uids: Iterable[int], num_nodes: int) -> bytes:
 
 
 def from_bitmap(bits: bytes, num_nodes: int) -> set[int]:
-    """Raises PeerFault when a bit at or above num_nodes is set."""
+    """Returns the uids of a bitmap. Raises PeerFault when a bit at or above num_nodes is set."""
     found = {8 * i + k for i, byte in enumerate(bits) if byte for k in range(8) if byte >> k & 1}
     if found and max(found) >= num_nodes:
         raise PeerFault("unknown_uid", f"{max(found)}")

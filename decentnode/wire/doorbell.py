@@ -2,8 +2,9 @@
 
 54 bytes: magic, version, two zeros, run (8), generation (u32), its origin (12), source (u32), round (u64), use (u64),
 number of tensors (u16), bytes of scalars (u16), phase (u8), slot (u8); then the elements of each tensor (u64) and the
-scalars (a msgpack map, or nothing), all little-endian. A round has one for every neighbor, and a message of named and
-checked fields would cost several times as much. What such a socket does not take goes as a `Slot` over ZeroMQ instead.
+scalars (a msgpack map, or nothing), all little-endian. A round sends one to every neighbor, and a message of named and
+checked fields would cost several times as much. A doorbell that a datagram socket does not take is sent as a `Slot`
+over ZeroMQ instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from decentnode.wire.generation import Name
 from decentnode.wire.messages import MAX_ROUND, PROTOCOL_VERSION, Scalars, Slot
 
 MAX_BYTES = 4096
-"""The longest doorbell that leaves as a datagram."""
+"""Largest doorbell that is sent as a datagram, in bytes."""
 MAGIC = 0xDB
 
 _GENERATION = struct.Struct("<BBxx8sI12s")
@@ -30,21 +31,21 @@ Opened = tuple[int, int, int, int, int, bytes, Scalars]
 
 
 class Doorbells:
-    """Those of one node, in one generation of members of one run."""
+    """Makes and opens the doorbells of one node, in one generation of members of one run."""
 
     def __init__(self, uid: int, run: bytes, generation: Name, refuse: Callable[[Slot], object]) -> None:
-        """refuse: raises the PeerFault of what is of another run or generation."""
+        """refuse: called with a doorbell of another run or generation; raises its PeerFault."""
         self._uid, self._prefix = uid, _GENERATION.pack(MAGIC, PROTOCOL_VERSION, run, *generation)
         self._refuse = refuse
 
     def make(self, round: int, phase: int, slot: int, use: int, totals: bytes, scalars: Scalars) -> bytes:
-        """totals: elements of each tensor, 8 bytes each."""
+        """Returns the bytes of a doorbell. totals: elements of each tensor, 8 bytes little-endian each."""
         rest = msgpack.packb(dict(scalars)) if scalars else b""
         fixed = _DOORBELL.pack(self._prefix, self._uid, round, use, len(totals) >> 3, len(rest), phase, slot)
         return b"".join((fixed, totals, rest))
 
     def open(self, datagram: bytes) -> Opened:
-        """Raises PeerFault for anything but a doorbell of this run and generation."""
+        """Returns the fields of a doorbell. Raises PeerFault for anything but one of this run and generation."""
         if len(datagram) < _DOORBELL.size:
             raise PeerFault("malformed_header", f"a doorbell of {len(datagram)} bytes")
         prefix, source, round, use, tensors, of_scalars, phase, slot = _DOORBELL.unpack_from(datagram)
@@ -57,7 +58,7 @@ class Doorbells:
         return source, round, phase, slot, use, datagram[_DOORBELL.size : end], scalars
 
     def _stray(self, prefix: bytes, source: int) -> None:
-        """Raises the PeerFault of a doorbell that is none, or of another run or generation."""
+        """Raises the PeerFault of bytes that are no doorbell, or one of another run or generation."""
         magic, version, run, generation, origin = _GENERATION.unpack(prefix)
         if magic != MAGIC:
             raise PeerFault("malformed_header", "not a doorbell")

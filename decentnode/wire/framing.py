@@ -1,10 +1,10 @@
-"""What stands before every header on a socket: its number in the stream, and how its bytes are protected.
+"""The prefix of every message on a socket: its sequence number, and how its bytes are protected.
 
 20 bytes: sequence (u64, 0: not numbered), kind (u16), header bytes (u16), sum (u64), little-endian. Where the header's
 size is given, the body follows it in the same frame; where it is 0, the header is the rest of the frame, and the body,
 if any, is the next frame. A sum covers sequence, kind, the size as it is given, the header with its length, and the
 body: also where a header ends, and whether there is a sum. Without one, it is 0. With AES-GCM the body carries its own
-tag, the sequence is the nonce and sequence and header are its associated data; the sum is 0.
+tag: the sequence is the nonce, sequence and header are the associated data, and the sum is 0.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ NONE, CRC32, XXH3, AES_GCM = 0, 1, 2, 3
 KINDS = {"none": NONE, "crc32": CRC32, "xxh3": XXH3}
 MAX_SEQUENCE = 1 << 62
 MAX_JOINED_HEADER = (1 << 16) - 1
-"""Bytes of a header that a body can follow in the same frame."""
+"""Most bytes of a header that a body can follow in the same frame."""
 
 _NUMBERS = struct.Struct("<QQHHI")
-"""What a sum begins with: sequence, the body's sum, kind, header bytes as given, and as they are."""
+"""The first bytes that a sum covers: sequence, the body's sum, kind, header bytes as the prefix gives them, and the
+header's real size."""
 
 
 def body_sum(kind: int, body: Bytes) -> int:
-    """The part of a sum that is the same for every receiver of one body."""
+    """Returns the body's part of a sum: the same for every receiver, so that it is computed once per body."""
     if kind == XXH3:
         return xxhash.xxh3_64_intdigest(body)
     return zlib.crc32(body) if kind == CRC32 else 0
 
 
 def sealed(sequence: int, header: bytes, kind: int, of_body: int, body: Bytes | None = None) -> bytes:
-    """First frame of a message: prefix and header, and behind them `body`, unless it goes into a frame of its own."""
+    """Returns the first frame of a message: prefix, header, and `body`, unless that goes into a frame of its own."""
     if body is None:
         return PREFIX.pack(sequence, kind, 0, _sum(kind, sequence, 0, header, of_body)) + header
     size = len(header)
@@ -45,9 +46,9 @@ def sealed(sequence: int, header: bytes, kind: int, of_body: int, body: Bytes | 
 
 
 def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
-    """(sequence, kind, sum, header, body) of a first frame; body: None where the frame has none.
+    """Returns (sequence, kind, sum, header, body) of a first frame; body: None where the frame has none.
 
-    Raises PeerFault when there is no prefix, or less of a header than it says.
+    Raises PeerFault when there is no prefix, or when the header is shorter than the prefix says.
     """
     size = len(frame)
     if size < PREFIX.size:
@@ -64,9 +65,9 @@ def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
 
 
 def verify(sequence: int, kind: int, sum_: int, header: bytes, body: Bytes, joined: bool) -> None:
-    """Raises PeerFault when a message is not what was sent, or says that it has no sum and has one.
+    """Raises PeerFault when a message is not what was sent, or has a sum though its kind is NONE.
 
-    joined: the body came in the first frame, as `opened` found it.
+    joined: whether the body came in the first frame.
     """
     if sum_ != _sum(kind, sequence, len(header) if joined else 0, header, body_sum(kind, body)):
         raise PeerFault("checksum_mismatch", f"{len(header)} + {memoryview(body).nbytes} bytes")
@@ -81,9 +82,10 @@ def _sum(kind: int, sequence: int, given: int, header: bytes, of_body: int) -> i
 
 
 def nonce(sequence: int) -> bytes:
-    """12 bytes; a key is never used for two messages with one number."""
+    """Returns the 12-byte nonce of AES-GCM. A key is never used for two messages with one sequence number."""
     return sequence.to_bytes(12, "little")
 
 
 def associated(sequence: int, header: bytes) -> bytes:
+    """Returns the associated data of AES-GCM."""
     return sequence.to_bytes(8, "little") + header

@@ -1,4 +1,4 @@
-"""Generations of members: what names one, what is known of it, and why at most one is in force.
+"""Generations of members: their names, the events by which they follow each other, and why at most one is in force.
 
 A node takes part in a round only as a member of a generation. The next one is agreed on when a member dies, freezes, is
 cut off or comes back (wire/membership/); this page says why two can never train side by side.
@@ -13,8 +13,9 @@ may begin is in force at any time. A generation is in force while the processes 
 its members, all still belong to it.
 
 Argument.
-1. A generation comes into force only after every member promised it, put away what it had (Ready), and so belongs to no
-   other. A process follows only the highest name that it promised, and names that it entered only grow.
+1. A generation comes into force only after every member promised it and released what belonged to the one before
+   (Ready), and so belongs to no other. A process follows only the highest name that it promised, and the names of
+   generations that it enters only grow.
 2. A generation in which rounds may begin has at least `min_nodes` members: present ones. Nodes that said goodbye do not
    count toward them, as two sides of a broken network would count them both.
 3. Two such generations share a uid, of which there is one process at a time, which belongs to one of the two. The other
@@ -24,7 +25,7 @@ What this does not need is that a process remembers anything after its death: it
 until it is let in anew, without a model. The price is in the models, not in the claim: where so many are started again
 that no survivor of the newest generation is among those that go on, they go on from older models, and the name of the
 new generation may be lower than that of the dead one. A survivor of that one is told by those who are in force; it
-leaves when so many of them tell it as a generation needs, as it could not be in force beside them.
+leaves when as many of them tell it as a generation needs: its own could not be in force beside theirs.
 
 Where no round begins, fewer are enough. After the last round, nodes leave as they finish, and a generation that merely
 evaluates counts those that left (if everybody who promised is past the last round). Once a stop was asked for, any
@@ -40,23 +41,25 @@ from dataclasses import dataclass
 from decentnode.wire.messages import MAX_ROUND, NO_ORIGIN, ORIGIN_BYTES
 
 Name = tuple[int, bytes]
-"""(number, origin); ordered."""
+"""(number, origin); ordered by number first."""
 FIRST: Name = (0, NO_ORIGIN)
-"""Of the generation that a run starts with."""
+"""The name of the generation that a run starts with."""
 
 
 def new_origin(proposer: int) -> bytes:
-    """Bytes that no other proposal has."""
+    """Returns 12 bytes that no other proposal has: the uid of the proposer (4, big-endian), then random ones."""
     return proposer.to_bytes(4, "big") + os.urandom(ORIGIN_BYTES - 4)
 
 
 def proposer_of(origin: bytes) -> int:
+    """The uid that drew this origin."""
     return int.from_bytes(origin[:4], "big")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Who takes part from `first_round` on. `fresh` members have no model of their own yet."""
+    """A set of members that take part in rounds from `first_round` on. `fresh` members have no model of their own
+    yet."""
 
     number: int
     members: tuple[int, ...]
@@ -73,27 +76,28 @@ class Generation:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds, and how small a generation may be."""
+    """How long a silent node is waited for, and how small a generation may be."""
 
     suspect_seconds: float
-    """A process that says nothing for so long is left out."""
+    """A node from which nothing comes for so long is left out of the next generation."""
     ready_seconds: float
-    """A process that lives, but does not get ready for so long, is left out."""
+    """A node that lives, but is not ready for so long after the commit, is left out."""
     min_nodes: int
+    """Fewest members of a generation in which rounds begin."""
     rounds: int = MAX_ROUND
-    """Of the run: no round begins at or after this one."""
+    """Rounds of the run: no round begins at or after this one."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The generation in force ends: begin no further round."""
+    """The generation in force ends: the owner begins no further round of it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Install:
-    """Everybody promised: put away the old generation, then say `installed`."""
+    """All members promised: the owner releases what belonged to the old generation, then calls `installed`."""
 
     generation: Generation
 
@@ -107,14 +111,14 @@ class Going:
 
 @dataclass(frozen=True)
 class Outside:
-    """This node belongs to no generation; it asks to be let in."""
+    """This node belongs to no generation; it asks to join one."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class JoinRefused:
-    """This node asked to be let in, and can never be."""
+    """This node asked to join, and can never be a member of this run."""
 
     reason: str
 

@@ -1,7 +1,10 @@
-"""Everything that nodes say to each other, as frozen dataclasses with bounded fields.
+"""Every message that nodes send to each other, as frozen dataclasses with bounded fields.
 
-A message travels as a header (a msgpack array with fixed positions) behind a prefix (wire/framing.py); `Chunk` and
-`Part` have raw little-endian tensor bytes behind it, in a second frame where they are many.
+A message travels as a prefix (wire/framing.py) and a header (a msgpack array with fixed positions). `Chunk` and `Part`
+have a body as well: raw little-endian tensor bytes, in a second frame where they are large. A message that is not said
+to be numbered otherwise has a sequence number and is repeated until acknowledged (wire/stream.py).
+
+This file is long because it is one list: a message is found here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,16 +16,16 @@ from typing import Any, ClassVar
 PROTOCOL_VERSION = 6
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
-"""Run id of a node that has not been told one yet."""
+"""The run id in messages of a node that does not know the run's yet."""
 ORIGIN_BYTES = 12
 NO_ORIGIN = bytes(ORIGIN_BYTES)
-"""Origin of the generation that a run starts with."""
+"""The origin of the generation that a run starts with."""
 
 MAX_NODES = 1 << 20
 MAX_GENERATION = 1 << 32
 MAX_ROUND = 1 << 40
 MAX_TEXT, MAX_LONG_TEXT = 512, 8192
-"""Characters of a reason, and of several."""
+"""Most characters of a reason, and of several reasons in one text."""
 MAX_SCALARS = 64
 
 Scalars = Mapping[str, int | float | str]
@@ -34,16 +37,18 @@ def number(limit: int) -> Any:
 
 
 def text(limit: int = MAX_TEXT) -> Any:
+    """A text of at most `limit` characters."""
     return field(metadata={"text": limit})
 
 
 def fitting(words: str, limit: int = MAX_TEXT) -> str:
-    """The first `limit` characters, spelled so that UTF-8 can hold them: lone surrogates, which stand for bytes of
-    names of files that are no text, become question marks."""
+    """Returns the first `limit` characters of `words`. Lone surrogates become question marks: they come from file names
+    that are not UTF-8, and cannot be encoded."""
     return words[:limit].encode("utf-8", "replace").decode()
 
 
 def blob(limit: int, exact: bool = False) -> Any:
+    """At most `limit` bytes, or (exact) as many."""
     return field(metadata={"blob": limit, "exact": exact})
 
 
@@ -54,7 +59,7 @@ def named_scalars() -> Any:
 
 @dataclass(frozen=True)
 class Message:
-    """What every message carries: of which run, in which generation of members, from whom."""
+    """The fields of every message: its run, its generation of members, and the uid of its sender."""
 
     TYPE: ClassVar[int]
     run: bytes = blob(RUN_ID_BYTES, exact=True)
@@ -63,12 +68,12 @@ class Message:
     origin: bytes = field(
         default=NO_ORIGIN, kw_only=True, metadata={"blob": ORIGIN_BYTES, "exact": True}
     )
-    """Of the generation, beside its number: who proposed it, and random bytes (wire/generation.py)."""
+    """The generation's origin: the uid that proposed it, and random bytes (wire/generation.py)."""
 
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """To the tree parent: may I join? `digest` covers configuration and graph."""
+    """To the tree parent: asks to join. `digest` covers configuration and graph."""
 
     TYPE: ClassVar[int] = 1
     version: int = number(1 << 16)
@@ -79,16 +84,16 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """To a child: you are in; `run` is the run's id to adopt."""
+    """To a tree child: it is admitted; `run` is the run's id, which it adopts."""
 
     TYPE: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)
 class Reject(Message):
-    """To whoever said hello: you cannot be part of this run, because of `reason`.
+    """Answer to a refused hello: its sender cannot be part of this run, because of `reason`.
 
-    `digest` echoes the refused hello's, so that a stranger's hello in my name cannot throw me out.
+    `digest` is that of the refused hello, so that a stranger's hello with a node's uid does not end that node.
     """
 
     TYPE: ClassVar[int] = 3
@@ -98,7 +103,7 @@ class Reject(Message):
 
 @dataclass(frozen=True)
 class Present(Message):
-    """Up the tree: these uids of my subtree have joined (bit u of `uids`, little-endian bytes)."""
+    """Up the tree: these uids of the sender's subtree have joined (bit u of `uids`, little-endian bytes)."""
 
     TYPE: ClassVar[int] = 4
     uids: bytes = blob(MAX_NODES // 8)
@@ -106,7 +111,7 @@ class Present(Message):
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """Up the tree: somebody who said it was `uid` was refused."""
+    """Up the tree: a node that claimed to be `uid` was refused."""
 
     TYPE: ClassVar[int] = 5
     uid: int = number(MAX_NODES)
@@ -115,7 +120,7 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Start(Message):
-    """Down the tree: everybody is here."""
+    """Down the tree: every node of the run has joined."""
 
     TYPE: ClassVar[int] = 6
 
@@ -131,7 +136,7 @@ class Absent(Message):
 
 @dataclass(frozen=True)
 class Chunk(Message):
-    """A piece of one tensor of a round's payload; the piece's place follows from the receiver's own schema."""
+    """A piece of one tensor of a round's payload. Its position in the tensor follows from the receiver's own schema."""
 
     TYPE: ClassVar[int] = 8
     round: int = number(MAX_ROUND)
@@ -139,7 +144,7 @@ class Chunk(Message):
     tensor: int = number(256)
     chunk: int = number(1 << 32)
     total: int = number(1 << 48)
-    """Elements of the whole tensor: checked against the schema, never used to allocate."""
+    """Elements of the whole tensor: checked against the schema, never used to allocate memory."""
     scalars: Scalars = named_scalars()
 
 
@@ -156,7 +161,7 @@ class Part(Message):
 
 @dataclass(frozen=True)
 class Credit(Message):
-    """To a sender of bulk bytes: in all you may have sent so many payload bytes to me."""
+    """To a sender of bulk messages: how many payload bytes it may have sent in all, counted from the first."""
 
     TYPE: ClassVar[int] = 10
     allowed: int = number(1 << 62)
@@ -164,7 +169,7 @@ class Credit(Message):
 
 @dataclass(frozen=True)
 class Arrive(Message):
-    """A barrier: up, my whole subtree is there; down, go on."""
+    """A barrier. Up the tree: the sender's whole subtree has reached it. Down: every node has, go on."""
 
     TYPE: ClassVar[int] = 11
     key: str = text(96)
@@ -173,14 +178,14 @@ class Arrive(Message):
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """To everybody, along the tree: finish your round and close."""
+    """To every node, along the tree: finish the round under way, then close."""
 
     TYPE: ClassVar[int] = 12
 
 
 @dataclass(frozen=True)
 class Depart(Message):
-    """To my neighbors: I sent payloads of rounds below `rounds`, and none after."""
+    """To the neighbors: the sender has sent payloads of all rounds below `rounds`, and sends no more."""
 
     TYPE: ClassVar[int] = 13
     rounds: int = number(MAX_ROUND)
@@ -188,7 +193,7 @@ class Depart(Message):
 
 @dataclass(frozen=True)
 class Fail(Message):
-    """To everybody, along the tree: `uid` failed."""
+    """To every node, along the tree: `uid` failed."""
 
     TYPE: ClassVar[int] = 14
     uid: int = number(MAX_NODES)
@@ -197,7 +202,7 @@ class Fail(Message):
 
 @dataclass(frozen=True)
 class Report(Message):
-    """Up the tree to the lowest uid: closing figures of `uid`."""
+    """Up the tree to the lowest uid: the closing figures of `uid`."""
 
     TYPE: ClassVar[int] = 15
     uid: int = number(MAX_NODES)
@@ -206,7 +211,7 @@ class Report(Message):
 
 @dataclass(frozen=True)
 class Slot(Message):
-    """A doorbell: my payload of this round lies in this slot of my publish buffer
+    """A doorbell: the sender's payload of this round lies in this slot of its publish buffer
     (communication/shared_memory/publish_buffer.py)."""
 
     TYPE: ClassVar[int] = 16
@@ -221,22 +226,22 @@ class Slot(Message):
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """What came of the numbered messages of one plane (wire/stream.py). Not numbered itself."""
+    """Which numbered messages of one plane have arrived (wire/stream.py). Not numbered itself."""
 
     TYPE: ClassVar[int] = 17
     plane: int = number(2)
     first_missing: int = number(1 << 62)
     ahead: bytes = blob(1 << 12)
-    """Bit i: first_missing + 1 + i has come."""
+    """Bit i: the message first_missing + 1 + i has arrived."""
     gap: int = number(2)
-    """1: something was missed, send a probe."""
+    """1: a message was missed; the receiver of this is to send a probe."""
     probe: int = number(1 << 62)
     """The number of the probe that this answers, or 0."""
 
 
 @dataclass(frozen=True)
 class Probe(Message):
-    """Behind everything sent so far on a plane: say what has not come. Not numbered itself."""
+    """Sent after all else on a plane: asks which messages before it have not arrived. Not numbered itself."""
 
     TYPE: ClassVar[int] = 18
     plane: int = number(2)
@@ -245,15 +250,15 @@ class Probe(Message):
 
 @dataclass(frozen=True)
 class Ask(Message):
-    """May I send you bulk? Only where bulk needs keys of its own."""
+    """Asks for permission to send bulk messages. Sent only where these have keys of their own."""
 
     TYPE: ClassVar[int] = 19
 
 
 @dataclass(frozen=True)
 class Key(Message):
-    """Answer to Ask, over CURVE: prove with `token` at every login to my bulk socket that it is you, encrypt what you
-    send there with `key`."""
+    """Answer to Ask, over CURVE: `token` proves the receiver's identity at every login to the sender's bulk socket,
+    `key` encrypts what it sends there."""
 
     TYPE: ClassVar[int] = 20
     token: bytes = blob(16, exact=True)
@@ -262,14 +267,14 @@ class Key(Message):
 
 @dataclass(frozen=True)
 class Bye(Message):
-    """I leave: nothing more comes from me, nothing sent to me is read. Not numbered."""
+    """The sender leaves: it sends nothing more, and reads nothing. Not numbered."""
 
     TYPE: ClassVar[int] = 21
 
 
 @dataclass(frozen=True)
 class Join(Message):
-    """To everybody, from outside: let me into the run's next generation. Else as Hello.
+    """From a node outside to every node: asks to be a member of the run's next generation. Other fields as in Hello.
 
     The generation that it names is the one that the receiver last said to be in (`Current`): a late copy of a Join
     names one that is over, and is not taken for another restart.
@@ -283,8 +288,8 @@ class Join(Message):
 
 @dataclass(frozen=True)
 class Suspect(Message):
-    """To whoever leads the next generation: these members (a bitmap) do not answer. From one of them: I failed.
-    stopping: the sender was asked to stop."""
+    """To the leader of the next generation: these members (a bitmap) do not answer. A sender that names itself has
+    failed. stopping: the sender was asked to stop."""
 
     TYPE: ClassVar[int] = 23
     uids: bytes = blob(MAX_NODES // 8)
@@ -293,7 +298,7 @@ class Suspect(Message):
 
 @dataclass(frozen=True)
 class Prepare(Message):
-    """To every member (a bitmap) of the generation that this message names: begin no further round."""
+    """To every member (a bitmap) of the proposed generation, which this message names: begin no further round."""
 
     TYPE: ClassVar[int] = 24
     members: bytes = blob(MAX_NODES // 8)
@@ -301,7 +306,7 @@ class Prepare(Message):
 
 @dataclass(frozen=True)
 class Promise(Message):
-    """Answer to Prepare: no round from `position` on begins here. fresh: this node has no model yet. stopping: it was
+    """Answer to Prepare: the sender begins no round from `position` on. fresh: it has no model yet. stopping: it was
     asked to stop."""
 
     TYPE: ClassVar[int] = 25
@@ -312,8 +317,8 @@ class Promise(Message):
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """Everybody promised: this is the generation; those in `fresh` (a bitmap) get a model first. stopping: no round
-    begins in it."""
+    """From the leader: every member has promised this generation. Members in `fresh` (a bitmap) get a model before its
+    first round. stopping: no round begins in it."""
 
     TYPE: ClassVar[int] = 26
     members: bytes = blob(MAX_NODES // 8)
@@ -324,34 +329,38 @@ class Commit(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """Answer to Commit: what belonged to the old generation is put away, messages of the new one may come."""
+    """Answer to Commit: the sender has released what belonged to the old generation, and takes messages of the new
+    one."""
 
     TYPE: ClassVar[int] = 27
 
 
 @dataclass(frozen=True)
 class Go(Message):
-    """Everybody is ready: the generation is in force."""
+    """From the leader: every member is ready, the generation is in force."""
 
     TYPE: ClassVar[int] = 28
 
 
 @dataclass(frozen=True)
 class Ping(Message):
-    """Do you live? Answered by Pong without waiting for the training."""
+    """Asks whether a node lives. The I/O thread answers with Pong, whatever the training does."""
 
     TYPE: ClassVar[int] = 29
 
 
 @dataclass(frozen=True)
 class Pong(Message):
+    """Answer to Ping and Suspect: the sender lives, in the generation that this message names."""
+
     TYPE: ClassVar[int] = 30
 
 
 @dataclass(frozen=True)
 class Current(Message):
-    """To somebody who is not of the sender's generation, which this message names: I am in that one, with these members
-    (a bitmap). steady: it is in force, as far as the sender knows. about: what the message that this answers named."""
+    """To a node of another generation, or of none: the sender's generation, which this message names, and its members
+    (a bitmap). steady: it is in force, as far as the sender knows. about: the generation that the answered message
+    named."""
 
     TYPE: ClassVar[int] = 31
     members: bytes = blob(MAX_NODES // 8)
@@ -362,7 +371,7 @@ class Current(Message):
 
 @dataclass(frozen=True)
 class Denied(Message):
-    """Answer to Join: you can never be part of this run, because of `reason`. `digest` echoes that of the Join."""
+    """Answer to Join: its sender can never be part of this run, because of `reason`. `digest` is that of the Join."""
 
     TYPE: ClassVar[int] = 32
     digest: str = text(64)
@@ -371,8 +380,8 @@ class Denied(Message):
 
 @dataclass(frozen=True)
 class Skipped(Message):
-    """To a neighbor: none of my payloads from (round, phase) to (last_round, last_phase) comes, as you took none for so
-    long; those before and after do."""
+    """To a neighbor that took no payload for too long: the sender's payloads from (round, phase) to (last_round,
+    last_phase) do not come; those before and after do."""
 
     TYPE: ClassVar[int] = 33
     round: int = number(MAX_ROUND)
@@ -420,10 +429,10 @@ MESSAGES: dict[int, type[Message]] = {
     )
 }
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)
-"""How nodes agree on a generation (wire/membership/); `generation` is the one that is spoken of."""
+"""Messages by which nodes agree on a generation (wire/membership/); they name the generation that they are about."""
 UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, *MEMBERSHIP)
-"""Said again until answered, or meaningless later: these do not stand in the stream of an edge."""
+"""Messages without a sequence number: they are repeated until answered, or mean nothing later."""
 BULK = (Chunk, Part)
-"""Messages that carry raw bytes behind their header and travel on the bulk sockets."""
+"""Messages that have a body and travel on the bulk sockets."""
 
 FIELDS = {kind: fields(kind) for kind in MESSAGES.values()}

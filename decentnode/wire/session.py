@@ -1,133 +1,94 @@
-"""What a node may hear from whom and when: the join, departures and failures, without sockets or clocks.
+"""The control protocol of one node: the start of a run, departures and failures, without sockets or clocks.
 
-Control runs along a tree over the uids (FAN_OUT children each, uid 0 at the root): hellos and presence go up,
-the start goes down, stops and failures go everywhere. A message in, events and messages out.
+Control messages travel along a tree over the uids (wire/control_tree.py), uid 0 at the root: hellos and presence go
+up, the start goes down, stops and failures go to every node. `Session` takes messages, and returns events and messages
+to send. Its states and what each admits: wire/session_states.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
+from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.generation import FIRST, Name
 from decentnode.wire.messages import (
     MAX_LONG_TEXT,
     NO_RUN,
     PROTOCOL_VERSION,
     Absent,
-    Ack,
     Arrive,
-    Ask,
-    Bye,
-    Chunk,
-    Credit,
     Depart,
     Fail,
     Hello,
-    Key,
     Message,
-    Part,
     Present,
-    Probe,
     Refused,
     Reject,
     Report,
-    Skipped,
-    Slot,
     Start,
     Stop,
     Welcome,
     fitting,
 )
+from decentnode.wire.session_states import ADMISSIBLE, FROM_CHILD, FROM_PARENT, IN_A_RUN, Cause, State, next_state
 
-FAN_OUT = 8
 HELLO_EVERY_SECONDS = 0.5
 MAX_REFUSALS = 64
+"""Most nodes of which a session keeps why they were refused."""
 MAX_HELLOS = 8
 """Hellos of one source that are answered between two ticks."""
 
 
 @dataclass(frozen=True)
-class ControlTree:
-    """The control tree as one uid sees it."""
-
-    uid: int
-    parent: int | None
-    children: tuple[int, ...]
-
-    @classmethod
-    def of(cls, uid: int, num_nodes: int, fan_out: int = FAN_OUT) -> ControlTree:
-        first = uid * fan_out + 1
-        children = tuple(range(first, min(first + fan_out, num_nodes)))
-        return cls(uid, (uid - 1) // fan_out if uid else None, children)
-
-    @classmethod
-    def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> ControlTree:
-        """The tree over `members`, ascending, the lowest of which is the root."""
-        place = cls.of(members.index(uid), len(members), fan_out)
-        parent = None if place.parent is None else members[place.parent]
-        return cls(uid, parent, tuple(members[child] for child in place.children))
-
-    @property
-    def links(self) -> tuple[int, ...]:
-        return (() if self.parent is None else (self.parent,)) + self.children
-
-
-@dataclass(frozen=True)
 class Joined:
-    """Every node of the run is there."""
+    """Every node of the run has joined; the first round may begin."""
 
 
 @dataclass(frozen=True)
 class Rejected:
+    """The tree parent refused this node: it can never be part of the run."""
+
     reason: str
 
 
 @dataclass(frozen=True)
 class NotAssembled:
+    """The run cannot begin, as `missing` have not joined in time."""
+
     missing: tuple[int, ...]
     reason: str
+    """Why nodes were refused, or which node did not answer; may be empty."""
 
 
 @dataclass(frozen=True)
 class StopAsked:
-    pass
+    """A node asked the run to stop; reported once."""
 
 
 @dataclass(frozen=True)
 class PeerFailed:
+    """The node `uid` failed; reported once."""
+
     uid: int
     reason: str
 
 
 @dataclass(frozen=True)
 class PeerDeparted:
+    """The node `uid` sends no payload of round `rounds` or later."""
+
     uid: int
     rounds: int
 
 
 SessionEvent = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | Message
 
-_ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
-IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Skipped, Ask, Key})
-"""What any member may say to any other, once it knows the run; Arrive along the tree alone."""
-
-TRANSITIONS: dict[str, frozenset[type[Message]]] = {
-    "joining": _ALWAYS | IN_A_RUN | {Welcome, Start, Absent},
-    "running": _ALWAYS | IN_A_RUN | {Report},
-    "failed": frozenset({Ack, Probe, Bye}),
-    "outside": frozenset({Ack, Probe, Bye}),
-}
-"""What may be heard in each state. Bulk may come before the start has: the start takes time down the tree."""
-
-FROM_PARENT = (Welcome, Start, Absent, Reject)
-FROM_CHILD = (Hello, Present, Refused, Report)
-
 
 class Session:
-    """One node's side of the run's control protocol."""
+    """One node's side of the control protocol. Not thread-safe; never blocks. Messages to send gather in `outbox`."""
 
     def __init__(
         self,
@@ -138,7 +99,11 @@ class Session:
         software: str = "",
         describe: Callable[[int], str] = lambda uid: f"node {uid}",
     ) -> None:
-        """run: the run's id where it is known beforehand; the root must know it."""
+        """digest: of configuration and graph; nodes with another one are refused. run: the run's id where it is known
+        beforehand; uid 0 must know it. describe: a node's name in reasons.
+
+        Raises ValueError when uid 0 does not know the run's id.
+        """
         if uid == 0 and run is None:
             raise ValueError("uid 0 must know the run id, got None")
         self.uid = uid
@@ -149,7 +114,7 @@ class Session:
         self.members: tuple[int, ...] = tuple(range(num_nodes))
         """Of the generation, ascending."""
         self.tree = ControlTree.among(uid, self.members)
-        self.state = "joining"
+        self.state: State = "joining"
         self.outbox: list[tuple[int, Message]] = []
         self.present = {uid}
         self.departed: dict[int, int] = {}
@@ -165,11 +130,19 @@ class Session:
         self._waiting_children: set[int] = set()
         self._present_sent: set[int] = set()
 
+    def come_from_outside(self) -> None:
+        """The run has begun without this process: until `adopt`, no message of the run is taken."""
+        self._change("comes from outside")
+
+    def _change(self, cause: Cause) -> None:
+        self.state = next_state(self.state, cause)
+
     def adopt(self, run: bytes, name: Name, members: tuple[int, ...]) -> None:
-        """Go on as a member of another generation: what was said in the one before counts no more, but a stop."""
+        """Go on as a member of another generation. Messages of the one before no longer count, other than a stop."""
         self.run, self.members = run, members
         self.generation, self.origin = name
-        self.tree, self.state, self._welcomed = ControlTree.among(self.uid, members), "running", True
+        self._change("new generation")
+        self.tree, self._welcomed = ControlTree.among(self.uid, members), True
         self.outbox.clear()
         self.departed.clear()
         self.failed.clear()
@@ -188,7 +161,8 @@ class Session:
         self.outbox.append((to, kind(self.run, self.generation, self.uid, *values, origin=self.origin)))
 
     def tick(self, now: float) -> list[SessionEvent]:
-        """Called a few times per second while joining; `now` is any monotonic clock."""
+        """Repeat the hello until the parent answers. To be called a few times per second while joining; `now`: seconds
+        of any monotonic clock."""
         self._hellos.clear()
         if self.state == "joining" and not self._welcomed and now >= self._next_hello:
             self._next_hello = now + HELLO_EVERY_SECONDS
@@ -197,12 +171,12 @@ class Session:
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Uids that this node does not know to be present: on the root, exactly those that have not joined."""
+        """Uids that this node does not know to be present; on the root, exactly those that have not joined."""
         return tuple(uid for uid in range(self.num_nodes) if uid not in self.present)
 
     def give_up(self) -> NotAssembled:
-        """The start deadline passed here: who is missing, told to the subtree as well."""
-        self.state = "failed"
+        """End the wait for the start, whose deadline has passed. Returns who is missing; the root tells all others."""
+        self._change("deadline passed")
         known = self.tree.parent is None
         missing = self.absent if known else self._missing_below()
         refused = "; ".join(self.refusals[uid] for uid in sorted(self.refusals))
@@ -233,17 +207,18 @@ class Session:
     # -- incoming ---------------------------------------------------------------------------------------------
 
     def receive(self, message: Message) -> list[SessionEvent]:
-        """Events for one decoded message. Raises PeerFault when it may not be said, and then changes nothing."""
+        """Returns the events that one decoded message causes; a message that is not the session's own is returned
+        itself. Raises PeerFault for a message that its sender may not send now; the state is unchanged then."""
         self.admit(message)
         handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         return [message] if handler is None else handler(message)
 
     def admit(self, message: Message) -> None:
-        """Raises PeerFault when a message may not be said now."""
+        """Raises PeerFault for a message that its sender may not send now."""
         kind = type(message)
         if message.source >= self.num_nodes or message.source == self.uid:
             raise PeerFault("unknown_uid", str(message.source))
-        if kind not in TRANSITIONS[self.state]:
+        if kind not in ADMISSIBLE[self.state]:
             raise PeerFault("unexpected_message", f"{kind.__name__} while {self.state}")
         if kind in IN_A_RUN:
             self.belongs(message)
@@ -261,12 +236,12 @@ class Session:
         self.belongs(message)
 
     def _check_arrival(self, arrive: Arrive) -> None:
-        """Raises PeerFault unless it is a child that arrived, or the parent that says to go on."""
+        """Raises PeerFault unless a child says that it arrived, or the parent says to go on."""
         if arrive.source not in ((self.tree.parent,) if arrive.down else self.tree.children):
             raise PeerFault("wrong_sender", f"barrier {arrive.key!r} from {arrive.source}")
 
     def belongs(self, message: Message) -> None:
-        """Raises PeerFault for a message of another run or generation, or from nobody."""
+        """Raises PeerFault for a message of another run or generation, or of a uid that no other node has."""
         if message.source >= self.num_nodes or message.source == self.uid:
             raise PeerFault("unknown_uid", str(message.source))
         if message.run != self.run or self.run == NO_RUN:
@@ -303,7 +278,8 @@ class Session:
         return None
 
     def note_refusal(self, uid: int, reason: str) -> bool:
-        """Keep why `uid` cannot take part, and tell the root; False where that is known, or too much is."""
+        """Keep why `uid` cannot take part, and tell the root. Returns False where that is known already, or where
+        MAX_REFUSALS reasons are kept."""
         if self.refusals.get(uid) == reason or len(self.refusals) >= MAX_REFUSALS:
             return False
         self.refusals[uid] = reason
@@ -326,7 +302,7 @@ class Session:
     def _on_reject(self, reject: Reject) -> list[SessionEvent]:
         if self.state != "joining" or self._welcomed or reject.digest != self.digest:
             return []
-        self.state = "failed"
+        self._change("Reject")
         return [Rejected(reject.reason)]
 
     def _on_present(self, present: Present) -> list[SessionEvent]:
@@ -343,18 +319,18 @@ class Session:
 
     def _complete(self) -> list[SessionEvent]:
         if self.state == "joining" and self.tree.parent is None and len(self.present) == self.num_nodes:
-            return self._begin()
+            return self._begin("all present")
         return []
 
-    def _begin(self) -> list[SessionEvent]:
-        self.state = "running"
+    def _begin(self, cause: Cause) -> list[SessionEvent]:
+        self._change(cause)
         self.present = set(range(self.num_nodes))
         for child in self.tree.children:
             self.send(child, Start)
         return [Joined()]
 
     def _on_start(self, start: Start) -> list[SessionEvent]:  # noqa: ARG002
-        return self._begin()
+        return self._begin("Start")
 
     def _on_refused(self, refused: Refused) -> list[SessionEvent]:
         if refused.uid >= self.num_nodes:
@@ -364,7 +340,7 @@ class Session:
 
     def _on_absent(self, absent: Absent) -> list[SessionEvent]:
         missing = tuple(sorted(from_bitmap(absent.uids, self.num_nodes)))
-        self.state = "failed"
+        self._change("Absent")
         for child in self.tree.children:
             self.send(child, Absent, absent.uids, absent.reason)
         return [NotAssembled(missing, absent.reason)]
@@ -404,7 +380,7 @@ class Session:
         return tuple(uid for uid in self.subtree() if uid not in self.present)
 
     def subtree(self) -> Iterable[int]:
-        """The uids below and including this node, ascending."""
+        """This uid and all below it in the tree, ascending."""
         level = [self.uid]
         found: list[int] = []
         while level:

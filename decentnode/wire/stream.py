@@ -1,8 +1,8 @@
 """Numbered messages between two nodes: nothing is lost and nothing comes twice, wherever a connection is cut.
 
-Every message on a plane of an edge has a sequence number. The sender keeps it until it is acknowledged. A probe,
-sent behind everything else on the same plane, makes the receiver say what is missing of all that left before it;
-exactly that is sent again. No sockets, no clock.
+Between two nodes there are two planes, control and bulk. Every message on a plane has a sequence number, and the sender
+keeps it until it is acknowledged. A probe, sent after all other messages on the same plane, makes the receiver report
+which of those sent before it are missing; exactly these are sent again. No sockets, no clock.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from decentnode.errors import PeerFault
 T = TypeVar("T")
 
 MAX_AHEAD = 1 << 15
-"""How far numbers may run ahead of the first missing one: bounds the bitmap and what a receiver remembers."""
+"""How far a number may be above the first missing one. Bounds the bitmap and the receiver's memory."""
 PROBE_SECONDS = (0.5, 5.0)
-"""Shortest and longest time without an acknowledgement before a sender asks."""
+"""Shortest and longest time without an acknowledgement after which a sender probes."""
 STUCK_SECONDS = 5.0
 """Least time without an acknowledgement after which a connection counts as stuck; doubled every time in a row."""
 
@@ -26,7 +26,7 @@ class SendStream(Generic[T]):
 
     def __init__(self) -> None:
         self.kept: dict[int, tuple[T, int]] = {}
-        """sequence -> (message, number of transmissions on this stream when it last left); ascending."""
+        """sequence -> (message, number of transmissions on this stream when it was last sent); ascending."""
         self._next = 1
         self._transmissions = 0
         self._quiet_since = 0.0
@@ -36,20 +36,20 @@ class SendStream(Generic[T]):
         self._limit = STUCK_SECONDS
         self._sent_at: dict[int, float] = {}
         self._delay = 0.0
-        """Longest time that acknowledgements took lately."""
+        """Longest time that acknowledgements took lately, in seconds; decays by a tenth with each acknowledgement."""
 
     @property
     def full(self) -> bool:
-        """Whether no message may leave before an acknowledgement comes."""
+        """Whether no message may be sent before an acknowledgement comes."""
         return bool(self.kept) and self._next - next(iter(self.kept)) >= MAX_AHEAD
 
     @property
     def following(self) -> int:
-        """The number that the next message will have."""
+        """The sequence number of the next message."""
         return self._next
 
     def keep(self, message: T, now: float) -> int:
-        """Number a message that leaves now."""
+        """Keep a message that is sent now. Returns its sequence number. now: seconds of any monotonic clock."""
         if not self.kept:
             self._quiet_since, self._patience, self._progress = now, PROBE_SECONDS[0], now
         sequence = self._next
@@ -60,38 +60,42 @@ class SendStream(Generic[T]):
         return sequence
 
     def stuck(self, now: float) -> bool:
-        """Whether nothing has come through for so long that a new connection is in order; asked again, later."""
+        """Returns whether nothing was acknowledged for so long that a new connection should be made. After True, the
+        time without an acknowledgement counts anew, and twice as much is allowed."""
         if not self.kept or now - self._progress < max(self._limit, 4 * self._delay):
             return False
         self._limit, self._progress = 2 * self._limit, now
         return True
 
     def sent_again(self, sequence: int) -> None:
+        """Note that the message `sequence` is sent again now."""
         self._transmissions += 1
         self.kept[sequence] = (self.kept[sequence][0], self._transmissions)
 
     def probe(self, now: float) -> int:
-        """A probe leaves now; its number says what left before it."""
+        """Note that a probe is sent now. Returns its number: how many transmissions were made before it."""
         self._quiet_since, self._asked = now, False
         self._patience = min(2 * self._patience, PROBE_SECONDS[1])
         return self._transmissions
 
     def probe_due(self, now: float) -> bool:
+        """Whether to send a probe now."""
         return bool(self.kept) and (self._asked or now - self._quiet_since >= self._patience)
 
     def forget(self) -> None:
-        """Nothing is owed any more."""
+        """Drop all messages: the receiver is gone."""
         self.kept.clear()
         self._sent_at.clear()
 
     def ask(self) -> None:
-        """The receiver saw a gap: probe as soon as possible."""
+        """The receiver reported a gap: a probe is due at once."""
         self._asked = True
 
     def acknowledged(self, first_missing: int, ahead: bytes, probe: int, now: float) -> list[int]:
-        """What to send again. ahead: bit i is set where first_missing + 1 + i has come; probe: 0 if none is answered.
+        """Drop what has arrived. Returns the sequence numbers of messages to send again.
 
-        Raises PeerFault for numbers that never left.
+        ahead: bit i is set where the message first_missing + 1 + i has arrived. probe: number of the probe that this
+        answers, 0 for none. Raises PeerFault for numbers that were never used.
         """
         if not 1 <= first_missing <= self._next or probe > self._transmissions:
             raise PeerFault("wrong_acknowledgement", f"{first_missing}, probe {probe}")
@@ -112,21 +116,22 @@ class SendStream(Generic[T]):
 
 
 class ReceiveStream:
-    """The receiving end. ordered: what comes out of turn is refused and asked for again, instead of taken early."""
+    """The receiving end. ordered: a message that comes before its predecessors is refused and sent again later;
+    otherwise it is taken early."""
 
     def __init__(self, ordered: bool) -> None:
         self.first_missing = 1
         self.unreported = 0
-        """Messages taken since the sender was last told."""
+        """Messages that arrived since the last report."""
         self.gap = False
-        """Whether something was missed that the sender has not been told of."""
+        """Whether a message was missed that no report has mentioned."""
         self._ordered = ordered
         self._gap_at = 0
         """The first missing number when a gap was last reported."""
         self._ahead: set[int] = set()
 
     def take(self, sequence: int) -> bool:
-        """Whether this message is new and to be used. Raises PeerFault for numbers that cannot be."""
+        """Returns whether this message is new and to be used. Raises PeerFault for a number too far ahead."""
         if sequence == self.first_missing:
             self.unreported += 1
             self.first_missing += 1
@@ -148,7 +153,8 @@ class ReceiveStream:
         return True
 
     def report(self) -> tuple[int, bytes, bool]:
-        """(first missing, bitmap of what came after it, whether a gap was seen): what the sender is told now."""
+        """Returns the fields of the acknowledgement that is sent now: (first missing number, bitmap of the arrived ones
+        after it, whether a gap was seen)."""
         bits = bytearray((max(self._ahead) - self.first_missing + 7) // 8 if self._ahead else 0)
         for sequence in self._ahead:
             offset = sequence - self.first_missing - 1

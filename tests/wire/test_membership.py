@@ -12,7 +12,6 @@ from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap
 from decentnode.wire.generation import Broken, Install, JoinRefused, Limits, new_origin
 from decentnode.wire.membership import Membership
-from decentnode.wire.membership.proposal import Rivals
 from decentnode.wire.messages import (
     FIELDS,
     MEMBERSHIP,
@@ -313,16 +312,6 @@ def test_too_few_of_an_older_generation_join_too_few_of_a_newer_one() -> None:
     world.run(8 * SUSPECT)
     assert world.settled()
     assert world.processes[0].going[-1].fresh == {4}
-
-
-def test_who_is_told_to_go_by_too_few_stays() -> None:
-    """A generation of a lower name outvotes this node's only with more than half of the run, whatever `min_nodes`."""
-    rivals, own = Rivals(5, Limits(SUSPECT, 20.0, 1)), (3, new_origin(0))
-    lower, higher = (2, new_origin(1)), (4, new_origin(1))
-    assert rivals.heard(higher, 1, 0.0, own)
-    assert [rivals.heard(lower, uid, 0.0, own) for uid in (1, 1, 2, 3)] == [False, False, False, True]
-    rivals.expire(2 * SUSPECT)
-    assert not rivals
 
 
 def test_a_number_far_ahead_is_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from decentnode.errors import PeerFault
 from decentnode.wire import codec
+from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.messages import (
     NO_RUN,
     PROTOCOL_VERSION,
@@ -22,7 +23,7 @@ from decentnode.wire.messages import (
     Stop,
     Welcome,
 )
-from decentnode.wire.session import ControlTree, Joined, NotAssembled, PeerFailed, Rejected, Session, StopAsked
+from decentnode.wire.session import Joined, NotAssembled, PeerFailed, Rejected, Session, StopAsked
 
 RUN = b"run-id-8"
 
@@ -204,10 +205,3 @@ def test_reports_of_the_whole_tree_reach_the_root() -> None:
     net.collect()
     net.settle()
     assert {event.uid for event in net.events[0] if isinstance(event, Report)} == set(range(1, 30))
-
-
-def test_trees_span() -> None:
-    for n in (1, 2, 9, 10, 73, 74, 600):
-        trees = [ControlTree.of(u, n) for u in range(n)]
-        assert sorted(c for t in trees for c in t.children) == list(range(1, n))
-        assert all(u in trees[t.parent].children for u, t in enumerate(trees) if t.parent is not None)

@@ -358,7 +358,7 @@ class ZeroMQ(Communication):
         if self._regroup is None:
             super().join()
             return
-        self._session.state = "outside"
+        self._session.come_from_outside()
         self._joined = True
         self._io.start()
         self._regroup.leave(f"node {self.uid} comes from outside")

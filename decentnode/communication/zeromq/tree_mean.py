@@ -9,8 +9,8 @@ from torch import Tensor
 
 from decentnode.communication.receive.chunking import MESSAGE_COST, chunk_elements, from_buffer
 from decentnode.errors import PeerFault
+from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.messages import Part
-from decentnode.wire.session import ControlTree
 
 MAX_OVER = 1024
 """Means that are remembered, so that what still comes of them is dropped."""

@@ -1,0 +1,37 @@
+"""The tree over the uids of a run along which control messages and means over all nodes travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FAN_OUT = 8
+"""Children of a node. 1000 nodes make a tree of four levels."""
+
+
+@dataclass(frozen=True)
+class ControlTree:
+    """The parent and the children of one uid in the control tree."""
+
+    uid: int
+    parent: int | None
+    children: tuple[int, ...]
+
+    @classmethod
+    def of(cls, uid: int, num_nodes: int, fan_out: int = FAN_OUT) -> ControlTree:
+        """The tree over all uids below `num_nodes`, uid 0 at the root."""
+        first = uid * fan_out + 1
+        children = tuple(range(first, min(first + fan_out, num_nodes)))
+        return cls(uid, (uid - 1) // fan_out if uid else None, children)
+
+    @classmethod
+    def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> ControlTree:
+        """The tree over `members`, ascending, the lowest of which is the root."""
+        place = cls.of(members.index(uid), len(members), fan_out)
+        parent = None if place.parent is None else members[place.parent]
+        return cls(uid, parent, tuple(members[child] for child in place.children))
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        """The parent, if there is one, and the children."""
+        return (() if self.parent is None else (self.parent,)) + self.children

@@ -1,0 +1,73 @@
+"""The states of a session, the changes between them, and the messages that each admits, as tables."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from decentnode.wire.messages import (
+    Absent,
+    Ack,
+    Arrive,
+    Ask,
+    Bye,
+    Chunk,
+    Credit,
+    Depart,
+    Fail,
+    Hello,
+    Key,
+    Message,
+    Part,
+    Present,
+    Probe,
+    Refused,
+    Reject,
+    Report,
+    Skipped,
+    Slot,
+    Start,
+    Stop,
+    Welcome,
+)
+
+State = Literal["joining", "running", "failed", "outside"]
+Cause = Literal["all present", "Start", "Reject", "Absent", "deadline passed", "comes from outside", "new generation"]
+
+TRANSITIONS: dict[State, dict[Cause, State]] = {
+    "joining": {
+        "all present": "running", "Start": "running", "Reject": "failed", "Absent": "failed",
+        "deadline passed": "failed", "comes from outside": "outside",
+    },
+    "running": {"new generation": "running"},
+    "outside": {"new generation": "running"},
+    "failed": {},
+}  # fmt: skip
+"""The next state for each state and cause. all present: the root knows of every node. deadline passed: this node has
+waited for the start for too long. comes from outside: the run has begun, and this process asks to join it. new
+generation: this node is a member of one that is in force (wire/membership/)."""
+
+_ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
+IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Skipped, Ask, Key})
+"""What a member may send to any other once it knows the run's id; Arrive along the tree alone."""
+
+ADMISSIBLE: dict[State, frozenset[type[Message]]] = {
+    "joining": _ALWAYS | IN_A_RUN | {Welcome, Start, Absent},
+    "running": _ALWAYS | IN_A_RUN | {Report},
+    "failed": frozenset({Ack, Probe, Bye}),
+    "outside": frozenset({Ack, Probe, Bye}),
+}
+"""The messages that a node takes in each state. Bulk messages are taken before the start: a sender that is higher in
+the tree hears of the start earlier."""
+
+FROM_PARENT = (Welcome, Start, Absent, Reject)
+"""Messages that only the tree parent may send."""
+FROM_CHILD = (Hello, Present, Refused, Report)
+"""Messages that only tree children may send."""
+
+
+def next_state(state: State, cause: Cause) -> State:
+    """The state that follows. Raises AssertionError for a change that is not in the table: a fault of our own code."""
+    following = TRANSITIONS[state].get(cause)
+    if following is None:
+        raise AssertionError(f"no change of state from {state} by {cause}")
+    return following

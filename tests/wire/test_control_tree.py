@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+
+from decentnode.wire.control_tree import FAN_OUT, ControlTree
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 10, 73, 74, 600])
+def test_trees_span(n: int) -> None:
+    trees = [ControlTree.of(u, n) for u in range(n)]
+    assert sorted(c for t in trees for c in t.children) == list(range(1, n))
+    assert all(u in trees[t.parent].children for u, t in enumerate(trees) if t.parent is not None)
+    assert all(len(t.children) <= FAN_OUT for t in trees)
+
+
+def test_a_tree_among_members_has_the_lowest_as_its_root() -> None:
+    members = (3, 4, 7, 11, 12, 20)
+    trees = {uid: ControlTree.among(uid, members, fan_out=2) for uid in members}
+    assert trees[3] == ControlTree(3, None, (4, 7))
+    assert trees[4] == ControlTree(4, 3, (11, 12))
+    assert trees[20].links == (7,)
+    assert all(uid in trees[tree.parent].children for uid, tree in trees.items() if tree.parent is not None)

@@ -1,0 +1,71 @@
+"""The session's tables: complete, and exactly the changes that happen."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from decentnode.wire.codec import bitmap
+from decentnode.wire.messages import MAX_TEXT, NO_RUN, Absent, Message, Reject, Start, Welcome
+from decentnode.wire.session import Session
+from decentnode.wire.session_states import ADMISSIBLE, TRANSITIONS, Cause, State, next_state
+
+RUN = b"run-id-8"
+CAUSES = {cause for row in TRANSITIONS.values() for cause in row}
+ROWS = [(state, cause) for state, row in TRANSITIONS.items() for cause in row]
+
+
+def in_state(state: State) -> Session:
+    """Uid 1 of 2 in a state that it reached by calls and messages."""
+    session = Session(1, 2, "same")
+    if state == "running":
+        for message in (Welcome(RUN, 0, 0), Start(RUN, 0, 0)):
+            session.receive(message)
+    elif state == "outside":
+        session.come_from_outside()
+    elif state == "failed":
+        session.give_up()
+    assert session.state == state
+    return session
+
+
+def provoke(session: Session, cause: Cause) -> None:
+    messages: dict[Cause, list[Message]] = {
+        "Start": [Welcome(RUN, 0, 0), Start(RUN, 0, 0)],
+        "Reject": [Reject(NO_RUN, 0, 0, "same", "n" * MAX_TEXT)],
+        "Absent": [Welcome(RUN, 0, 0), Absent(RUN, 0, 0, bitmap([1], 2), "")],
+    }
+    if cause in messages:
+        for message in messages[cause]:
+            session.receive(message)
+    elif cause == "deadline passed":
+        session.give_up()
+    elif cause == "comes from outside":
+        session.come_from_outside()
+    elif cause == "new generation":
+        session.adopt(RUN, (1, b"o" * 12), (0, 1))
+
+
+@pytest.mark.parametrize(("state", "cause"), [row for row in ROWS if row[1] != "all present"])
+def test_every_row_of_the_table_happens(state: State, cause: Cause) -> None:
+    session = in_state(state)
+    provoke(session, cause)
+    assert session.state == TRANSITIONS[state][cause]
+
+
+def test_the_root_begins_when_it_knows_of_everybody() -> None:
+    alone = Session(0, 1, "same", RUN)
+    alone.tick(0.0)
+    assert alone.state == TRANSITIONS["joining"]["all present"]
+
+
+@pytest.mark.parametrize(("state", "cause"), [pair for pair in product(TRANSITIONS, CAUSES) if pair not in ROWS])
+def test_a_change_that_is_not_in_the_table_is_our_own_fault(state: State, cause: Cause) -> None:
+    with pytest.raises(AssertionError, match=f"no change of state from {state} by {cause}"):
+        next_state(state, cause)
+
+
+def test_every_state_admits_something() -> None:
+    assert ADMISSIBLE.keys() == TRANSITIONS.keys()
+    assert all(ADMISSIBLE.values())
