@@ -10,7 +10,7 @@ import torch
 
 from decentnode import rng
 from decentnode.communication.base import Communication, Schema
-from decentnode.communication.inproc import Hub, Inproc
+from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.config.component import load_class
 from decentnode.data import shares
 from decentnode.errors import EnvironmentFault
@@ -115,12 +115,12 @@ def build_in_process(
     """All nodes of a run in this process, sharing one hub."""
     hub = Hub(experiment.make_graph().num_nodes)
     config = experiment.communication
-    if not isinstance(config, Inproc.Config) or type(config) is not Inproc.Config:
-        config = Inproc.Config(name="inproc")
+    if not isinstance(config, InprocConfig):
+        config = InprocConfig.model_validate({"name": "inproc"})
     return [
         build(
             experiment, uid,
-            lambda schemas, uid=uid: Inproc(config, uid=uid, hub=hub, schemas=schemas),  # type: ignore[misc,arg-type]
+            lambda schemas, uid=uid: Inproc(config, uid=uid, hub=hub, schemas=schemas),  # type: ignore[misc]
             lambda record_, uid=uid: record(uid, record_),  # type: ignore[misc]
         )
         for uid in range(hub.num_nodes)

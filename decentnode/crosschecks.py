@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from decentnode.communication.hybrid.config import HybridConfig
-from decentnode.communication.routing import Routing
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem, raised
@@ -342,10 +340,10 @@ def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
 def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
     """Cliques and edges of communication hybrid name nodes of the mapping, on the right machines."""
     mapping, config = _mapping(experiment), experiment.communication
-    if mapping is None or not isinstance(config, HybridConfig):
+    if mapping is None or not isinstance(config, ZeroMQConfig):
         return
-    rule = config.rule(Routing({uid: mapping.place(uid).machine for uid in range(mapping.num_nodes)}))
-    for problem in rule.problems():
+    routing = config.routing({uid: mapping.place(uid).machine for uid in range(mapping.num_nodes)})
+    for problem in routing.problems():
         key, _, rest = problem.partition(" ")
         named = key in ("cliques", "edges")
         yield Problem(("communication", key if named else "cliques"), rest if named else f": {problem}",
@@ -361,7 +359,7 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
             message = f": {key} needs missing: regroup, got {node.missing}"
             yield Problem(("node", key), message, other=("node", "missing"))
         return
-    if not isinstance(config, ZeroMQConfig) and config.name != "inproc":
+    if not config.has_generations:
         yield Problem(("node", "missing"), f": {config.name} has no generations of members; auto, zeromq, "
                       "shared_memory and collective have", other=("communication", "name"))  # fmt: skip
     if graph is not None and node.min_nodes is not None and node.min_nodes > graph.num_nodes:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from decentnode import derived
 from decentnode.communication import COMMUNICATIONS
+from decentnode.communication.base import CommunicationConfig
 from decentnode.config.component import Config, Settings, load_class, look_beside, section
 from decentnode.config.problems import explain
 from decentnode.config.yaml_source import Item, Location, assignments, merge, parse, problem, read, replace
@@ -92,9 +93,9 @@ class Experiment(Settings):
         default={"name": DEFAULT_NAMES["sharing"]}, validate_default=True
     )
     """What leaves a node and how arrivals are mixed."""
-    communication: Annotated[Config, section(COMMUNICATIONS, "communication", DEFAULT_NAMES["communication"])] = Field(
-        default={"name": DEFAULT_NAMES["communication"]}, validate_default=True
-    )
+    communication: Annotated[
+        CommunicationConfig, section(COMMUNICATIONS, "communication", DEFAULT_NAMES["communication"])
+    ] = Field(default={"name": DEFAULT_NAMES["communication"]}, validate_default=True)
     """How payloads move between nodes."""
     node: NodeConfig = Field(default={}, validate_default=True)
     """The rounds: how many, in which order, what a failure does."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     """Raises what the nodes of this machine would raise at their start: MappingError, EnvironmentFault, UsageError."""
     from decentnode.build import device_of
-    from decentnode.communication.zeromq.config import ZeroMQConfig
     from decentnode.communication.zeromq.security import load_keyring
     from decentnode.launch.prepare import choose_machine
 
@@ -25,8 +24,8 @@ def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     for uid in mapping.local(choose_machine(mapping, machine, config)):
         place = mapping.place(uid)
         device_of(place.device, place.rank)
-        if isinstance(chosen, ZeroMQConfig) and chosen.secure and chosen.keys is not None:
-            load_keyring(experiment.base_dir / chosen.keys, uid, mapping.num_nodes)
+        if chosen.key_folder is not None:
+            load_keyring(experiment.base_dir / chosen.key_folder, uid, mapping.num_nodes)
 
 
 @click.command()

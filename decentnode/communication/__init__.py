@@ -2,9 +2,16 @@
 
 COMMUNICATIONS: dict[str, str] = {
     "auto": "decentnode.communication.hybrid.transport:Hybrid",
-    "collective": "decentnode.communication.hybrid.collective:Collective",
+    "collective": "decentnode.communication.hybrid.transport:Collective",
     "hybrid": "decentnode.communication.hybrid.transport:Hybrid",
     "inproc": "decentnode.communication.inproc:Inproc",
     "shared_memory": "decentnode.communication.zeromq.transport:ZeroMQ",
     "zeromq": "decentnode.communication.zeromq.transport:ZeroMQ",
 }
+
+PATHS: dict[str, str] = {
+    "collective": "decentnode.communication.torch_distributed.path:TorchDistributedPath",
+    "cuda_ipc": "decentnode.communication.shared_memory.path:SharedMemoryPath",
+    "shared_memory": "decentnode.communication.shared_memory.path:SharedMemoryPath",
+}
+"""Paths that edges of the networked transport may take, beside its own sockets (`path.Path`)."""

@@ -6,15 +6,17 @@ import abc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from decentnode.config.component import Component, Config
 from decentnode.metrics.figures import PURPOSES, Purpose
 from decentnode.payload import Payload, PayloadBytes, TensorSpec
-from decentnode.wire.generation import Generation
+from decentnode.wire.generation import Generation, Limits
 
 EVALUATION = "evaluation/"
 """How the keys of means begin whose bytes count as evaluation; those of other means count as control."""
@@ -224,8 +226,68 @@ class Schema:
     elementwise: bool
 
 
+@dataclass(frozen=True)
+class BindPlan:
+    """Where a node listens."""
+
+    ipc_dir: Path | None = None
+    """Private folder for Unix sockets, or None for tcp only."""
+    host: str = "127.0.0.1"
+    """Address of the interface for tcp."""
+    port: int | None = None
+    """Control port (bulk is port + 1); None: free ones, and no tcp at all beside `ipc_dir`."""
+    again: tuple[str, ...] = ()
+    """Instead of free ports: the endpoints that the node had before it was started again."""
+
+
+Endpoints = tuple[str, str]
+"""Where a node listens: for control and for bulk messages."""
+
+
+@dataclass(frozen=True)
+class TransportParts:
+    """What a node's transport is made from, beside its config (`Communication.make`)."""
+
+    uid: int
+    machine_of: Mapping[int, int]
+    """The machine of every uid of the run."""
+    schemas: tuple[Schema, ...]
+    """What payloads look like, by phase; the last one is that of averaged buffers."""
+    digest: str
+    """Of config and graph; nodes of another digest are refused."""
+    base_dir: Path
+    """Folder that the config's paths are relative to."""
+    run_id: bytes | None = None
+    """None adopts the one that uid 0 drew."""
+    bind: BindPlan = BindPlan()
+    device: torch.device | None = None
+    """Of the models, and of payloads in `Arrival`; the CPU when None."""
+    limits: Limits | None = None
+    """Of generations of members; None where there is but one."""
+
+
 class CommunicationConfig(Config):
-    """Keys that every transport has."""
+    """Keys that every transport has, and what the rest of the project asks of its config."""
+
+    networked: ClassVar[bool] = False
+    """Whether nodes are processes of their own, which listen and connect."""
+    has_generations: ClassVar[bool] = False
+    """Whether members that fail can be left out (`node.missing: regroup`)."""
+
+    @property
+    def key_folder(self) -> Path | None:
+        """Folder with the keys by which nodes prove who they are; None where they do not."""
+        return None
+
+    @property
+    def unix_sockets(self) -> bool:
+        """Whether nodes of one machine meet at Unix sockets."""
+        return self.networked
+
+    @property
+    def shared_memory(self) -> bool | None:
+        """Whether nodes of one machine exchange payloads through shared memory; None: where there is room for it."""
+        return False
 
     timeout_seconds: float = Field(60.0, gt=0)
     """Longest wait of one round or collective for a node before it counts as lost, in seconds."""
@@ -248,6 +310,29 @@ class Communication(Component, abc.ABC):
     exposed_since: float = 0.0
     """Since when the training thread waits for what another one takes in (monotonic), infinite while it does not:
     only from then on do time-outs run and waits count."""
+
+    @classmethod
+    def make(cls, config: CommunicationConfig, parts: TransportParts) -> Communication:
+        """One node's transport, for a process of its own. Raises EnvironmentFault, UsageError."""
+        raise NotImplementedError(f"communication {config.name} runs in one process: its nodes are made together")
+
+    def bind(self) -> Endpoints | None:
+        """Before `start`: listen. The endpoints for nodes on the same host; None where nothing listens. Raises
+        EnvironmentFault when a port is taken."""
+        return None
+
+    def set_peers(self, endpoints: Mapping[int, Endpoints]) -> None:
+        """After `bind`, before `start`: where the other uids listen."""
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """While `start` waits on uid 0: the uids that have not joined yet. Any thread."""
+        return ()
+
+    @property
+    def refusals(self) -> dict[int, str]:
+        """Why nodes were refused at the start, by the uid they claimed. Any thread."""
+        return {}
 
     @property
     def ahead_bytes(self) -> float:

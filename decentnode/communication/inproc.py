@@ -160,10 +160,16 @@ class InprocGeneration(PendingGeneration):
         return owner.taken
 
 
+class InprocConfig(CommunicationConfig):
+    """Keys of the in-process transport, and what the rest of the project asks of it."""
+
+    has_generations: ClassVar[bool] = True
+
+
 class Inproc(Communication):
     """Hands payloads over as copies. Means and barriers need every node to have been stepped up to them."""
 
-    Config: ClassVar[type[Config]] = CommunicationConfig
+    Config: ClassVar[type[Config]] = InprocConfig
 
     def __init__(self, config: CommunicationConfig, *, uid: int, hub: Hub, schemas: tuple[Schema, ...]) -> None:
         self.config, self.uid, self.hub, self.schemas = config, uid, hub, schemas

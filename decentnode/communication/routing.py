@@ -6,9 +6,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Literal
 
-PathName = Literal["shared_memory", "cuda_ipc", "collective", "zeromq"]
+PathName = str
+"""A name of `PATHS` in communication/__init__.py, "zeromq", or the "package.module:Class" of a path of one's own."""
+
+BUILT_IN = ("shared_memory", "cuda_ipc", "collective")
+"""Paths that the rule itself gives to edges, beside zeromq."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,15 @@ class Routing:
     def _cliques_by_uid(self) -> dict[int, tuple[int, ...]]:
         return {uid: clique for clique in self.cliques for uid in clique}
 
+    def names(self) -> list[PathName]:
+        """The paths beside zeromq that any edge of the run may take, in an order that is the same on every node."""
+        chosen = sorted(set(self.chosen.values()) - {*BUILT_IN, "zeromq"})
+        return [name for name in (*BUILT_IN, *chosen) if self.used(name)]
+
     def used(self, path: PathName) -> bool:
         """Whether any two nodes of the run would use `path`."""
+        if path not in BUILT_IN and path != "zeromq":
+            return path in self.chosen.values()
         if path == "collective":
             return any(self.joined(clique) for clique in self.cliques)
         if path == "cuda_ipc" and not self.gpu:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -23,7 +22,6 @@ import zmq
 
 from decentnode.build import machines_of, make_model, schemas_of, threads_of
 from decentnode.communication.shared_memory.publish_buffer import FOLDER, Layout
-from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.connections import listen
 from decentnode.communication.zeromq.security import load_keyring
 from decentnode.data import shares
@@ -75,15 +73,16 @@ def _cores(experiment: Experiment, uids: Any) -> Finding:
 
 def _shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> Iterator[Finding]:
     config = experiment.communication
-    if not isinstance(config, ZeroMQConfig) or nodes < 2 or config.name == "zeromq":
+    if nodes < 2 or config.shared_memory is False:
         return
+    required = config.shared_memory is True
     if not FOLDER.is_dir():
-        yield Finding("shared memory", config.name != "shared_memory" and None, f"there is no {FOLDER}: ipc instead")
+        yield Finding("shared memory", None if not required else False, f"there is no {FOLDER}: ipc instead")
         return
     need = Layout(schemas, experiment.make_graph().num_nodes).size * nodes
     free = shutil.disk_usage(FOLDER).free
     enough: bool | None = need + (16 << 20) <= free
-    if not enough and config.name != "shared_memory":
+    if not enough and not required:
         enough = None
     yield Finding("shared memory", enough, f"{FOLDER}: {nodes} nodes need {size(need)}, {size(free)} are free")
 
@@ -100,15 +99,16 @@ def _descriptors(experiment: Experiment, uids: Any) -> Finding:
 
 def _keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:
     config = experiment.communication
-    if not isinstance(config, ZeroMQConfig) or not config.secure or config.keys is None:
+    folder = config.key_folder
+    if folder is None:
         return
     try:
         for uid in uids:
-            load_keyring(experiment.base_dir / config.keys, uid, experiment.make_mapping().num_nodes)
+            load_keyring(experiment.base_dir / folder, uid, experiment.make_mapping().num_nodes)
     except DecentnodeError as error:
         yield Finding("keys", False, str(error))
     else:
-        yield Finding("keys", True, f"{Path(config.keys)}: complete for the {len(uids)} nodes of this machine")
+        yield Finding("keys", True, f"{folder}: complete for the {len(uids)} nodes of this machine")
 
 
 def names(experiment: Experiment, machine: int) -> Finding:

@@ -15,17 +15,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from decentnode import logs
 from decentnode.build import build, device_of
 from decentnode.communication import COMMUNICATIONS
-from decentnode.communication.base import Communication, Schema
-from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
-from decentnode.communication.zeromq.security import load_keyring
-from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.communication.base import BindPlan, Communication, Schema, TransportParts
 from decentnode.config.component import load_class
 from decentnode.errors import DecentnodeError, Diverged, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment, load
@@ -126,15 +122,13 @@ def remote_endpoints(experiment: Experiment, machine: int) -> dict[int, tuple[st
 def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence[str] = ()) -> BindPlan:
     """Unix sockets for the same machine unless tcp is asked for, tcp for others or where the mapping has a port."""
     place = experiment.make_mapping().place(uid)
-    same_host = getattr(experiment.communication, "same_host", "ipc")
-    ipc = Path(socket_dir) if same_host != "tcp" and socket_dir else None
+    ipc = Path(socket_dir) if experiment.communication.unix_sockets and socket_dir else None
     return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port, again=tuple(again))
 
 
 def limits_of(experiment: Experiment) -> Limits:
     """When a node counts as gone, and how many it takes to go on without it."""
     config, node = experiment.communication, experiment.node
-    assert isinstance(config, ZeroMQConfig)
     least = node.min_nodes or experiment.make_mapping().num_nodes // 2 + 1
     return Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds)
 
@@ -144,24 +138,19 @@ def transport_maker(
 ) -> Callable[[tuple[Schema, ...]], Communication]:
     mapping = experiment.make_mapping()
     config = experiment.communication
-    transport: Any = load_class(config.name, COMMUNICATIONS, "communication")
-    keyring, device = None, device_of(mapping.place(uid).device, mapping.place(uid).rank)
+    transport: type[Communication] = load_class(config.name, COMMUNICATIONS, "communication")
+    device = device_of(mapping.place(uid).device, mapping.place(uid).rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    own: dict[str, Any] = {} if device.type == "cpu" else {"device": device}
-    if isinstance(config, ZeroMQConfig) and config.secure and config.keys is not None:
-        keyring = load_keyring(experiment.base_dir / config.keys, uid, mapping.num_nodes)
-    if isinstance(config, ZeroMQConfig) and experiment.node.missing == "regroup":
-        own["limits"] = limits_of(experiment)
 
     def make(schemas: tuple[Schema, ...]) -> Communication:
-        made: Communication = transport(
-            experiment.communication, uid=uid, keyring=keyring, schemas=schemas, digest=experiment.digest(),
+        return transport.make(config, TransportParts(
+            uid=uid, schemas=schemas, digest=experiment.digest(), base_dir=experiment.base_dir, device=device,
             machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
-            bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints), **own,
-        )
-        return made
+            bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints),
+            limits=limits_of(experiment) if experiment.node.missing == "regroup" else None,
+        ))
 
     return make
 
@@ -244,9 +233,9 @@ def _join(
     transport = node.communication
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: node.ask_stop())
-    if isinstance(transport, ZeroMQ):
-        control, bulk = transport.bind()
-        send(Bound(node.uid, control, bulk))
+    bound = transport.bind()
+    if bound is not None:
+        send(Bound(node.uid, *bound))
         endpoints = remote_endpoints(experiment, task.machine)
         endpoints |= {int(uid): (c, b) for uid, (c, b) in peers().items()}
         transport.set_peers(endpoints)
@@ -256,7 +245,7 @@ def _join(
         send(NodeJoined(node.uid))
         return
     joined = threading.Event()
-    if node.uid == 0 and isinstance(transport, ZeroMQ):
+    if node.uid == 0:
         threading.Thread(target=_tell_absent, args=(transport, send, joined), daemon=True).start()
     started = time.monotonic()
     try:
@@ -267,7 +256,7 @@ def _join(
     send(NodeJoined(node.uid))
 
 
-def _tell_absent(transport: ZeroMQ, send: Callable[[ChildMessage], None], joined: threading.Event) -> None:
+def _tell_absent(transport: Communication, send: Callable[[ChildMessage], None], joined: threading.Event) -> None:
     while not joined.wait(ABSENT_SECONDS):
         with contextlib.suppress(OSError):
             send(NodesAbsent(list(transport.absent), {str(uid): why for uid, why in transport.refusals.items()}))

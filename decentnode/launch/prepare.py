@@ -11,7 +11,6 @@ import yaml
 
 from decentnode import __version__
 from decentnode.build import device_of, make_model, threads_of
-from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.data import shares
 from decentnode.errors import DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment, load
@@ -185,7 +184,7 @@ def _told(found: TrafficEstimate) -> str:
 def exposure(experiment: Experiment) -> str:
     """What it means that nodes listen on an open interface without security; empty where they do not."""
     config, mapping = experiment.communication, experiment.make_mapping()
-    if not isinstance(config, ZeroMQConfig) or config.secure:
+    if not config.networked or config.key_folder is not None:
         return ""
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     open_ = sorted({place.bind for place in places if place.port is not None and not _is_loopback(place.bind)})

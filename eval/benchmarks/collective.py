@@ -23,10 +23,9 @@ import torch
 from common import machine, memory_ceilings, run_rounds
 from link import both
 
-from decentnode.communication.base import Schema
-from decentnode.communication.hybrid.collective import Collective
+from decentnode.communication.base import BindPlan, Schema
+from decentnode.communication.hybrid.transport import Collective
 from decentnode.communication.torch_distributed.gloo import connect, listen, make_group
-from decentnode.communication.zeromq.config import BindPlan
 from decentnode.payload import Payload, TensorSpec
 
 SIZES = {"100 MB": (25_000_000, 20), "4 MB": (1_000_000, 200), "4 KB": (1000, 1000)}

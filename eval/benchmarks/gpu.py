@@ -455,7 +455,10 @@ def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
     node.barrier("written", 60)  # from here on only node 0 uses the GPU
     if node.uid:
         return 0.0, 0.0
-    boards = [node._memory._mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
+    from decentnode.communication.shared_memory.path import SharedMemoryPath
+
+    mapped = node.parts.paths.of(SharedMemoryPath)._mapped
+    boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
     y, weighted = torch.empty_like(x), [(tensor, 1 / (1 + len(others))) for tensor in boards]
     copy = 8e-6 * IPC_ELEMENTS / milliseconds(lambda: y.copy_(x), True)
     moved = 4e-6 * IPC_ELEMENTS * passes(len(others), True)

@@ -23,8 +23,8 @@ import torch
 import zmq
 from common import machine, memory_ceilings
 
-from decentnode.communication.base import Schema
-from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
+from decentnode.communication.base import BindPlan, Schema
+from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload, TensorSpec

@@ -10,9 +10,9 @@ import pytest
 import torch
 import zmq
 
-from decentnode.communication.hybrid.collective import Collective
+from decentnode.communication.base import BindPlan
+from decentnode.communication.hybrid.transport import Collective
 from decentnode.communication.zeromq import connections
-from decentnode.communication.zeromq.config import BindPlan
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Arrival, Communication, Schema
-from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW
 from decentnode.communication.torch_distributed.communicator import MAX_OPERATIONS, GlooCommunicator
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
@@ -194,7 +194,7 @@ def test_a_departed_peer_is_left_out_on_both_sides() -> None:
     with nodes(BATCHED, 3, flat_schema(10)) as made:
         payload = Payload({"x": torch.ones(10)})
         made[2].depart(0, (0, 1))
-        wait_until(lambda: all(2 in node._status.departed for node in made[:2] if isinstance(node, Hybrid)))
+        wait_until(lambda: all(2 in node._status.departed for node in made[:2] if isinstance(node, ZeroMQ)))
 
         def run(node: Communication) -> None:
             if node.uid == 2:
@@ -227,7 +227,7 @@ def test_control_never_rides_on_a_communicator(monkeypatch: pytest.MonkeyPatch) 
         made[2].announce_stop()
         wait_until(lambda: all(node.stopping for node in made))
         assert launched == {uid: len(mine) for uid, mine in witness.launches.items()}
-        io_threads = {node._io.ident for node in made if isinstance(node, Hybrid)}
+        io_threads = {node._io.ident for node in made if isinstance(node, ZeroMQ)}
         assert not io_threads & {launch.thread for mine in witness.launches.values() for launch in mine}
 
 

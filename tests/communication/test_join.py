@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
+from decentnode.communication.base import BindPlan
+from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError, PeerLost

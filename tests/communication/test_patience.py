@@ -12,9 +12,9 @@ from torch import Tensor
 from decentnode.communication.base import Communication, Counters
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.staging import Leases
 from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_memory.model_slots import ModelSlots
-from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
@@ -48,9 +48,7 @@ class Waits:
         self.clock, self.status = clock, RunState()
         schemas = flat_schema(ELEMENTS) * phases
         self.inbox = Inbox(schemas, 1 << 22, self.status, Counters(), lambda _uid, _size: None)
-        memory = SharedMemoryPath(0, schemas, 3, self.inbox, self.status, Counters(), lambda _message: None,
-                                  lambda _fault: None)  # fmt: skip
-        self.slots = ModelSlots(schemas[0], memory, self.status, lambda: None)
+        self.slots = ModelSlots(schemas[0], Leases(), None, self.status, lambda: None)
         self.during: list[Callable[[], None]] = []
         """What happens while the node waits, one after the other."""
         self.status.wait = self._wait  # type: ignore[method-assign]

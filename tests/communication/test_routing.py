@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import tempfile
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from decentnode.communication.base import BindPlan
 from decentnode.communication.hybrid.config import HybridConfig
 from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.routing import Routing
-from decentnode.communication.zeromq.config import BindPlan
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import flat_schema, gossip, nodes, together
@@ -24,9 +26,9 @@ TWO_MACHINES = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1}
 
 
 def rule(memory: bool = True, gpu: dict[int, int] | None = None, **keys: Any) -> Routing:
-    config = HybridConfig.model_validate({"name": "hybrid", **keys})
-    plain = Routing(TWO_MACHINES, memory, gpu=gpu or {})
-    return config.rule(plain)
+    same_host = {} if memory else {"same_host": "ipc"}
+    config = HybridConfig.model_validate({"name": "hybrid", **same_host, **keys})
+    return dataclasses.replace(config.routing(TWO_MACHINES), gpu=gpu or {})
 
 
 def paths(found: Routing, *pairs: tuple[int, int]) -> list[str]:
@@ -127,7 +129,7 @@ def test_two_gloo_cliques_and_two_other_nodes_give_the_bits_of_zeromq_alone() ->
         with nodes("hybrid", 6, flat_schema(elements), same_host="ipc", cliques=cliques, edges=[]) as made:
             found.append(gossip(made, elements, torch.float32, 5))
             assert all(not node.counters.faults for node in made)
-            paths = [node.routing.used("collective") for node in made if isinstance(node, Hybrid)]
+            paths = [node.parts.routing.used("collective") for node in made if isinstance(node, ZeroMQ)]
             assert paths == [bool(cliques)] * 6
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -179,7 +181,7 @@ def test_a_clique_across_machines_meets_at_the_address_of_its_first_node() -> No
         node.set_peers(addresses)
     try:
         together(made, lambda node: node.start(60))
-        assert [sorted(node._inside) for node in made] == [[], [2, 3], [1, 3], [1, 2]]
+        assert [sorted(node.parts.paths.reached["collective"]) for node in made] == [[], [2, 3], [1, 3], [1, 2]]
         models = gossip(made, 1000, torch.float32, 3)
     finally:
         for node in made:

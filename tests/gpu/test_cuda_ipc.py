@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decentnode.communication.hybrid.transport import Hybrid
+from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload
 from tests.gpu.processes import on_one_gpu
@@ -19,7 +20,8 @@ ELEMENTS = 64_000_000
 
 def exchange_and_check(node: Hybrid, device: torch.device) -> bool:
     others = tuple(uid for uid in range(len(node._machine_of)) if uid != node.uid)
-    assert node.routing.way(node.uid, others[0]) == "cuda_ipc" and node._memory.readers == set(others)
+    assert node.parts.routing.path(node.uid, others[0]) == "cuda_ipc"
+    assert node.parts.paths.of(SharedMemoryPath).readers == set(others)
     for r in range(20):
         x = torch.full((node.schemas[0].elements,), 100.0 * r + node.uid, device=device)
         flying = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
@@ -48,7 +50,8 @@ def mixed_in_place(node: Hybrid, device: torch.device) -> bool:
     node.barrier("written", 60)  # the others' memory stays as it is until all are done
     if node.uid:
         return True
-    boards = [node._memory._mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
+    mapped = node.parts.paths.of(SharedMemoryPath)._mapped
+    boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
     mixed = mix_into(x, x, 1 / n, [(tensor, 1 / n) for tensor in boards])
     return torch.allclose(mixed, torch.full_like(mixed, (n - 1) / 2))
 

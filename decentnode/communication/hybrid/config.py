@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Literal, Self
 
 import pydantic
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from decentnode.communication.routing import Routing
+from decentnode.communication.torch_distributed.config import TorchKeys
 from decentnode.communication.zeromq.config import ZeroMQConfig
 
+CHOICES = ("shared_memory", "collective", "zeromq")
+"""Paths that `edges` can name."""
 
-class TorchConfig(ZeroMQConfig):
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """The library below a clique: nccl, between GPUs, one node on each; gloo, between CPUs (models on GPUs pass through
-    host memory); auto: nccl for a clique whose nodes all have a GPU, gloo for every other."""
-    use_collectives: bool = True
-    """Whether a clique of three or more whose members all exchange with each other and nobody else does so in one call
-    per chunk (all_reduce where their sum is enough, reduce_scatter, all_gather). Its sums equal those of other paths to
-    rounding only. Needs missing: fail; false sends everything point to point."""
-    batched: bool = False
-    """Let gloo do as NCCL does: one batch per chunk in a fixed order, matched by order alone. For tests; a node that
-    falls behind then holds up its clique."""
+
+class TorchConfig(ZeroMQConfig, TorchKeys):
+    """Keys of the transports that may have cliques."""
+
+    def looks_for_gpus(self, routing: Routing) -> bool:
+        together = routing.memory and len(set(routing.machine_of.values())) < len(routing.machine_of)
+        return together or bool(routing.cliques and self.backend != "gloo")
 
 
 class CollectiveConfig(TorchConfig):
@@ -33,6 +34,11 @@ class CollectiveConfig(TorchConfig):
             raise ValueError("communication collective sends models unencrypted: use auto or zeromq with keys")
         return self
 
+    def routing(self, machine_of: Mapping[int, int]) -> Routing:
+        """One clique of all nodes."""
+        everybody = tuple(sorted(machine_of))
+        return Routing(machine_of, cliques=(everybody,) if len(everybody) > 1 else ())
+
 
 class EdgeConfig(pydantic.BaseModel):
     """The way of some edges."""
@@ -41,8 +47,16 @@ class EdgeConfig(pydantic.BaseModel):
 
     nodes: list[int] = Field(min_length=2)
     """Uids; every pair of them."""
-    by: Literal["shared_memory", "collective", "zeromq"]
-    """How their payloads travel; collective needs them in one clique, shared_memory on one machine."""
+    by: str
+    """How their payloads travel: shared_memory (needs them on one machine), collective (in one clique), zeromq, or the
+    package.module:Class of a path of one's own."""
+
+    @field_validator("by")
+    @classmethod
+    def _is_a_path(cls, value: str) -> str:
+        if value not in CHOICES and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError(f"must be {', '.join(CHOICES)} or package.module:Class, got {value}")
+        return value
 
 
 class HybridConfig(TorchConfig):
@@ -60,8 +74,8 @@ class HybridConfig(TorchConfig):
             raise ValueError("cliques send models unencrypted: leave them out, or the keys")
         return self
 
-    def rule(self, plain: Routing) -> Routing:
-        """`plain` with this config's cliques and edges."""
+    def routing(self, machine_of: Mapping[int, int]) -> Routing:
+        plain = super().routing(machine_of)
         cliques = self.cliques
         if cliques == "machine":
             machines = sorted(set(plain.machine_of.values()))

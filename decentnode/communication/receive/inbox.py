@@ -12,15 +12,15 @@ from torch import Tensor
 from decentnode.communication.base import Counters, Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, plans
 from decentnode.communication.receive.partial_payload import (
+    SLOTS,
     ChunkedPayload,
     MappedPayload,
     PartialPayload,
     SlotPayload,
+    SlotReader,
     cut,
 )
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunState
-from decentnode.communication.shared_memory.layout import SLOTS
-from decentnode.communication.shared_memory.publish_buffer import BufferReader
 from decentnode.errors import PeerFault
 from decentnode.wire.messages import Chunk, Scalars
 
@@ -136,7 +136,7 @@ class Inbox:
             self._wake(key, source, incoming)
 
     def put_slot(
-        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: BufferReader
+        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: SlotReader
     ) -> int:
         """Take a payload that lies in a neighbor's publish buffer; its bytes. Raises PeerFault as `put` does.
 
@@ -150,7 +150,7 @@ class Inbox:
             raise
 
     def _put_slot(
-        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: BufferReader
+        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: SlotReader
     ) -> int:
         round, phase = key
         if phase >= len(self.plans):

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, from_buffer
-from decentnode.communication.shared_memory.publish_buffer import BufferReader
 from decentnode.payload import Payload
 from decentnode.wire.messages import Scalars
+
+SLOTS = 2
+"""Payloads of one phase that a neighbor may hold in memory that others read: one is read while the next is written."""
+
+
+class SlotReader(Protocol):
+    """Reads a neighbor's slots: `shared_memory.publish_buffer.BufferReader`. Not blocking."""
+
+    @property
+    def slots(self) -> list[list[list[Tensor]]]:
+        """By phase and slot: the tensors of the payload."""
+
+    @property
+    def imported(self) -> bool:
+        """Whether the slots lie in a device's memory, whose queue has to be told of reads."""
+
+    def enter(self, phase: int, slot: int) -> None:
+        """What is queued from now on sees what was written."""
+
+    def intact(self, phase: int, slot: int, use: int) -> bool:
+        """Whether the slot still holds the payload of this use."""
+
+    def release(self, phase: int, slot: int, use: int) -> None:
+        """The owner may write the slot again."""
 
 
 def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -176,7 +200,7 @@ class SlotPayload(MappedPayload):
     __slots__ = ("_entered", "phase", "reader", "slot", "use")
 
     def __init__(
-        self, plans: tuple[TensorPlan, ...], tensors: list[Tensor], scalars: Scalars, reader: BufferReader, phase: int,
+        self, plans: tuple[TensorPlan, ...], tensors: list[Tensor], scalars: Scalars, reader: SlotReader, phase: int,
         slot: int, use: int,
     ) -> None:
         self._plans, self.tensors, self.scalars, self.pieces, self.arrived = plans, tensors, scalars, None, 0.0

@@ -14,8 +14,9 @@ from typing import Any
 import msgpack
 import torch
 
+from decentnode.communication.receive.partial_payload import SLOTS
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
-from decentnode.communication.shared_memory.layout import SLOTS, Layout
+from decentnode.communication.shared_memory.layout import Layout
 from decentnode.errors import EnvironmentFault, PeerFault
 
 EVENT_BYTES = 64

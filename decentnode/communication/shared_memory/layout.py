@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Schema
+from decentnode.communication.receive.partial_payload import SLOTS
 from decentnode.payload import TensorSpec
 
 PAGE = 4096
 ALIGNMENT = 128
-SLOTS = 2
 OFFER_BYTES, HANDLE_BYTES = 1024, 96
 """Room for an offer: of the memory, and of each event (64 bytes in CUDA)."""
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Schema
+from decentnode.communication.path import Path
+from decentnode.communication.receive.staging import Leases
 from decentnode.communication.run_state import RunState
-from decentnode.communication.shared_memory.path import SharedMemoryPath
 
 LEASE_POLL_SECONDS = 100e-6
 PRIVATE_PLACES = 2
@@ -18,15 +19,17 @@ PRIVATE_PLACES = 2
 
 
 class ModelSlots:
-    """Of one generation of members: the publish buffer's slots of phase 0 where there is a publish buffer. Training
-    thread's."""
+    """The places of one generation of members: a path's `model_slots` where there are any, else private memory. Used
+    from the training thread."""
 
-    def __init__(self, schema: Schema, memory: SharedMemoryPath, status: RunState, hurry: Callable[[], None]) -> None:
-        """schema: of phase 0. hurry: asks all peers now what they have of what was sent."""
+    def __init__(
+        self, schema: Schema, leases: Leases, owner: Path | None, status: RunState, hurry: Callable[[], None]
+    ) -> None:
+        """schema: of phase 0. owner: the path with `model_slots`, where there is one. hurry: asks all peers now what
+        they have of what was sent."""
         self.sent_to: tuple[int, ...] = ()
         """Who may still read what was sent last."""
-        self._schema, self._memory, self._status = schema, memory, status
-        self._leases = memory.leases
+        self._schema, self._owner, self._status, self._leases = schema, owner, status, leases
         self._leases.hurry = hurry
         self._places: list[Tensor] = []
         self._late = False
@@ -37,15 +40,15 @@ class ModelSlots:
         schema = self._schema
         if not schema.elementwise or len(schema.tensors) != 1:
             return None
-        in_board = bool(self._memory.model_slots())
+        owner = self._owner if self._owner is not None and self._owner.model_slots else None
         if not self._places:
             (spec,) = schema.tensors.values()
-            self._places = self._memory.model_slots() or [
+            self._places = (owner.model_slots if owner is not None else []) or [
                 torch.empty(schema.elements, dtype=spec.dtype) for _ in range(PRIVATE_PLACES)
             ]
         with self._status.waits_for(self.sent_to):
-            if in_board:
-                slot = self._memory.acquire_slot(current, timeout_seconds)
+            if owner is not None:
+                slot = owner.acquire_slot(current, time.monotonic() + self._status.patience(timeout_seconds))
                 place = None if slot is None else self._places[slot]
             else:
                 place = self._private(current, time.monotonic() + self._status.patience(timeout_seconds))

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
-from decentnode.communication.base import Counters, Schema
-from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.staging import Leases
-from decentnode.communication.run_state import RunState
+from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
+from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.shared_memory.cuda_ipc import CudaMemory
 from decentnode.communication.shared_memory.device_slots import DeviceMemory
 from decentnode.communication.shared_memory.doorbell import DatagramDoorbell
 from decentnode.communication.shared_memory.layout import Layout
@@ -24,82 +23,76 @@ from decentnode.communication.shared_memory.publish_buffer import LEASED, Buffer
 from decentnode.errors import DecentnodeError, EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.doorbell import MAX_BYTES, Doorbells
-from decentnode.wire.generation import Name
-from decentnode.wire.messages import Message, Scalars, Slot
+from decentnode.wire.messages import Scalars, Slot
 
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 2.0
 """Longest wait, when closing, for readers of lent memory."""
 STEPS = ("boards made", "boards mapped")
-"""Barriers of `SharedMemoryPath.open`: nodes without a publish buffer pass them too."""
+"""Barriers of `SharedMemoryPath.open`, which nodes without a publish buffer pass too."""
 
 
-class SharedMemoryPath:
-    """One node's publish buffer, its mappings of the others' publish buffers, and its doorbell. Used from the training
-    thread."""
+def device_memory_of(context: PathContext) -> DeviceMemory | None:
+    """How memory of this node's device is shared with other nodes on it; None on the CPU."""
+    return CudaMemory(context.device) if context.device.type == "cuda" else None
 
-    def __init__(
-        self,
-        uid: int,
-        schemas: tuple[Schema, ...],
-        num_nodes: int,
-        inbox: Inbox,
-        status: RunState,
-        counters: Counters,
-        admit: Callable[[Message], object],
-        refuse: Callable[[PeerFault], None],
-        device_memory: DeviceMemory | None = None,
-    ) -> None:
-        """admit: raises PeerFault for a message that may not be said now. refuse: counts a fault.
 
-        lending: of the GPU that this node is on.
-        """
+class SharedMemoryPath(Path):
+    """One node's publish buffers, its mappings of its neighbors', and its doorbell.
+
+    The buffers' names come from the run's id and the uid, their sizes from the local schema.
+    """
+
+    leaves_chunks: ClassVar[bool] = True
+
+    def __init__(self, context: PathContext) -> None:
+        super().__init__(context)
         self.readers: frozenset[int] = frozenset()
-        """Neighbors that read this node's publish buffer."""
-        self.leases = Leases()
-        """Of messages that are sent from where the model lives."""
-        self._uid, self._device_memory = uid, device_memory
-        self._layouts = {lent: Layout(schemas, num_nodes, lent) for lent in (False, True)}
-        self._inbox, self._status, self._counters = inbox, status, counters
-        self._admit, self._refuse = admit, refuse
+        """Neighbors that read this node's publish buffers."""
+        num_nodes = len(context.machine_of)
+        self._layouts = {lent: Layout(context.schemas, num_nodes, lent) for lent in (False, True)}
+        self._inbox, self._status, self._counters = context.inbox, context.state, context.counters
+        self._device_memory = device_memory_of(context)
         self._run = ""
         self._wanted: dict[bool, Collection[int]] = {}
         self._buffers: dict[bool, PublishBuffer] = {}
-        """In the host's memory, and lent (True)."""
+        """In the host's memory, and in a device's (True)."""
         self._read_by: dict[bool, frozenset[int]] = {}
         self._mapped: dict[int, BufferReader] = {}
         self._doorbell: DatagramDoorbell | None = None
         self._doorbells: Doorbells | None = None
 
-    def open(
-        self, folder: Path, run_id: bytes, generation: Name, others: Collection[int], required: bool,
-        barrier: Callable[[str], None], near: Collection[int] = (),
-    ) -> None:
-        """Make this node's publish buffers, map those of `others`, and take the names away when everybody has them.
-        Blocking.
+    def open(self, peers: frozenset[int], timeout_seconds: float) -> frozenset[int]:
+        """Make this node's publish buffers, map those of `peers`, and take the names away when everybody has them.
 
-        near: nodes on this node's GPU. A publish buffer's name comes from the run's id and the uid, its size from the
-        local schema. Raises EnvironmentFault when there is no room for a publish buffer and it is `required`.
+        Raises EnvironmentFault when there is no room for a buffer and the config asks for shared memory by name.
         """
-        self.make(folder, run_id, generation, {False: others, True: near}, required)
+        context = self.context
+        wanted = peers if context.partners is None else peers & context.partners
+        near = {uid for uid in wanted if context.routing.path(context.uid, uid) == "cuda_ipc"}
+        if not wanted or context.folder is None:
+            for step in STEPS:
+                context.barrier(step, timeout_seconds)
+            return frozenset()
         try:
-            barrier(STEPS[0])
+            self.make({False: sorted(wanted - near), True: sorted(near)}, context.config.shared_memory is True)
+            context.barrier(STEPS[0], timeout_seconds)
             self.map()
-            barrier(STEPS[1])
+            context.barrier(STEPS[1], timeout_seconds)
         finally:
             self.hide()
-        self.begin()
+        return self.begin()
 
-    def make(
-        self, folder: Path, run_id: bytes, generation: Name, wanted: Mapping[bool, Collection[int]], required: bool
-    ) -> None:
-        """First step of `open`: this node's publish buffers, and its doorbell. wanted: neighbors by whether the memory
-        is lent."""
-        self._run = run_of(folder, generation)
+    def make(self, wanted: Mapping[bool, Collection[int]], required: bool) -> None:
+        """First step of `open`: this node's publish buffers, and its doorbell. wanted: neighbors, by whether they read
+        the device's memory."""
+        context = self.context
+        assert context.folder is not None
+        self._run = run_of(context.folder, context.generation)
         self._wanted = {lent: uids for lent, uids in wanted.items() if uids}
-        self._doorbells = Doorbells(self._uid, run_id, generation, self._admit)
-        self._doorbell = DatagramDoorbell(folder, self._uid, self._on_datagram)
+        self._doorbells = Doorbells(context.uid, context.run_id, context.generation, context.admit)
+        self._doorbell = DatagramDoorbell(context.folder, context.uid, self._on_datagram)
         for lent, uids in self._wanted.items():
             try:
                 self._buffers[lent] = self._made(self._run, lent, uids)
@@ -118,37 +111,45 @@ class SharedMemoryPath:
         for buffer in self._buffers.values():
             buffer.unlink()
 
-    def begin(self) -> None:
-        """Last step: who could map this node's publish buffers is sent payloads through them."""
+    def begin(self) -> frozenset[int]:
+        """Last step: who could map this node's publish buffers is sent payloads through them. Returns them."""
         for lent, buffer in self._buffers.items():
             self._read_by[lent] = frozenset(uid for uid in self._wanted[lent] if buffer.attached(uid))
         self.readers = frozenset().union(*self._read_by.values())
         self._status.doorbell = self._doorbell
+        return self.readers
+
+    def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:  # noqa: ARG002
+        """One payload for all of them is written once; payloads that differ have to leave as chunks."""
+        uids = [uid for uid in outgoing if uid in self.readers and uid not in self._status.departed]
+        if len({id(outgoing[uid]) for uid in uids}) != 1:
+            return Sent(left=outgoing.keys())
+        with self._status.waits_for(uids):
+            reached = self.publish(outgoing[uids[0]], uids, key, self.context.config.timeout_seconds)
+        return NOTHING_LEFT if len(reached) == len(outgoing) else Sent(left=outgoing.keys() - reached)
 
     def _made(self, run: str, lent: bool, readers: Collection[int]) -> PublishBuffer:
-        layout = self._layouts[lent]
+        layout, uid = self._layouts[lent], self.context.uid
         if not lent:
-            return PublishBuffer(path_of(run, self._uid), layout, leases=self.leases)
+            return PublishBuffer(path_of(run, uid), layout, leases=self.context.leases)
         assert self._device_memory is not None, "only nodes on one GPU are near"
-        return PublishBuffer(path_of(run, self._uid, lent), layout, self._device_memory.export_slots(layout, readers))
+        return PublishBuffer(path_of(run, uid, lent), layout, self._device_memory.export_slots(layout, readers))
 
     def _map(self, run: str, lent: bool, uids: Collection[int]) -> None:
         for uid in uids:
             try:
                 device_memory = self._device_memory if lent else None
-                self._mapped[uid] = BufferReader(path_of(run, uid, lent), self._layouts[lent], self._uid, device_memory)
+                name = path_of(run, uid, lent)
+                self._mapped[uid] = BufferReader(name, self._layouts[lent], self.context.uid, device_memory)
             except PeerFault as fault:
                 logger.warning("no shared memory from node %d: %s", uid, fault)
 
-    def publish(
-        self, payload: Payload, uids: list[int], round: int, phase: int, timeout_seconds: float,
-        send_control: Callable[[int, int, int, bytes], None],
-    ) -> list[int]:
-        """Write a payload into the publish buffers and ring at `uids`; send_control(uid, slot, use, totals) where the
-        doorbell's queue is full. Those that were told of it: the others have to get chunks.
+    def publish(self, payload: Payload, uids: list[int], key: ExchangeKey, timeout_seconds: float) -> list[int]:
+        """Write a payload into the publish buffers and ring at `uids`. Returns those that heard of it: the others have
+        to get chunks.
 
-        Readers that still hold an earlier payload after the time-out are not waited for again, nor told of anything,
-        until they have released all that they were told of. While they hold every slot, nobody is told.
+        Readers that still hold an earlier payload after the time-out are not waited for again, nor sent anything, until
+        they have released all that they heard of. While they hold every slot, nobody is sent anything.
         """
         deadline, told = time.monotonic() + self._status.patience(timeout_seconds), []
         for lent, buffer in self._buffers.items():
@@ -160,7 +161,7 @@ class SharedMemoryPath:
             late = buffer.late
             try:
                 if mine:
-                    told.append((mine, *buffer.publish(phase, payload, mine, deadline, self._gone)))
+                    told.append((mine, *buffer.publish(key[1], payload, mine, deadline, self._gone)))
             except TimeoutError as error:
                 if buffer.late != late:
                     self._warn_of(error.args[0], timeout_seconds)
@@ -168,7 +169,7 @@ class SharedMemoryPath:
             return []
         totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
         for mine, slot, use in told:
-            self._ring(payload, mine, round, phase, slot, use, totals, send_control)
+            self._ring(payload, mine, key, slot, use, totals)
         return told[0][0] if len(told) == 1 else [uid for mine, _, _ in told for uid in mine]
 
     @staticmethod
@@ -177,35 +178,30 @@ class SharedMemoryPath:
         logger.warning("%s an earlier payload after %g s: payloads leave as chunks until it is released", who,
                        timeout_seconds)  # fmt: skip
 
-    def _ring(
-        self, payload: Payload, uids: list[int], round: int, phase: int, slot: int, use: int, totals: bytes,
-        send_control: Callable[[int, int, int, bytes], None],
-    ) -> None:
+    def _ring(self, payload: Payload, uids: list[int], key: ExchangeKey, slot: int, use: int, totals: bytes) -> None:
+        """A datagram each, or a control message where the doorbell's queue is full or the scalars are long."""
         doorbell, doorbells = self._doorbell, self._doorbells
         assert doorbell is not None and doorbells is not None
-        datagram = doorbells.make(round, phase, slot, use, totals, payload.scalars)
+        datagram = doorbells.make(*key, slot, use, totals, payload.scalars)
         for uid in uids:
             self._counters.edge(uid).frames_sent += 1
         for uid in uids:
             if len(datagram) > MAX_BYTES or not doorbell.send(uid, datagram):
-                send_control(uid, slot, use, totals)
+                self.context.send(uid, Slot, *key, slot, use, totals, dict(payload.scalars))
             else:
                 self._counters.edge(uid).announced_bytes_sent += len(datagram)
 
-    @property
-    def mapped(self) -> Collection[int]:
-        """Whose payloads this node reads where they lie."""
-        return self._mapped.keys()
+    def receives(self, uid: int) -> bool:
+        return uid in self._mapped
 
+    @property
     def model_slots(self) -> list[Tensor]:
         """The slots of phase 0, where a payload of one tensor needs no copy; empty without a publish buffer."""
         return [] if not self.readers or False not in self._buffers else [s[0] for s in self._buffers[False].slots[0]]
 
-    def acquire_slot(self, current: Tensor, timeout_seconds: float) -> int | None:
-        """Blocking: the slot among `model_slots` that the model may go to from `current`; None after the time-out."""
+    def acquire_slot(self, current: Tensor, deadline: float) -> int | None:
         buffer = self._buffers[False]
         buffer.judge(self._status.silent)
-        deadline = time.monotonic() + self._status.patience(timeout_seconds)
         return buffer.acquire_slot(current.data_ptr(), deadline, self._gone)
 
     def _gone(self, uid: int) -> bool:
@@ -221,7 +217,7 @@ class SharedMemoryPath:
             source, round, phase, slot, use, totals, scalars = self._doorbells.open(datagram)
             self._take(source, (round, phase), slot, use, totals, scalars)
         except PeerFault as fault:
-            self._refuse(fault)
+            self.context.refuse(fault)
 
     def take(self, message: Slot) -> None:
         """I/O thread: an admitted doorbell that came over ZeroMQ.
@@ -242,8 +238,7 @@ class SharedMemoryPath:
         edge.frames_received += 1
         edge.payload_bytes_received += size
 
-    def close(self) -> None:
-        """Let go of everything; idempotent."""
+    def close(self, broken: bool) -> None:  # noqa: ARG002
         self._status.doorbell = None
         if True in self._buffers:
             self._drain(self._buffers[True])

@@ -25,9 +25,10 @@ import warnings
 from collections.abc import Callable, Collection, Set
 from pathlib import Path
 
+from decentnode.communication.receive.partial_payload import SLOTS
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
-from decentnode.communication.shared_memory.layout import SLOTS, Layout
+from decentnode.communication.shared_memory.layout import Layout
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.generation import Name

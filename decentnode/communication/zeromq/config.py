@@ -1,17 +1,21 @@
-"""Keys of the networked transport, and where a node listens."""
+"""Keys of the networked transport, and the path that they give to every edge."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from decentnode.communication.base import CommunicationConfig
+from decentnode.communication.routing import Routing
 
 
 class ZeroMQConfig(CommunicationConfig):
+    networked: ClassVar[bool] = True
+    has_generations: ClassVar[bool] = True
+
     same_host: Literal["shared_memory", "ipc", "tcp"] | None = None
     """How payloads travel between nodes of one host. When not given: shared_memory for communication auto (ipc where
     /dev/shm is too small) and shared_memory (an error there), ipc for zeromq."""
@@ -49,16 +53,27 @@ class ZeroMQConfig(CommunicationConfig):
     def secure(self) -> bool:
         return self.security != "off" and self.keys is not None
 
+    @property
+    def key_folder(self) -> Path | None:
+        return self.keys if self.secure else None
 
-@dataclasses.dataclass(frozen=True)
-class BindPlan:
-    """Where a node listens."""
+    @property
+    def unix_sockets(self) -> bool:
+        return self.same_host != "tcp"
 
-    ipc_dir: Path | None = None
-    """Private folder for Unix sockets, or None for tcp only."""
-    host: str = "127.0.0.1"
-    """Address of the interface for tcp."""
-    port: int | None = None
-    """Control port (bulk is port + 1); None: free ones, and no tcp at all beside `ipc_dir`."""
-    again: tuple[str, ...] = ()
-    """Instead of free ports: the endpoints that the node had before it was started again."""
+    @property
+    def shared_memory(self) -> bool | None:
+        if self.name == "zeromq" and self.same_host != "shared_memory":
+            return False
+        if self.same_host not in (None, "shared_memory"):
+            return False
+        return True if "shared_memory" in (self.name, self.same_host) else None
+
+    def routing(self, machine_of: Mapping[int, int]) -> Routing:
+        """Which path every edge takes, before anybody knows who has a GPU; `Routing.problems` has what contradicts the
+        mapping."""
+        return Routing(machine_of, self.shared_memory is not False)
+
+    def looks_for_gpus(self, routing: Routing) -> bool:  # noqa: ARG002
+        """Whether nodes tell each other at the start on which GPU their models lie, so that the routing may ask it."""
+        return False

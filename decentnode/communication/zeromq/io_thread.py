@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from decentnode.communication.base import Endpoints
 from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.security import Authenticator, BulkCredential, Keyring
 from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner
@@ -29,8 +30,6 @@ from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 
 logger = logging.getLogger(__name__)
 
-Endpoints = tuple[str, str]
-"""Addresses of a node's control and bulk socket, such as ("tcp://10.0.0.7:20000", "tcp://10.0.0.7:20001")."""
 
 CONTROL, BULK = 0, 1
 SEND_MESSAGES = 1000

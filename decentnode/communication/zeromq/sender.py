@@ -1,10 +1,9 @@
-"""How payloads leave a node: through shared memory where the neighbor reads the publish buffer, as chunks everywhere
-else."""
+"""What leaves a node over its sockets: payloads cut into chunks, the headers of all messages, checksums."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 
 from torch import Tensor
 
@@ -12,33 +11,19 @@ from decentnode.communication.base import Counters
 from decentnode.communication.receive.chunking import TensorPlan, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
 from decentnode.communication.run_state import RunState
-from decentnode.communication.shared_memory.model_slots import ModelSlots
-from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.io_thread import BULK, CONTROL, Security
-from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES
 from decentnode.communication.zeromq.link_state import QueuedMessage as Bulk
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.payload import Payload
 from decentnode.wire import codec, framing
-from decentnode.wire.messages import Chunk, Message, Scalars, Slot
+from decentnode.wire.messages import Chunk, Message, Scalars
 from decentnode.wire.session import Session
-
-
-def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
-    """Every payload once, with the neighbors that get it."""
-    groups: dict[int, tuple[Payload, list[int]]] = {}
-    for uid, payload in outgoing.items():
-        groups.setdefault(id(payload), (payload, []))[1].append(uid)
-    return list(groups.values())
 
 
 class Sender:
     """One node's. Payloads are sent from the training thread; `header` and `sum_kind` are any thread's."""
 
-    memory: SharedMemoryPath
-    model_slots: ModelSlots
-    """These two belong to one generation of members."""
     staging: Staging | None = None
     """Slots of pinned memory, for models on a GPU."""
 
@@ -53,32 +38,11 @@ class Sender:
         self._status, self._counters, self._security = status, counters, security
         links.on_room = self._takes_again
 
-    def send(self, round: int, outgoing: Mapping[int, Payload], phase: int) -> frozenset[int]:
-        """Through shared memory where the neighbor reads the publish buffer, as chunks everywhere else. Those to whom
-        nothing was sent, because too much waits for them already. Blocking as `_may_send` and
-        `SharedMemoryPath.publish` do."""
-        self.model_slots.sent_to = tuple(outgoing)
-        told: Collection[int] = ()
-        if self.memory.readers:
-            by_memory = [uid for uid in outgoing if uid in self.memory.readers and uid not in self._status.departed]
-            if len({id(outgoing[uid]) for uid in by_memory}) == 1:
-                told = self._by_memory(outgoing[by_memory[0]], by_memory, round, phase)
-        if len(told) < len(outgoing):
-            rest = {uid: outgoing[uid] for uid in outgoing if uid not in told} if told else outgoing
-            for payload, _ in grouped(rest):
-                self.checked(payload, phase)
-            held_up = [uid for uid in rest if not self._links.takes(uid)]
-            if held_up:  # nobody waits for its payload because another one takes none
-                now = {uid: payload for uid, payload in rest.items() if uid not in held_up}
-                for payload, uids in grouped(now):
-                    self._by_messages(payload, uids, round, phase)
-                rest = {uid: rest[uid] for uid in held_up if self._may_send(uid, round, phase)}
-            for payload, uids in grouped(rest):
-                self._by_messages(payload, uids, round, phase)
-            return frozenset(held_up).difference(rest)
-        return frozenset()
+    def takes(self, uid: int) -> bool:
+        """Whether `may_send` would return at once."""
+        return self._links.takes(uid)
 
-    def _may_send(self, uid: int, round: int, phase: int) -> bool:
+    def may_send(self, uid: int, round: int, phase: int) -> bool:
         """Blocking while MAX_PAYLOADS wait for a peer, unless it is silent; False when that stays so for a time-out:
         the payload is not sent, and once the peer takes any it is told so."""
         links, status = self._links, self._status
@@ -108,17 +72,6 @@ class Sender:
             self._status.silent.discard(uid)
             self._status.notify()
 
-    def _by_memory(self, payload: Payload, uids: list[int], round: int, phase: int) -> Collection[int]:
-        """Hand a payload to neighbors on this host; those that it reached: the others have to get chunks."""
-        self.checked(payload, phase)
-
-        def send_control(uid: int, slot: int, use: int, totals: bytes) -> None:
-            header = self.header(Slot, round, phase, slot, use, totals, dict(payload.scalars))
-            self._links.io.call(lambda: self._links.control_header(uid, header, purpose="protocol"))
-
-        with self._status.waits_for(uids):
-            return self.memory.publish(payload, uids, round, phase, self._config.timeout_seconds, send_control)
-
     def checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
         """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""
         plans = self._plans[phase]
@@ -133,7 +86,11 @@ class Sender:
                 )
         return plans
 
-    def _by_messages(self, payload: Payload, uids: list[int], round: int, phase: int) -> None:
+    def send_chunks(
+        self, payload: Payload, uids: list[int], round: int, phase: int, lease_of: Callable[[Tensor], object]
+    ) -> None:
+        """Hand one payload to the links of these neighbors, cut into chunks; every byte is read, or leased, before this
+        returns. Not blocking, but for the copy."""
         plans, links = self._plans[phase], self._links
         scalars: Scalars = payload.scalars
         sums = self.sum_kind(BULK, uids)
@@ -142,7 +99,7 @@ class Sender:
             total, size = tensor.numel(), plan.spec.dtype.itemsize
             fetched = self._fetched(plan, tensor)
             raw = to_bytes(tensor) if fetched is None else memoryview(b"")
-            lease = fetched.lease if fetched is not None else self.lease(tensor)
+            lease = fetched.lease if fetched is not None else lease_of(tensor)
             for chunk in range(plan.count(total)):
                 start, stop = plan.bounds(chunk, total)
                 body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
@@ -165,11 +122,6 @@ class Sender:
         if fetched is None:
             self._links.hurry()
         return fetched
-
-    def lease(self, tensor: Tensor) -> object:
-        """What to hold while `tensor` is sent from where it lies; None where it has to be copied first, or is so short
-        that a copy is less than the wait for those who got it."""
-        return self.model_slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
 
     def header(self, kind: type[Message], *values: object) -> bytes:
         session = self._session

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar
 
 import torch
@@ -15,38 +15,46 @@ import zmq
 from torch import Tensor
 
 import decentnode
+from decentnode.communication import PATHS
 from decentnode.communication.base import (
     AveragingGroup,
+    BindPlan,
     Communication,
     CommunicationConfig,
     Counters,
+    Endpoints,
     Exchange,
     Pending,
     PendingGeneration,
     Schema,
+    TransportParts,
     purpose_of,
 )
+from decentnode.communication.path import Path, PathContext, Paths, grouped
 from decentnode.communication.receive.chunking import MESSAGE_COST, chunk_elements, to_bytes
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.staging import staging_of
+from decentnode.communication.receive.staging import Leases, staging_of
 from decentnode.communication.routing import Routing
 from decentnode.communication.run_state import RunState
-from decentnode.communication.shared_memory.device_slots import DeviceMemory
 from decentnode.communication.shared_memory.model_slots import ModelSlots
-from decentnode.communication.shared_memory.path import STEPS, SharedMemoryPath
-from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
+from decentnode.communication.shared_memory.path import SharedMemoryPath
+from decentnode.communication.torch_distributed.communicator import gpu_number
+from decentnode.communication.zeromq.chunk_path import ChunkPath
+from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.connections import listen
-from decentnode.communication.zeromq.io_thread import BULK, CONTROL, Endpoints, Security
+from decentnode.communication.zeromq.io_thread import BULK, CONTROL, Security
+from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES
 from decentnode.communication.zeromq.link_state import QueuedMessage as Bulk
 from decentnode.communication.zeromq.reconfigure import Reconfiguration, given_up
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
-from decentnode.communication.zeromq.security import Keyring
+from decentnode.communication.zeromq.security import Keyring, load_keyring
 from decentnode.communication.zeromq.sender import Sender
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.config import component
-from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
+from decentnode.config.component import load_class
+from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerFault, PeerLost, Regrouping
 from decentnode.mapping.hosts import endpoint, host_of, unknown_name
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
@@ -78,11 +86,21 @@ class NextGeneration(PendingGeneration):
         return self._owner.next_generation()
 
 
-class ZeroMQ(Communication):
-    """Payloads through shared memory between nodes of one host, as chunks over DEALER -> ROUTER pairs between hosts.
+@dataclasses.dataclass(frozen=True)
+class GenerationParts:
+    """What belongs to one generation of members, made once all of its paths are open, and replaced as a whole."""
 
-    The training thread encodes and mixes; the sockets are the I/O thread's. An edge's way is decided at the start: a
-    neighbor that could map this node's publish buffer reads payloads there, every other one gets chunks.
+    routing: Routing
+    paths: Paths
+    model_slots: ModelSlots
+
+
+class ZeroMQ(Communication):
+    """The networked transport: control over DEALER -> ROUTER pairs, payloads by the path that its routing gives each
+    edge.
+
+    The training thread encodes and mixes; the sockets are the I/O thread's. A neighbor that its path does not reach
+    gets chunks over the sockets. Which transport of the YAML this is, its Config decides (`ZeroMQConfig.routing`).
     """
 
     Config: ClassVar[type[component.Config]] = ZeroMQConfig
@@ -102,11 +120,8 @@ class ZeroMQ(Communication):
         device: torch.device | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """machine_of: the machine of every uid of the run. run_id: None adopts the one that uid 0 drew.
-
-        keyring: the node's keys; required where the config is `secure`. device: of the models, and of payloads in
-        `Arrival`; the CPU when None. limits: of generations of members; None where there is but one.
-        """
+        """As `TransportParts`. keyring: the node's keys; required where the config is `secure`. Raises ValueError for
+        cliques or edges that contradict the mapping."""
         assert isinstance(config, ZeroMQConfig)
         self.config: ZeroMQConfig = config
         self.uid = uid
@@ -115,8 +130,8 @@ class ZeroMQ(Communication):
         self._plan = bind or BindPlan()
         self._machine_of = dict(machine_of)
         self._addresses: dict[int, Endpoints] = {}
-        self.routing = self._routing_rule()
-        """Which way the payloads of every edge take."""
+        for problem in config.routing(self._machine_of).problems():
+            raise ValueError(problem)
         self._status = RunState()
         run = run_id or (os.urandom(8) if uid == 0 else None)
         software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
@@ -138,24 +153,35 @@ class ZeroMQ(Communication):
             self._regroup = Reconfiguration(membership, self._links, self._status, self.counters)
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
-        self._sending = Sender(uid, config, self._session, self._links, self._inbox.plans, self._status, self.counters,
-                                self._security)  # fmt: skip
+        self._sender = Sender(uid, config, self._session, self._links, self._inbox.plans, self._status, self.counters,
+                              self._security)  # fmt: skip
         self._joined = False
         self._closed = False
         self._begin_generation()
 
+    @classmethod
+    def make(cls, config: CommunicationConfig, parts: TransportParts) -> ZeroMQ:
+        folder = config.key_folder
+        keyring = None if folder is None else load_keyring(parts.base_dir / folder, parts.uid, len(parts.machine_of))
+        return cls(config, uid=parts.uid, machine_of=parts.machine_of, schemas=parts.schemas, digest=parts.digest,
+                   run_id=parts.run_id, bind=parts.bind, keyring=keyring, device=parts.device,
+                   limits=parts.limits)  # fmt: skip
+
     def _begin_generation(self) -> None:
-        """What belongs to one generation of members and no other; `_open_paths` fills it."""
-        self._memory = SharedMemoryPath(
-            self.uid, self.schemas, len(self._machine_of), self._inbox, self._status, self.counters,
-            self._session.admit, self._links.refuse, self._device_memory(self._inbox.device),
-        )  # fmt: skip
-        self._sending.memory = self._memory
-        self._sending.model_slots = ModelSlots(self.schemas[0], self._memory, self._status, self._links.hurry)
+        """What a generation needs before its paths are open; `_open_paths` makes the rest of it."""
         self._collectives = TreeCollectives(
             self._session, self.config.chunk_bytes, self._status, self.describe, self._io.call, self._control,
             self._emit,
         )  # fmt: skip
+        self._parts: GenerationParts | None = None
+        self._opening: dict[type[Path], Path] = {}
+        """Paths of this generation, from when they begin to open: doorbells may come before all are open."""
+
+    @property
+    def parts(self) -> GenerationParts:
+        """Those of the generation in force, once `start` or `regroup` is over."""
+        assert self._parts is not None, "no generation is in force: start comes first"
+        return self._parts
 
     # -- where everybody is -----------------------------------------------------------------------------------
 
@@ -208,10 +234,10 @@ class ZeroMQ(Communication):
         for uid, address in endpoints.items():
             if uid != self.uid:
                 self._addresses[uid] = address
-        self._sending.over_tcp = [{uid for uid, address in self._addresses.items() if address[plane].startswith("tcp://")}
+        self._sender.over_tcp = [{uid for uid, address in self._addresses.items() if address[plane].startswith("tcp://")}
                           for plane in (CONTROL, BULK)]  # fmt: skip
         self._io.connect_to(self._addresses)
-        self._links.control_kind = self._sending.sum_kind(CONTROL, self._addresses)
+        self._links.control_kind = self._sender.sum_kind(CONTROL, self._addresses)
 
     # -- the start --------------------------------------------------------------------------------------------
 
@@ -251,34 +277,80 @@ class ZeroMQ(Communication):
                 self._next_generation()
 
     def _open_paths(self, timeout_seconds: float) -> None:
-        """Blocking, on every node alike: make the paths that edges of the run take."""
-        paths = {uid: self.routing.path(self.uid, uid) for uid in self._session.members if uid != self.uid}
-        if self._sending.staging is None and {"zeromq", "shared_memory", "collective"}.intersection(paths.values()):
-            self._take_pinned("zeromq" in paths.values())
-        met = paths if self.partners is None else {uid: path for uid, path in paths.items() if uid in self.partners}
-        local, near = ([u for u, path in met.items() if path == each] for each in ("shared_memory", "cuda_ipc"))
-        if (local or near) and self._plan.ipc_dir is not None:
-            required = "shared_memory" in (self.config.name, self.config.same_host)
-            self._memory.open(self._plan.ipc_dir, self._session.run, self._session.name, local, required,
-                              lambda name: self.barrier(name, timeout_seconds), near)  # fmt: skip
-        elif self.routing.used("shared_memory") or self.routing.used("cuda_ipc"):
-            for step in STEPS:
-                self.barrier(step, timeout_seconds)
+        """Blocking, on every node alike: find out which path every edge takes, and open those that any edge takes."""
+        routing = self._routing(timeout_seconds)
+        members = self._session.members
+        peers = {name: frozenset(uid for uid in members if uid != self.uid and routing.path(self.uid, uid) == name)
+                 for name in routing.names()}  # fmt: skip
+        others = [routing.path(self.uid, uid) for uid in members if uid != self.uid]
+        if self._sender.staging is None and {"zeromq", "shared_memory", "collective"}.intersection(others):
+            self._take_pinned("zeromq" in others)
+        leases = Leases()
+        classes: dict[type[Path], list[str]] = {}
+        for name in peers:
+            classes.setdefault(load_class(name, PATHS, "path"), []).append(name)
+
+        def lease_of(tensor: Tensor) -> object:
+            # a short tensor is copied: that takes less than the wait for those who got it
+            return model_slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
+
+        context = self._context(routing, leases, lease_of)
+        self._opening = {made: made(context) for made in classes}
+        owner = next((path for path in self._opening.values() if path.leaves_chunks), None)
+        model_slots = ModelSlots(self.schemas[0], leases, owner, self._status, self._links.hurry)
+        wanted = {names[0]: frozenset().union(*(peers[name] for name in names)) for names in classes.values()}
+        opened, reached = {}, {}
+        for made, (first, *_) in classes.items():
+            opened[first] = self._opening[made]
+            reached[first] = opened[first].open(wanted[first], timeout_seconds)
+        paths = Paths(opened, wanted, reached, ChunkPath(context, self._sender))
+        self._parts = GenerationParts(routing, paths, model_slots)
+
+    def _routing(self, timeout_seconds: float) -> Routing:
+        """Blocking: the config's, restricted to the members of the generation, with the GPUs of all nodes in it."""
+        routing = self.config.routing(self._machine_of)
+        members = set(self._session.members)
+        cliques = tuple(tuple(uid for uid in clique if uid in members) for clique in routing.cliques)
+        routing = dataclasses.replace(routing, cliques=cliques)
+        if self.config.looks_for_gpus(routing):
+            found = self._gather("cliques/gpus", float(gpu_number(self._inbox.device)), timeout_seconds)
+            gpus = {uid: round(gpu) for uid, gpu in enumerate(found) if round(gpu)}
+            routing = dataclasses.replace(routing, gpu=gpus)
+        return routing
+
+    def _context(self, routing: Routing, leases: Leases, lease_of: Callable[[Tensor], object]) -> PathContext:
+        def send(uid: int, kind: type[Message], *values: object) -> None:
+            header = self._sender.header(kind, *values)
+            self._io.call(lambda: self._links.control_header(uid, header, purpose="protocol"))
+
+        session = self._session
+        return PathContext(
+            uid=self.uid, machine_of=self._machine_of, members=tuple(session.members), config=self.config,
+            schemas=self.schemas, routing=routing, partners=self.partners, run_id=session.run, generation=session.name,
+            folder=self._plan.ipc_dir, inbox=self._inbox, state=self._status, counters=self.counters, leases=leases,
+            lease_of=lease_of, barrier=self.barrier, gather=self._gather,
+            host_of=lambda uid: host_of(self._addresses[uid][CONTROL]), send=send, admit=session.admit,
+            refuse=self._links.refuse,
+        )  # fmt: skip
+
+    def _gather(self, key: str, value: float, timeout_seconds: float) -> list[float]:
+        """Blocking: a small whole number of every node, by uid; all of them travel in one mean."""
+        told = torch.zeros(len(self._machine_of), dtype=torch.float64)
+        told[self.uid] = value
+        mean, contributors = self.mean(key, told, closing=True).wait(timeout_seconds)
+        return [float(round(each)) for each in (mean * contributors).tolist()]
+
+    def _close_paths(self, broken: bool, leaving_chunks: bool) -> None:
+        for path in self._opening.values():
+            if path.leaves_chunks == leaving_chunks:
+                path.close(broken)
 
     def _take_pinned(self, outwards: bool) -> None:
         """H5: what passes between a GPU and the host's memory gets its slots before round 0."""
         specs = [spec for each in self.schemas for spec in each.tensors.values()] if outwards else []
-        self._sending.staging = staging_of(self._inbox.device, specs)
-        if self._sending.staging is not None:
-            self._inbox.lift = self._sending.staging.lift
-
-    def _routing_rule(self) -> Routing:
-        same_host = self.config.same_host or ("ipc" if self.config.name == "zeromq" else "shared_memory")
-        return Routing(self._machine_of, same_host == "shared_memory")
-
-    def _device_memory(self, device: torch.device | None) -> DeviceMemory | None:  # noqa: ARG002
-        """How memory of this node's device is lent to others on it; None where it is not."""
-        return None
+        self._sender.staging = staging_of(self._inbox.device, specs)
+        if self._sender.staging is not None:
+            self._inbox.lift = self._sender.staging.lift
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -303,18 +375,27 @@ class ZeroMQ(Communication):
 
     def exchange(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
-        group: AveragingGroup | None = None,  # noqa: ARG002
+        group: AveragingGroup | None = None,
     ) -> Exchange:
         self._status.raise_if_failed()
         if self._status.regrouping:
             return InboxExchange(self._inbox, round, phase, expected, frozenset())
         self._inbox.advance(round)
-        dropped = self._sending.send(round, outgoing, phase) if outgoing else frozenset[int]()
+        parts, key = self.parts, (round, phase)
+        for payload, _ in grouped(outgoing):
+            self._sender.checked(payload, phase)
+        if group is not None:
+            exchange = parts.paths.collective(key, group, outgoing, expected)
+            if exchange is not None:
+                self.counters.sent(outgoing)
+                return exchange
+        parts.model_slots.sent_to = tuple(outgoing)
+        dropped = parts.paths.send(key, outgoing, expected)
         self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped} if dropped else outgoing)
-        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), dropped)
+        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), frozenset(dropped))
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
-        return self._sending.model_slots.acquire_slot(current, timeout_seconds)
+        return self.parts.model_slots.acquire_slot(current, timeout_seconds)
 
     # -- means, barriers, reports -----------------------------------------------------------------------------
 
@@ -375,6 +456,8 @@ class ZeroMQ(Communication):
 
     def _next_generation(self) -> None:
         assert self._regroup is not None
+        # without the lock of the links: an abort may take seconds, in which the node answers whoever asks if it lives
+        self._close_paths(broken=True, leaving_chunks=False)
         alone = self.config.start_timeout_seconds
         self._regroup.wait(alone, alone + self.config.timeout_seconds, self._put_away)
 
@@ -382,16 +465,13 @@ class ZeroMQ(Communication):
         """With `ReliableLinks.lock` held, on the training thread: everything of the old generation, for
         `generation`."""
         assert self._regroup is not None
-        self._memory.close()
+        self._close_paths(broken=True, leaving_chunks=True)
         if generation.stopping:
             self._session.stop_asked = self._status.stopping = True
         self._session.adopt(self._regroup.membership.run, generation.name, generation.members)
         self._links.restart(generation.fresh)
         self._inbox.reset(generation.first_round)
         self._status.departed.clear()
-        rule = self._routing_rule()
-        cliques = (tuple(uid for uid in clique if uid in generation.members) for clique in rule.cliques)
-        self.routing = dataclasses.replace(rule, cliques=tuple(cliques))
         self._begin_generation()
 
     # -- the end ----------------------------------------------------------------------------------------------
@@ -420,11 +500,10 @@ class ZeroMQ(Communication):
 
     @property
     def ahead_bytes(self) -> float:
-        """The window, where anybody's payloads come as chunks; communicators and publish buffers give all they have."""
+        """The window, where anybody's payloads come as chunks; other paths give all that they have."""
         met = self._session.members if self.partners is None else self.partners
-        by_chunks = [uid for uid in met if uid != self.uid and self.routing.path(self.uid, uid) != "collective"
-                     and uid not in self._memory.mapped]  # fmt: skip
-        return self._links.window if by_chunks else math.inf
+        whole = self.parts.paths.all_received(uid for uid in met if uid != self.uid)
+        return math.inf if whole else self._links.window
 
     @property
     def stopping(self) -> bool:
@@ -457,16 +536,17 @@ class ZeroMQ(Communication):
 
     def close(self) -> None:
         if not self._closed:
+            self._close_paths(broken=False, leaving_chunks=False)
             self._closed = True
             in_vain = self._status.failure is not None or bool(self._status.regrouping)
             self._io.close(0.5 if in_vain else CLOSE_SECONDS)
-            self._memory.close()
+            self._close_paths(broken=False, leaving_chunks=True)
             self._fail_with(NodeFailed(f"node {self.uid}: its communication was closed"))  # to whoever still waits
 
     # -- I/O thread -------------------------------------------------------------------------------------------
 
     def _control(self, uid: int, kind: type[Message], *values: object) -> None:
-        self._links.control_header(uid, self._sending.header(kind, *values))
+        self._links.control_header(uid, self._sender.header(kind, *values))
 
     def _flush(self) -> None:
         """Send what the session has to say."""
@@ -478,8 +558,8 @@ class ZeroMQ(Communication):
         """Send pieces of means, and tell the waiting thread about finished ones."""
         for piece in pieces:
             raw = to_bytes(piece.tensor)
-            header = self._sending.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
-            sums = self._sending.sum_kind(BULK, [piece.to])
+            header = self._sender.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
+            sums = self._sender.sum_kind(BULK, [piece.to])
             self._links.bulk(piece.to, Bulk.bulk(header, raw, sums, purpose=purpose_of(piece.key)))
         for uid, size in self._collectives.means.consumed:
             self._links.consumed(uid, size)
@@ -502,7 +582,7 @@ class ZeroMQ(Communication):
             try:
                 for event in self._session.receive(message):
                     if isinstance(event, Slot):
-                        self._memory.take(event)
+                        self._on_slot(event)
                     elif isinstance(event, Skipped):
                         first, last = (event.round, event.phase), (event.last_round, event.last_phase)
                         self._inbox.skip(event.source, first, last)
@@ -510,6 +590,12 @@ class ZeroMQ(Communication):
                         self._on_event(event)
             finally:
                 self._flush()
+
+    def _on_slot(self, message: Slot) -> None:
+        memory = self._opening.get(SharedMemoryPath)
+        if not isinstance(memory, SharedMemoryPath):
+            raise PeerFault("no_board", f"of {message.source}")
+        memory.take(message)
 
     def _on_tick(self, now: float) -> None:
         for event in self._session.tick(now):

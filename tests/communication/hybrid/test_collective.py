@@ -10,14 +10,15 @@ import torch
 from pydantic import ValidationError
 
 from decentnode.communication.base import Exchange, Schema
-from decentnode.communication.hybrid import transport
-from decentnode.communication.hybrid.collective import Collective
-from decentnode.communication.hybrid.transport import Hybrid
+from decentnode.communication.hybrid.transport import Collective
 from decentnode.communication.receive.chunking import plans
+from decentnode.communication.torch_distributed import path as path_module
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, pack, unpack
 from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW
 from decentnode.communication.torch_distributed.communicator import refusal
+from decentnode.communication.torch_distributed.path import TorchDistributedPath
 from decentnode.communication.torch_distributed.tagged_p2p import TaggedPath
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload, TensorSpec
 from tests.communication.contract import flat_schema, nodes, together
@@ -42,14 +43,16 @@ def test_receives_of_a_peer_that_is_far_behind_take_memory_for_a_window_of_them(
     rounds, elements = 40, 1 << 16
     with nodes("collective", 2, flat_schema(elements), timeout_seconds=30) as made:
         ahead = made[1]
-        assert isinstance(ahead, Collective) and isinstance(ahead._path, TaggedPath)
-        taken, take = [0], ahead._path._pool.take
+        assert isinstance(ahead, Collective)
+        clique = ahead.parts.paths.of(TorchDistributedPath).clique
+        assert isinstance(clique, TaggedPath)
+        taken, take = [0], clique._pool.take
 
         def count(*what: object) -> torch.Tensor:
             taken[0] += 1
             return take(*what)  # type: ignore[arg-type]
 
-        ahead._path._pool.take = count  # type: ignore[method-assign,assignment]
+        clique._pool.take = count  # type: ignore[method-assign,assignment]
         for r in range(rounds):
             (nothing,) = ahead.exchange(r, {}, (0,)).arrivals(0.0)
             assert nothing.missing == {0}
@@ -137,13 +140,14 @@ def test_nccl_without_a_gpu_ends_the_start_with_the_reason() -> None:
 def test_auto_takes_gloo_where_nodes_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if both nodes had the one GPU of this machine: which NCCL refuses, and gloo does not."""
 
-    def pretend(node: Hybrid, timeout_seconds: float) -> None:
-        node.routing = dataclasses.replace(node.routing, gpu={0: 7, 1: 7})
-
-    monkeypatch.setattr(Hybrid, "_look_for_gpus", pretend)
-    monkeypatch.setattr("decentnode.communication.hybrid.transport.describe_gpu", lambda device: "2.29.7 gpu-a")
+    plain = ZeroMQ._routing
+    monkeypatch.setattr(
+        ZeroMQ, "_routing", lambda node, seconds: dataclasses.replace(plain(node, seconds), gpu={0: 7, 1: 7})
+    )
+    monkeypatch.setattr("decentnode.communication.torch_distributed.path.describe_gpu", lambda device: "2.29.7 gpu-a")
     with nodes("collective", 2, flat_schema(3)) as made:
-        assert all(isinstance(node._path, TaggedPath) for node in made if isinstance(node, Hybrid))
+        cliques = [node.parts.paths.of(TorchDistributedPath).clique for node in made if isinstance(node, ZeroMQ)]
+        assert len(cliques) == 2 and all(isinstance(clique, TaggedPath) for clique in cliques)
         made[0].exchange(0, {1: Payload({"x": torch.ones(3)})}, ())
         (arrival,) = made[1].exchange(0, {}, (0,)).arrivals(60)
         assert arrival.received[0].tensors["x"].tolist() == [1, 1, 1]
@@ -156,7 +160,7 @@ def test_who_is_on_one_host_meets_without_a_port(monkeypatch: pytest.MonkeyPatch
         raise AssertionError("it listens")
 
     for name in ("listen", "connect"):
-        monkeypatch.setattr(transport, name, listens)
+        monkeypatch.setattr(path_module, name, listens)
     with nodes("collective", 3, flat_schema(100)) as made:
         together(made, lambda node: node.barrier("there", 60))
         folder = made[0]._plan.ipc_dir  # type: ignore[attr-defined]

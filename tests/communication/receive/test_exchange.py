@@ -11,6 +11,7 @@ import torch
 
 from decentnode.communication.base import Communication, Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST
+from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.publish_buffer import FOLDER
 from decentnode.communication.zeromq.io_thread import BULK
 from decentnode.communication.zeromq.transport import ZeroMQ
@@ -340,8 +341,9 @@ def test_only_partners_boards_are_mapped_and_others_are_reached_by_chunks() -> N
         for node in made:
             node.partners = frozenset(ring(n)[node.uid])
         together(made, lambda node: node.start(60))
-        assert [set(node._memory._mapped) for node in made] == [set(ring(n)[uid]) for uid in range(n)]  # type: ignore[attr-defined]
-        assert [node._memory.readers for node in made] == [node.partners for node in made]  # type: ignore[attr-defined]
+        paths = [node.parts.paths.of(SharedMemoryPath) for node in made]  # type: ignore[attr-defined]
+        assert [set(path._mapped) for path in paths] == [set(ring(n)[uid]) for uid in range(n)]
+        assert [path.readers for path in paths] == [node.partners for node in made]
 
         def run(node: Communication) -> None:
             others = tuple(uid for uid in range(n) if uid != node.uid)

@@ -5,6 +5,7 @@ The device's queue is played by a list: what is queued is written down, and even
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import uuid
 from collections.abc import Collection, Iterator
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication, Schema
-from decentnode.communication.hybrid.transport import Hybrid
-from decentnode.communication.routing import Routing
 from decentnode.communication.shared_memory.cuda_ipc import EVENT_BYTES, unpacked
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
 from decentnode.communication.shared_memory.layout import SLOTS, Layout
+from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.publish_buffer import BufferReader, PublishBuffer, path_of
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
@@ -154,13 +155,14 @@ def test_a_lent_board_has_no_slots_in_its_file() -> None:
 def on_one_gpu(monkeypatch: pytest.MonkeyPatch, said: list[Said], gpu: dict[int, int], **options: bool) -> None:
     """As if these nodes' models lay on a GPU."""
 
-    def look(node: Hybrid, timeout_seconds: float) -> None:
-        rule = node.routing
-        node.routing = Routing(rule.machine_of, rule.memory, rule.cliques, rule.chosen, gpu)
-
-    monkeypatch.setattr(Hybrid, "_look_for_gpus", look)
-    lent = lambda node, _device: Fake(said, **options) if node.uid in gpu else None  # noqa: E731
-    monkeypatch.setattr(Hybrid, "_device_memory", lent)
+    plain = ZeroMQ._routing
+    monkeypatch.setattr(
+        ZeroMQ, "_routing", lambda node, seconds: dataclasses.replace(plain(node, seconds), gpu=gpu)
+    )
+    monkeypatch.setattr(
+        "decentnode.communication.shared_memory.path.device_memory_of",
+        lambda context: Fake(said, **options) if context.uid in gpu else None,
+    )
 
 
 def test_a_run_over_lent_memory_has_the_bits_of_every_other(
@@ -170,7 +172,7 @@ def test_a_run_over_lent_memory_has_the_bits_of_every_other(
     on_one_gpu(monkeypatch, said, {0: 7, 1: 7, 2: 8})
     elements = BLOCK_ELEMENTS + 3
     with nodes("hybrid", 4, flat_schema(elements), cliques=[], edges=[]) as made:
-        assert [node._memory._read_by for node in made if isinstance(node, Hybrid)] == [
+        assert [node.parts.paths.of(SharedMemoryPath)._read_by for node in made if isinstance(node, ZeroMQ)] == [
             {False: {2, 3}, True: {1}}, {False: {2, 3}, True: {0}}, {False: {0, 1, 3}}, {False: {0, 1, 2}},
         ]
         models = gossip(made, elements, torch.float32, 6)

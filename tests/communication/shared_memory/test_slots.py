@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from decentnode.communication.base import Arrival, Counters, Schema
+from decentnode.communication.path import PathContext
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.staging import Leases
+from decentnode.communication.routing import Routing
 from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_memory.layout import SLOTS
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.publish_buffer import FOLDER, LEASED
+from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.generation import FIRST
@@ -34,31 +38,46 @@ RUN, ELEMENTS = b"run-id-8", 8
 class End:
     """One node's end of shared memory, without sockets."""
 
-    def __init__(self, uid: int, n: int, schemas: tuple[Schema, ...]) -> None:
+    def __init__(
+        self, uid: int, n: int, schemas: tuple[Schema, ...], folder: Path, barrier: Callable[..., object] | None = None
+    ) -> None:
         self.uid, self.status, self.counters = uid, RunState(), Counters()
         self.refused: list[PeerFault] = []
         self.inbox = Inbox(schemas, 1 << 22, self.status, self.counters, lambda _uid, _size: None)
-        self.memory = SharedMemoryPath(uid, schemas, n, self.inbox, self.status, self.counters, lambda _message: None,
-                                 self.refused.append)  # fmt: skip
-        self.model_slots = ModelSlots(schemas[0], self.memory, self.status, lambda: None)
+        self.leases, self.folder, self.barrier = Leases(), folder, barrier
+        self.memory = SharedMemoryPath(self.context(n, schemas))
+        self.model_slots = ModelSlots(schemas[0], self.leases, self.memory, self.status, lambda: None)
         self.model = torch.zeros(schemas[0].elements)
         self.breaks_rules = False
 
+    def context(self, n: int, schemas: tuple[Schema, ...]) -> PathContext:
+        def lose(*_: object) -> None:
+            assert self.breaks_rules, "the doorbell's queue is full"
+
+        def unused(*_: object) -> None:
+            raise AssertionError("shared memory alone needs none of the others")
+
+        machine_of = dict.fromkeys(range(n), 0)
+        return PathContext(
+            uid=self.uid, machine_of=machine_of, members=tuple(range(n)),
+            config=ZeroMQConfig.model_validate({"name": "shared_memory"}), schemas=schemas,
+            routing=Routing(machine_of, memory=True), partners=None, run_id=RUN, generation=FIRST, folder=self.folder,
+            inbox=self.inbox, state=self.status, counters=self.counters, leases=self.leases,
+            lease_of=lambda tensor: self.model_slots.lease(tensor), barrier=self.barrier or unused, gather=unused,  # type: ignore[arg-type]
+            host_of=unused, send=lose, admit=lambda _message: None, refuse=self.refused.append,  # type: ignore[arg-type]
+        )  # fmt: skip
+
     def send(self, round: int, uids: list[int], payload: Payload | None = None, phase: int = 0) -> list[int]:
         """Without any patience; those that were told."""
-
-        def lose(*_: object) -> None:
-            assert self.breaks_rules, "the bell's queue is full"
-
         self.model_slots.sent_to = tuple(uids)
-        return self.memory.publish(payload or Payload({"x": self.model}), uids, round, phase, 0.0, lose)
+        return self.memory.publish(payload or Payload({"x": self.model}), uids, (round, phase), 0.0)
 
     def mix(self) -> int | None:
         """The model moves on, as after mixing; the slot that it lives in from now on."""
         place = self.model_slots.acquire_slot(self.model, 0.0)
         assert place is not None
         self.model = place.copy_(self.model)
-        slots = self.memory.model_slots()
+        slots = self.memory.model_slots
         return next((i for i, slot in enumerate(slots) if slot.data_ptr() == place.data_ptr()), None)
 
     def hear(self) -> None:
@@ -75,9 +94,9 @@ class End:
 
 def open_all(n: int, schemas: tuple[Schema, ...], folder: Path) -> list[End]:
     """Every node has the publish buffers of all others."""
-    ends = [End(uid, n, schemas) for uid in range(n)]
+    ends = [End(uid, n, schemas, folder) for uid in range(n)]
     for end in ends:
-        end.memory.make(folder, RUN, FIRST, {False: [uid for uid in range(n) if uid != end.uid]}, True)
+        end.memory.make({False: [uid for uid in range(n) if uid != end.uid]}, True)
     for end in ends:
         end.memory.map()
     for end in ends:
@@ -99,7 +118,7 @@ def owner_and_reader(folder: Path, schemas: tuple[Schema, ...] = flat_schema(ELE
 
 def close(*ends: End) -> None:
     for end in ends:
-        end.memory.close()
+        end.memory.close(broken=False)
 
 
 def test_a_reader_that_was_given_up_on_keeps_its_slots(folder: Path) -> None:
@@ -271,13 +290,12 @@ def test_the_number_says_that_a_slot_is_being_written_before_its_first_byte_is(f
 
 
 def test_no_name_is_left_once_everybody_has_the_memory(folder: Path) -> None:
-    ends = [End(uid, 2, flat_schema(ELEMENTS)) for uid in range(2)]
     step = threading.Barrier(2, timeout=20)
+    ends = [End(uid, 2, flat_schema(ELEMENTS), folder, lambda *_: step.wait()) for uid in range(2)]
     threads = [
-        threading.Thread(target=lambda end=end: end.memory.open(  # type: ignore[misc]
-            folder, RUN, FIRST, [1 - end.uid], True, lambda _name: step.wait()))
+        threading.Thread(target=lambda end=end: end.memory.open(frozenset({1 - end.uid}), 20))  # type: ignore[misc]
         for end in ends
-    ]  # fmt: skip
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

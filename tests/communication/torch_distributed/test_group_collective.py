@@ -15,10 +15,10 @@ from torch import Tensor
 
 from decentnode.build import schemas_of
 from decentnode.communication.base import Arrival, AveragingGroup, Communication, Schema
-from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.communication.torch_distributed.clique_path import CliquePath
 from decentnode.communication.torch_distributed.group_collective import kind_of
+from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.config.component import load_class
 from decentnode.graph.base import averaging_group_of, view
 from decentnode.node.config import NodeConfig
@@ -270,7 +270,7 @@ def test_of_one_that_left_nobody_waits(transport: str, before: bool) -> None:
 
 
 def _until_gone(node: Communication, uid: int) -> None:
-    assert isinstance(node, Hybrid)
+    assert isinstance(node, ZeroMQ)
     with node._status.changed:
         while uid not in node._status.departed:
             node._status.wait(1.0)

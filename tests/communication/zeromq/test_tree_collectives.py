@@ -12,9 +12,9 @@ import pytest
 import torch
 import zmq
 
-from decentnode.communication.base import Communication
+from decentnode.communication.base import BindPlan, Communication
 from decentnode.communication.run_state import RunState
-from decentnode.communication.zeromq.config import BindPlan, ZeroMQConfig
+from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerFault, PeerLost

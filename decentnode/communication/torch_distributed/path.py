@@ -1,0 +1,183 @@
+"""Payloads between the members of a clique over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from itertools import combinations
+from pathlib import Path as File
+
+import torch.distributed as dist
+
+from decentnode.communication.base import AveragingGroup, Exchange
+from decentnode.communication.path import Path, PathContext, Sent, grouped
+from decentnode.communication.receive.exchange import InboxExchange
+from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.torch_distributed.batched_p2p import BatchedPath
+from decentnode.communication.torch_distributed.clique_path import CliquePath
+from decentnode.communication.torch_distributed.communicator import (
+    Communicator,
+    GlooCommunicator,
+    NcclCommunicator,
+    describe_gpu,
+    exchange_descriptions,
+    refusal,
+)
+from decentnode.communication.torch_distributed.config import TorchKeys
+from decentnode.communication.torch_distributed.gloo import GlooClique, connect, in_file, listen, own_address
+from decentnode.communication.torch_distributed.group_collective import CollectiveKind, SumExchange, kind_of
+from decentnode.communication.torch_distributed.tagged_p2p import TaggedPath
+from decentnode.errors import AssemblyError
+from decentnode.payload import Payload
+
+logger = logging.getLogger(__name__)
+
+
+class TorchDistributedPath(Path):
+    """One communicator for this node's clique; nodes without a clique take part in opening it all the same."""
+
+    def __init__(self, context: PathContext) -> None:
+        super().__init__(context)
+        assert isinstance(context.config, TorchKeys), "only transports with cliques name this path"
+        self._config: TorchKeys = context.config
+        self.clique: CliquePath | None = None
+        """What moves the payloads, once the members have met."""
+        self._store: object = None
+        """On the first node of a clique the store where it met: NCCL's threads may look there as long as they live."""
+
+    # -- the start --------------------------------------------------------------------------------------------
+
+    def open(self, peers: frozenset[int], timeout_seconds: float) -> frozenset[int]:
+        """The members of every clique meet in a file, or where that would not do at a store that the lowest uid opens
+        on a free port; all port numbers travel in one mean."""
+        context = self.context
+        members = context.routing.joined(context.routing.clique_of(context.uid))
+        first, port = members[0] if members else -1, 0.0
+        if context.uid in members:
+            host, via = self._store_host(members)
+            if context.uid == first and self._store_file(members) is None:
+                self._store = server = listen(via, timeout_seconds)
+                port = float(server.port)
+        ports = context.gather("cliques/stores", port, timeout_seconds)
+        reached: frozenset[int] = frozenset()
+        if context.uid in members:
+            others = tuple(uid for uid in members if uid != context.uid)
+            try:
+                with context.state.waits_for(others):
+                    self.clique = self._join(host, round(ports[first]), members, via, timeout_seconds)
+            except RuntimeError as error:
+                raise AssemblyError(
+                    f"node {context.uid} could not join the communicator of nodes {', '.join(map(str, members))} at "
+                    f"{host}:{round(ports[first])}: {error}", [context.uid],
+                ) from error
+            reached = peers & self.clique.peers
+        context.barrier("cliques/joined", timeout_seconds)
+        return reached
+
+    def _join(self, host: str, port: int, members: tuple[int, ...], via: str, timeout_seconds: float) -> CliquePath:
+        """Raises RuntimeError, AssemblyError."""
+        context = self.context
+        file = self._store_file(members)
+        if file is not None:
+            store = in_file(file, len(members), timeout_seconds)
+        else:
+            store = connect(host, port, f"{context.run_id.hex()}/{self._generation_name()}", timeout_seconds)
+        parts = (context.inbox, context.state, context.counters, self._config.timeout_seconds, context.lease_of)
+        nccl = self._takes_nccl(store, members)
+        logger.info("clique of nodes %s by %s", members, "nccl" if nccl else "gloo")
+        if not nccl and not self._config.batched:
+            return TaggedPath(GlooClique(store, context.uid, members, via, timeout_seconds), *parts,
+                              pinned=context.device.type == "cuda")  # fmt: skip
+        found: Communicator
+        if nccl:
+            found = NcclCommunicator(store, context.uid, members, context.device, timeout_seconds)
+        else:
+            found = GlooCommunicator(store, context.uid, members, via, timeout_seconds)
+        return BatchedPath(found, *parts, start_seconds=timeout_seconds)
+
+    def _takes_nccl(self, store: dist.Store, members: tuple[int, ...]) -> bool:
+        """Blocking, the same answer on every member. Raises AssemblyError where nccl is asked for and cannot be."""
+        if not self._may_take_nccl(members):
+            return False
+        wanted, context = self._config.backend, self.context
+        problem = refusal(exchange_descriptions(store, context.uid, members, describe_gpu(context.device)))
+        if problem and wanted == "nccl":
+            raise AssemblyError(f"clique of nodes {', '.join(map(str, members))}: {problem}", list(members))
+        if problem:
+            logger.warning("clique of nodes %s by gloo, through host memory: %s", members, problem)
+        return not problem
+
+    def _may_take_nccl(self, members: tuple[int, ...]) -> bool:
+        wanted = self._config.backend
+        return wanted == "nccl" or (wanted == "auto" and set(members) <= self.context.routing.gpu.keys())
+
+    def _store_file(self, members: tuple[int, ...]) -> File | None:
+        """Where the members of a clique meet that are on one host, the same on every member. None for others, and
+        where NCCL's threads may look into the store for longer than the file is there."""
+        folder, machine_of = self.context.folder, self.context.machine_of
+        if folder is None or self._may_take_nccl(members) or len({machine_of[uid] for uid in members}) > 1:
+            return None
+        return folder / f"clique-{members[0]}-{self._generation_name()}"
+
+    def _generation_name(self) -> str:
+        number, origin = self.context.generation
+        return f"{number}-{origin.hex()}"
+
+    def _store_host(self, members: tuple[int, ...]) -> tuple[str, str]:
+        """(host of the clique's store, address of this node's interface)."""
+        context = self.context
+        far = [uid for uid in members if context.machine_of[uid] != context.machine_of[context.uid]]
+        if not far:
+            return "127.0.0.1", "127.0.0.1"
+        other = members[0] if members[0] in far else far[0]
+        host = context.host_of(other)
+        via = own_address(host)
+        if other == members[0]:
+            return host, via
+        return via, via
+
+    # -- rounds -----------------------------------------------------------------------------------------------
+
+    def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:
+        assert self.clique is not None
+        groups = grouped({uid: outgoing[uid] for uid in sorted(outgoing)})
+        return Sent(dropped=self.clique.begin(key, groups, sorted(sources)))
+
+    def collective(
+        self, key: ExchangeKey, group: AveragingGroup, outgoing: Mapping[int, Payload], expected: tuple[int, ...]
+    ) -> Exchange | None:
+        """One call of the whole clique, where the group is all of it and every edge of it takes this path. Payloads
+        that are to be looked at one by one are no sums."""
+        assert self.clique is not None
+        kind = self._collective_kind(group, outgoing, key[1])
+        if kind is None:
+            return None
+        self.clique.begin_collective(kind, key, group, outgoing)
+        if kind != "all_gather":
+            return SumExchange(self.context.inbox, key, expected)
+        return InboxExchange(self.context.inbox, *key, expected, frozenset(outgoing))
+
+    def _collective_kind(
+        self, group: AveragingGroup, outgoing: Mapping[int, Payload], phase: int
+    ) -> CollectiveKind | None:
+        assert self.clique is not None
+        members, context = group.members, self.context
+        if not self._config.use_collectives or set(members) != {*self.clique.peers, context.uid}:
+            return None
+        if any(context.routing.path(a, b) != "collective" for a, b in combinations(members, 2)):
+            return None
+        if group.own is not None and context.inbox.reject_non_finite:
+            return None
+        return kind_of(group, outgoing, context.schemas[phase], self.clique.scatters)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def close(self, broken: bool) -> None:
+        """broken: abort, which may take seconds; otherwise wait until what was sent has left, for a bounded time."""
+        clique, self.clique, self._store = self.clique, None, None
+        if clique is None:
+            return
+        if broken:
+            clique.leave(clean=False)
+        else:
+            clique.close()
