@@ -7,5 +7,5 @@ if ! "$venv/bin/python" -c 'import sphinx, furo, sphinxcontrib.bibtex, sphinx_co
   echo "installing what builds the documentation (extra docs) ..." >&2
   "$venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[docs]" >&2
 fi
-"$venv/bin/python" -m sphinx -W --keep-going -q -b html docs build/docs "$@"
+"$venv/bin/python" -m sphinx -a -W --keep-going -q -b html docs build/docs "$@"
 echo "written: build/docs/index.html"

@@ -97,7 +97,7 @@ def commands(group: click.Group, path: str, context: click.Context) -> Iterator[
         found = group.get_command(context, name)
         if found is None:
             continue
-        own = click.Context(found, info_name=f"{path} {name}", max_content_width=110)
+        own = click.Context(found, info_name=f"{path} {name}", terminal_width=100)
         title = f"{path} {name}"
         yield from (title, "-" * len(title), "", "::", "")
         yield from (f"    {line}".rstrip() for line in found.get_help(own).splitlines())

@@ -13,6 +13,6 @@ for argument in "$@"; do
     arguments+=("$argument")
   fi
 done
-"$venv/bin/python" -m ruff check decentnode tests eval generate_graph.py
+"$venv/bin/python" -m ruff check decentnode docs tests eval generate_graph.py
 "$venv/bin/python" -m mypy
 exec "$venv/bin/python" -m pytest -n 3 --dist worksteal ${DECENTNODE_STRESS:+--timeout=1800} "${arguments[@]+"${arguments[@]}"}"

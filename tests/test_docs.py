@@ -198,6 +198,17 @@ def test_keys_that_pages_name_exist(page: Path) -> None:
             load(ROOT / "configs" / "quickstart.yaml", sections)
 
 
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    """What docs/build.sh runs, where what it needs (extra `docs`) is installed."""
+    for needed in ("sphinx", "furo", "sphinxcontrib.bibtex", "sphinx_copybutton"):
+        pytest.importorskip(needed)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    drawn = {path.stem for path in (DOCS / "drawings").glob("*.svg")}
+    assert drawn == {name for page in WRITTEN for name in re.findall(r"image:: /drawings/(\w+)\.svg", page.read_text())}
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
