@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash tests/run.sh [--stress] [pytest arguments]: the tests, then linters and type checks.
-# --stress runs the stress tests at their full counts. Three tests run at a time, as most of them
+# --stress runs the stress tests at their full counts. Four tests run at a time, as most of them
 # wait rather than compute; -n 0 runs one.
 set -euo pipefail
 . "$(dirname "$0")/../eval/_env.sh"
@@ -15,4 +15,4 @@ for argument in "$@"; do
 done
 "$venv/bin/python" -m ruff check decentnode docs tests eval generate_graph.py
 "$venv/bin/python" -m mypy
-exec "$venv/bin/python" -m pytest -n 3 --dist worksteal ${DECENTNODE_STRESS:+--timeout=1800} "${arguments[@]+"${arguments[@]}"}"
+exec "$venv/bin/python" -m pytest -n 4 --dist worksteal ${DECENTNODE_STRESS:+--timeout=1800} "${arguments[@]+"${arguments[@]}"}"

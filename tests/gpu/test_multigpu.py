@@ -6,14 +6,15 @@ The same runs by gloo's batched path, which issues the same calls in the same or
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from decentnode.launch.messages import Request
+from decentnode.launch.observer import Observer
+from decentnode.launch.supervisor import supervise
 
 ROOT = Path(__file__).parents[2]
 GPUS = [pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.timeout(300)]
@@ -21,16 +22,14 @@ RULES = ["{name: full}", "{name: choco, fraction: 0.2}", "{name: topk, fraction:
 
 
 def models_of(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """(tensors of all nodes by "uid/name", summary.json) of a run by the command line."""
-    command = [sys.executable, "-m", "decentnode", "run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",
-               "--run-dir", str(folder), *(part for each in overrides for part in ("--set", each))]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    latest = next(folder.glob("*/latest"))
-    found = {f"{path.stem}/{name}": tensor for path in sorted(latest.glob("models/[0-9]*.safetensors"))
+    """(tensors of all nodes by "uid/name", summary.json) of a run. Its nodes have processes of their own, which have
+    one fork server in all runs of this process."""
+    request = Request(str(ROOT / "configs" / "quickstart.yaml"), [f"run.dir={folder}", *overrides])
+    outcome = supervise(request, Observer(), command="decentnode run quickstart.yaml")
+    assert outcome.exit_code == 0 and outcome.run_dir is not None, outcome
+    found = {f"{path.stem}/{name}": tensor for path in sorted(outcome.run_dir.glob("models/[0-9]*.safetensors"))
              for name, tensor in load_file(path).items()}  # fmt: skip
-    return found, json.loads((latest / "summary.json").read_text())
+    return found, json.loads((outcome.run_dir / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("rule", RULES)
