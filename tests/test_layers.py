@@ -59,6 +59,26 @@ def test_imports_go_down(path: Path) -> None:
         assert ROOMS[other] < ROOMS[room], f"{room} (floor {ROOMS[room]}) imports {other} (floor {ROOMS[other]})"
 
 
+COMMUNICATION: list[list[str]] = [
+    ["__init__", "base", "routing", "run_state"],
+    ["receive"],
+    ["path"],
+    ["inproc", "shared_memory", "torch_distributed"],
+    ["zeromq"],
+    ["hybrid"],
+]
+"""Floors inside communication/: paths know nothing of the transport that opens them."""
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "communication").rglob("*.py")), ids=lambda p: p.stem)
+def test_imports_go_down_inside_communication(path: Path) -> None:
+    floors = {room: floor for floor, rooms in enumerate(COMMUNICATION) for room in rooms}
+    room = path.relative_to(PACKAGE / "communication").parts[0].removesuffix(".py")
+    for name in re.findall(r"^\s*from decentnode\.communication(?:\.(\w+))?[\w.]* import", path.read_text(), re.M):
+        other = name or "__init__"
+        assert other == room or floors[other] < floors[room], f"{path.name} of {room} imports {other}"
+
+
 FORBIDDEN = [
     (r"^\s*(import|from) pickle\b|pickle\.loads", "pickle"),
     (r"_object_list\(|send_pyobj|recv_pyobj", "a call that pickles"),

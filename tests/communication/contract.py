@@ -21,7 +21,7 @@ from decentnode.payload import Payload, TensorSpec
 
 BATCHED = "batched"
 """gloo, made to match by order alone as NCCL does: a silent node holds up its clique, so that not all tests suit it."""
-TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "collective", "hybrid")
+TRANSPORTS = ("inproc", "shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "collective", "hybrid", "own")
 NETWORKED = TRANSPORTS[1:]
 
 
@@ -31,20 +31,24 @@ def make(
 ) -> list[ZeroMQ]:
     """n nodes that are not bound yet; with "tcp+BULK" they have keys, and bulk is protected that way.
 
-    "hybrid": nodes 0 and 1 are a gloo clique, 1 and 2 use ZeroMQ, all other pairs shared memory.
+    "hybrid": nodes 0 and 1 are a gloo clique, 1 and 2 use ZeroMQ, all other pairs shared memory. "own": every edge
+    takes a path that is no part of the package (unix_path.py).
     """
     way, _, bulk = transport.partition("+")
     keys = folder / "keys"
     if bulk:
         write_keys(keys, range(n))
         options = {"keys": keys, "bulk_security": bulk, **options}
-    name = way if way in ("shared_memory", "collective", "hybrid") else "zeromq"
-    kind = {"collective": Collective, "hybrid": Hybrid}.get(way, ZeroMQ)
+    name = way if way in ("shared_memory", "collective", "hybrid") else "hybrid" if way == "own" else "zeromq"
+    kind = {"collective": Collective, "hybrid": Hybrid, "own": Hybrid}.get(way, ZeroMQ)
     if way == BATCHED:
         name, kind, options = "collective", Collective, {"backend": "gloo", "batched": True, **options}
     if way == "hybrid":
         edges = [{"nodes": [0, 1], "by": "collective"}, {"nodes": [1, 2], "by": "zeromq"}]
         options = {"cliques": [[0, 1]][: n - 1], "edges": edges[: n - 1], **options}
+    if way == "own" and n > 1:
+        own = "tests.communication.unix_path:UnixSocketPath"
+        options = {"edges": [{"nodes": list(range(n)), "by": own}], **options}
     config = kind.Config.model_validate({"name": name, **options})
     assert isinstance(config, ZeroMQConfig)
     plan = BindPlan(None if way == "tcp" else folder)

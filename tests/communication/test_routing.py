@@ -187,3 +187,23 @@ def test_a_clique_across_machines_meets_at_the_address_of_its_first_node() -> No
         for node in made:
             node.close()
     assert all(torch.equal(a, b) for a, b in zip(models, reference(4, 1000, torch.float32, 3), strict=True))
+
+
+def test_an_edge_can_take_a_path_of_ones_own() -> None:
+    own = "tests.communication.unix_path:UnixSocketPath"
+    edges = [{"nodes": [0, 1], "by": own}, {"nodes": [1, 2], "by": "zeromq"}]
+    found = rule(edges=edges)
+    assert paths(found, (0, 1), (1, 2), (0, 2)) == [own, "zeromq", "shared_memory"]
+    assert found.names() == ["shared_memory", own] and not list(found.problems())
+    with nodes("hybrid", 3, flat_schema(1000), cliques=[], edges=edges) as made:
+        opened = [node.parts.paths.reached for node in made if isinstance(node, ZeroMQ)]
+        assert [{name: set(uids) for name, uids in each.items()} for each in opened] == [
+            {"shared_memory": {2}, own: {1}}, {"shared_memory": set(), own: {0}}, {"shared_memory": {0}, own: set()},
+        ]
+        models = gossip(made, 1000, torch.float32, 3)
+    assert all(torch.equal(a, b) for a, b in zip(models, reference(3, 1000, torch.float32, 3), strict=True))
+
+
+def test_a_path_that_there_is_not_is_named() -> None:
+    with pytest.raises(ValidationError, match="must be shared_memory, collective, zeromq or package.module:Class"):
+        HybridConfig.model_validate({"name": "hybrid", "edges": [{"nodes": [0, 1], "by": "shard_memory"}]})
