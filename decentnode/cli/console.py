@@ -16,9 +16,8 @@ from rich.markup import escape
 
 from decentnode.cli.output import Output, OutputKind
 from decentnode.launch.messages import Facts, Failed
-from decentnode.launch.observer import Observer
+from decentnode.launch.observer import Observer, names
 from decentnode.launch.outcome import Outcome
-from decentnode.launch.waiting import names
 from decentnode.report.closing import closing
 from decentnode.report.progress import RunProgress
 from decentnode.report.table import live_table

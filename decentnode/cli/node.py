@@ -68,8 +68,8 @@ def command(
 
 
 def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
-    from decentnode.launch import run_dir, sources
-    from decentnode.launch.entry import node_dir
+    from decentnode.launch import provenance, run_dir
+    from decentnode.launch.run_dir import node_dir
 
     if into is None:
         directory = run_dir.create(Path(facts.runs_dir), facts.name, facts.machine, [uid])
@@ -81,7 +81,7 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
         except OSError as error:
             raise EnvironmentFault(f"cannot make the run directory {into}: {error.strerror}") from error
     run_dir.write_inputs(directory, facts, " ".join(["decentnode", *sys.argv[1:]]))
-    sources.keep(sources.local_modules(), directory)
+    provenance.keep_modules(provenance.local_modules(), directory)
     return directory
 
 

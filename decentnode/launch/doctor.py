@@ -27,7 +27,7 @@ from decentnode.communication.zeromq.security import load_keyring
 from decentnode.data import shares
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
-from decentnode.launch.prepare import size
+from decentnode.launch.header import size
 from decentnode.mapping.hosts import by_ipv6, endpoint, resolved, unreachable
 from decentnode.sharing.compressed import make_sharing
 from decentnode.tensors import FlatModel

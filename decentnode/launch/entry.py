@@ -13,6 +13,7 @@ from pathlib import Path
 
 from decentnode.launch.messages import Request, Task
 from decentnode.launch.pipe import Pipe
+from decentnode.launch.run_dir import node_dir
 from decentnode.launch.signals import SUSPENDING
 
 PR_SET_PDEATHSIG = 1
@@ -83,8 +84,3 @@ def node(task: Task, connection: Connection) -> None:
         return run_task(task, channel)
 
     _leave(work, connection)
-
-
-def node_dir(run_dir: str | Path, uid: int) -> Path:
-    """Where a node writes: nodes/<uid>, three digits."""
-    return Path(run_dir) / "nodes" / f"{uid:03d}"

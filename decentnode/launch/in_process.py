@@ -11,13 +11,12 @@ from typing import Any
 from decentnode.build import build_in_process
 from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment, load
-from decentnode.launch.entry import node_dir
 from decentnode.launch.messages import Finished, NodeJoined, StopRun, Task
-from decentnode.launch.models import save_node
+from decentnode.launch.node_files import Reporter, save_node
 from decentnode.launch.node_process import describe_failure, set_up
 from decentnode.launch.pipe import Pipe
-from decentnode.launch.reporting import Reporter
-from decentnode.launch.sources import local_modules
+from decentnode.launch.provenance import local_modules
+from decentnode.launch.run_dir import node_dir
 from decentnode.node.node import Node
 
 

@@ -25,7 +25,6 @@ from decentnode.communication.base import BindPlan, Communication, Schema, Trans
 from decentnode.config.component import load_class
 from decentnode.errors import DecentnodeError, Diverged, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment, load
-from decentnode.launch.entry import node_dir
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
@@ -38,11 +37,10 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
-from decentnode.launch.models import save_node
+from decentnode.launch.node_files import Reporter, StatusWriter, save_node
 from decentnode.launch.pipe import Pipe
-from decentnode.launch.reporting import Reporter
-from decentnode.launch.sources import local_modules
-from decentnode.launch.status_writer import StatusWriter
+from decentnode.launch.provenance import local_modules
+from decentnode.launch.run_dir import node_dir
 from decentnode.mapping.hosts import endpoint
 from decentnode.metrics.events import EventLog
 from decentnode.node.node import Node

@@ -1,15 +1,17 @@
-"""What the supervisor tells whoever looks at the run: the console, a test, nobody."""
+"""What the supervisor tells whoever watches a run (the console, a test, nobody), and the words for a long wait."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decentnode.launch.messages import Facts, Failed
+from decentnode.launch.messages import Facts, Failed, NodesAbsent
 
 
 class Observer:
-    """Every method does nothing; overwrite those of interest. All are called from the supervisor's thread."""
+    """Is told what happens in a run. Every method does nothing: override those of interest. All are called in the
+    supervisor's thread and must not block."""
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:
         """The experiment is loaded; `run_dir` is None for a dry run."""
@@ -18,7 +20,7 @@ class Observer:
         """(label, text) lines that describe the experiment."""
 
     def waiting(self, text: str) -> None:
-        """Something takes longer than a moment; says for whom the run waits. Repeated while it lasts."""
+        """The run waits for longer than a moment; `text` says for whom. Repeated while it lasts."""
 
     def joined(self, seconds: float) -> None:
         """All nodes of the run are connected, `seconds` after the command."""
@@ -28,16 +30,16 @@ class Observer:
         self.joined(seconds)
 
     def progress(self, uid: int, record: dict[str, Any]) -> None:
-        """A record of a node's metrics.jsonl: every evaluation, and now and then a round."""
+        """A record of a node's metrics.jsonl came: every evaluation, and now and then a round."""
 
     def notice(self, text: str) -> None:
-        """Something that the user should know and that does not stop the run."""
+        """`text` is something that the user should know and that does not stop the run."""
 
     def failed(self, failure: Failed, log: Path | None) -> None:
-        """The first failure; `log` is the folder of the node's logs."""
+        """The run fails, because of `failure`; `log` is the folder of the node's logs."""
 
     def stopping(self, signal_name: str) -> None:
-        """A first signal came: nodes finish their round and write what they have."""
+        """A first signal came: the nodes finish their round and write their results."""
 
     def suspending(self) -> None:
         """The terminal stops this process (Ctrl-Z); the nodes go on."""
@@ -46,4 +48,36 @@ class Observer:
         """This process goes on after `suspending`."""
 
     def tick(self) -> None:
-        """At least four times per second: time to redraw."""
+        """Called at least four times per second: time to redraw."""
+
+
+def names(uids: Sequence[int]) -> str:
+    """"0-7, 9" for ascending uids."""
+    ranges: list[list[int]] = []
+    for uid in uids:
+        if ranges and uid == ranges[-1][1] + 1:
+            ranges[-1][1] = uid
+        else:
+            ranges.append([uid, uid])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in ranges)
+
+
+def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbsent | None, waited: float) -> str:
+    """Returns whom a start that takes long is waiting for, in words.
+
+    late: local nodes that `phase` waits for. absent: what uid 0 last said, if it is here. waited: seconds.
+    """
+    if phase == "starting":
+        return f"node {names(late)} to load data and model ({waited:.0f} s)"
+    if facts.machine:
+        return f"machine 0 ({facts.hosts[0]}) to start the run ({waited:.0f} s)"
+    if absent is None:
+        return f"node {names(late)} to connect ({waited:.0f} s)"
+    parts = [
+        f"machine {machine} at {facts.hosts[machine]} (node {names(missing)})"
+        for machine, uids in enumerate(facts.machines)
+        if (missing := sorted(set(absent.uids).intersection(uids)))
+    ]
+    refused = [f"refused: {reason}" for reason in absent.refusals.values()]
+    told = "; ".join(filter(None, [", ".join(parts), *refused]))
+    return f"{told or 'the word to start to reach every node'} ({waited:.0f} s)"

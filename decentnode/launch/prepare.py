@@ -1,34 +1,29 @@
-"""The child that loads the experiment: first the facts that nodes can start with, then what the console says."""
+"""The child that loads the experiment for the supervisor: it sends the facts that nodes start with, then the header."""
 
 from __future__ import annotations
 
-import json
 import os
 import traceback
 
 import torch
 import yaml
 
-from decentnode import __version__
-from decentnode.build import device_of, make_model, threads_of
-from decentnode.data import shares
+from decentnode.build import threads_of
 from decentnode.errors import DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment, load
-from decentnode.graph import spectrum
 from decentnode.graph.file import format_edges
+from decentnode.launch.header import header, other_code
 from decentnode.launch.messages import Facts, Failed, Header, Request
 from decentnode.launch.pipe import Pipe
-from decentnode.launch.provenance import source_hash
+from decentnode.launch.provenance import local_modules
 from decentnode.launch.schedulers import detect, machine_of
-from decentnode.launch.sources import local_modules
-from decentnode.launch.traffic_estimate import TrafficEstimate, estimate_traffic
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
-from decentnode.mapping.hosts import address, unreachable
+from decentnode.mapping.hosts import unreachable
 
 
 def answer(request: Request, channel: Pipe) -> int:
-    """Send Facts and Header, or Failed; the exit code."""
+    """Load the experiment and send Facts and Header, or Failed. Returns the exit code; never raises."""
     try:
         experiment = load(request.config, request.overrides, request.environ)
         torch.set_num_threads(1)
@@ -44,20 +39,9 @@ def answer(request: Request, channel: Pipe) -> int:
     return 0
 
 
-def other_code(experiment: Experiment) -> list[list[str]]:
-    """A line for the repetition of a run that was made with other code of decentnode than this."""
-    try:
-        then = json.loads((experiment.base_dir / "env.json").read_text())["source"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    if then == source_hash():
-        return []
-    return [["warning", "the run that this repeats was made with other code of decentnode: results may differ"]]
-
-
 def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
-    """A line where this machine may not reach another one, as the mapping has it. Blocking while names are looked up,
-    for a few seconds at most."""
+    """Returns a warning line where this machine may not reach another one by the mapping's addresses. Blocking while
+    names are looked up, for a few seconds at most."""
     mapping = experiment.make_mapping()
     if mapping.num_machines < 2 or request.in_process:
         return []
@@ -66,7 +50,8 @@ def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
 
 
 def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> int:
-    """The number of this machine. Raises UsageError or MappingError naming what to do."""
+    """Returns the number of this machine. wanted: a number, "auto" (by scheduler, else by address), or None where there
+    is but one. Raises UsageError or MappingError, which say what to do."""
     if wanted is None:
         if mapping.num_machines > 1:
             raise UsageError(
@@ -87,6 +72,8 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
 
 
 def facts(experiment: Experiment, request: Request) -> Facts:
+    """Returns what the supervisor must know of the experiment. Raises UsageError, MappingError, EnvironmentFault where
+    it cannot run on this machine."""
     mapping, graph = experiment.make_mapping(), experiment.make_graph()
     machine = choose_machine(mapping, request.machine, request.config)
     if request.join and experiment.node.missing != "regroup":
@@ -126,10 +113,11 @@ def facts(experiment: Experiment, request: Request) -> Facts:
 
 
 def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
-    """(files by their name in the run directory, what its configs say for each path).
+    """Returns (path of each file to copy, by its name in the run directory; the path that the copied configs give for
+    each key).
 
     Copied are the experiment's own files as they were written, graphs, weights and mappings. Data is too large and
-    keys are secret: they stay where they are. `run.dir` is the folder beside the run's.
+    keys are secret: they stay where they are. `run.dir` becomes the folder of the experiment's runs.
     """
     inputs: dict[str, str] = {}
 
@@ -147,96 +135,3 @@ def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
         small = key.split(".")[0] in ("graph", "weights", "mapping") and path.is_file()
         kept[key] = copied(str(path)) if small else str(path)
     return inputs, {**kept, "run.dir": "../.."}
-
-
-def header(experiment: Experiment) -> list[list[str]]:
-    """(label, text) lines; builds one model and deals the data, as every node does."""
-    graph = experiment.make_graph()
-    dataset, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
-    module = make_model(experiment, dataset.input_shape, dataset.num_classes)
-    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    sizes = [len(part) for part in parts]
-    neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]
-    partition = getattr(experiment.data, "partition", None)
-    return [
-        ["versions", _versions(experiment)],
-        ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
-        ["data", f"{experiment.data.name}, {sum(sizes):,} training samples, {_section(partition)}: "
-                 f"smallest node {min(sizes):,}, largest {max(sizes):,}"],
-        ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
-        ["sharing", f"{_rule(experiment)}: {_told(estimate_traffic(experiment, module))}"],
-        *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
-    ]  # fmt: skip
-
-
-def _rule(experiment: Experiment) -> str:
-    """"topk with int8"."""
-    codec = getattr(experiment.sharing, "compression", None)
-    return experiment.sharing.name + (f" with {codec.name}" if codec is not None else "")
-
-
-def _told(found: TrafficEstimate) -> str:
-    most = "" if found.exact else "at most "
-    when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
-    return f"{most}{size(found.message)} per message, {most}{size(found.sent)} sent per node {when}"
-
-
-def exposure(experiment: Experiment) -> str:
-    """What it means that nodes listen on an open interface without security; empty where they do not."""
-    config, mapping = experiment.communication, experiment.make_mapping()
-    if not config.networked or config.key_folder is not None:
-        return ""
-    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
-    open_ = sorted({place.bind for place in places if place.port is not None and not _is_loopback(place.bind)})
-    if not open_:
-        return ""
-    return (
-        f"nodes listen on {', '.join(open_[:4])}{', ...' if len(open_) > 4 else ''} without security: whoever reaches "
-        f"these ports can read the models and disturb the run; make keys with decentnode keygen and set "
-        f"communication: {{security: required, keys: ...}}"
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    known = address(host)
-    return host == "localhost" if known is None else known.is_loopback
-
-
-def _versions(experiment: Experiment) -> str:
-    import zmq
-
-    device = device_of(experiment.make_mapping().place(0).device)
-    threads = threads_of(experiment, 0)
-    where = f"GPU {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "CPU"
-    per_node = f"{threads} thread{'s' if threads != 1 else ''} per node"
-    return f"decentnode {__version__} · torch {torch.__version__} · zmq {zmq.zmq_version()} · {where}, {per_node}"
-
-
-def _degrees(neighbors: list[int]) -> str:
-    low, high = min(neighbors), max(neighbors)
-    return f"degree {low}" if low == high else f"degrees {low} to {high}"
-
-
-def _gap(experiment: Experiment) -> str:
-    """Skipped where it would take long."""
-    graph = experiment.make_graph()
-    if not 1 < graph.num_nodes <= 256:
-        return ""
-    rounds = spectrum.rounds_to_consensus(graph)
-    about = f" (consensus to 1e-3 in about {rounds} rounds)" if rounds is not None else ""
-    return f", spectral gap {spectrum.spectral_gap(graph):.3f}{about}"
-
-
-def _section(config: object) -> str:
-    """"dirichlet alpha 0.5" for a section."""
-    values = {key: value for key, value in dict(config or {}).items() if key != "name"}  # type: ignore[call-overload]
-    return " ".join([str(getattr(config, "name", "iid")), *(f"{key} {value}" for key, value in values.items())])
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError

@@ -1,4 +1,7 @@
-"""What a run ran on: machine, versions, code. Nothing here imports torch."""
+"""What a run ran on: machine, versions, code, and the user's own modules, kept so that the run can be repeated.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,22 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import decentnode
 from decentnode import __version__
 from decentnode.metrics.summary import write_atomic
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "SLURM_JOB_ID", "SLURM_NODEID", "RANK")
-"""Environment variables that are written down; all others may hold secrets."""
+"""Environment variables that are recorded; all others may hold secrets."""
 
 MAX_DIFF_BYTES = 1 << 20
 
@@ -43,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The machine and the versions; `facts` are put first."""
+    """Returns `facts`, then the machine and the versions."""
     memory = _lines("/proc/meminfo", "MemTotal")
     return {
         **facts,
@@ -61,7 +67,7 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_hash() -> str:
-    """SHA-256 of decentnode's own code as it lies on the disk."""
+    """Returns the SHA-256 of decentnode's own code on the disk, as hex."""
     root = Path(__file__).parents[1]
     found = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".c")):
@@ -70,12 +76,12 @@ def source_hash() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Returns how many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pip_freeze() -> str:
-    """Every installed distribution as name==version, sorted."""
+    """Returns every installed distribution as a line name==version, sorted."""
     found = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
     return "".join(f"{line}\n" for line in sorted(found, key=str.lower))
 
@@ -92,13 +98,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _untracked(root: Path, folders: list[str]) -> str:
-    """Files that git does not know and does not ignore, as `git status --short` shows them."""
+    """Returns up to 200 files that git neither tracks nor ignores, in the form of `git status --short`."""
     names = _git(root, "ls-files", "--others", "--exclude-standard", "--full-name", "--", *folders) or ""
     return "".join(f"?? {name}\n" for name in names.splitlines()[:200])
 
 
 def git_state(folders: list[Path]) -> tuple[str, str]:
-    """(commit and state, diff) of the repositories that hold `folders`; empty where there are none."""
+    """Returns (commit and state, diff) of the repositories that hold `folders`; empty where there are none."""
     states, diffs = [], []
     names = dict.fromkeys(name.strip() for folder in folders if (name := _git(folder, "rev-parse", "--show-toplevel")))
     for root in map(Path, names):
@@ -114,10 +120,47 @@ def git_state(folders: list[Path]) -> tuple[str, str]:
 
 
 def write(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> None:
-    """env.json, pip-freeze.txt, git.txt and git.diff. Raises OSError when the disk refuses."""
+    """Write env.json, pip-freeze.txt, git.txt and git.diff. Raises OSError when the disk refuses."""
     write_atomic(run_dir / "env.json", json.dumps(describe(facts), indent=2) + "\n")
     write_atomic(run_dir / "pip-freeze.txt", pip_freeze())
     state, diff = git_state([Path(__file__).parent, config_dir])
     for name, text in (("git.txt", state), ("git.diff", diff)):
         if text:
             write_atomic(run_dir / name, text)
+
+
+CODE = "code"
+"""The folder in the run directory; `experiment.load` looks there first (see experiment.CODE)."""
+
+
+def local_modules() -> dict[str, str]:
+    """Returns name -> path of every imported Python file that is neither installed, nor Python's, nor decentnode's."""
+    installed = tuple({os.path.realpath(sysconfig.get_path(kind)) + os.sep
+                       for kind in ("stdlib", "platstdlib", "purelib", "platlib")})  # fmt: skip
+    ours = os.path.realpath(os.path.dirname(decentnode.__file__)) + os.sep
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or not path.endswith(".py") or name in ("__main__", "__mp_main__"):
+            continue
+        real = os.path.realpath(path)
+        parts = Path(real).parts
+        if real.startswith((*installed, ours)) or "site-packages" in parts or "dist-packages" in parts:
+            continue
+        if os.path.isfile(real):
+            found[name] = real
+    return found
+
+
+def keep_modules(modules: Mapping[str, str], run_dir: Path) -> dict[str, dict[str, str]]:
+    """Copy modules (name -> path) to run_dir/code, in the folders that their names say. Returns file and SHA-256 by
+    name. Raises OSError."""
+    kept = {}
+    for name, path in sorted(modules.items()):
+        folder = run_dir.joinpath(CODE, *name.split("."))
+        target = folder / "__init__.py" if os.path.basename(path) == "__init__.py" else folder.with_suffix(".py")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        digest = hashlib.sha256(target.read_bytes()).hexdigest()
+        kept[name] = {"file": str(target.relative_to(run_dir)), "sha256": digest}
+    return kept

@@ -1,25 +1,38 @@
-"""The run directory: runs/<name>/<time>-<id>/ (docs/howto/repeat.rst, "The folder of a run")."""
+"""The run directory runs/<name>/<time>-<id>/: made, found again, and written by the supervisor (docs/howto/repeat.rst,
+"The folder of a run")."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch.entry import node_dir
+from decentnode.launch import provenance
 from decentnode.launch.messages import Facts
+from decentnode.metrics import summary as summaries
 from decentnode.metrics.summary import write_atomic
+
+ENVIRONMENT_SECONDS = 30.0
+"""Longest wait for versions and git's state at the end of a run."""
+
+
+def node_dir(run_dir: str | Path, uid: int) -> Path:
+    """Returns the folder that a node writes into: nodes/<uid>, three digits."""
+    return Path(run_dir) / "nodes" / f"{uid:03d}"
 
 
 def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = ()) -> Path:
-    """A new directory for one run, with a folder per local node, and `latest` pointing to it.
+    """Make a directory for one run, with a folder per local node, and let `latest` point to it. Returns its path.
 
     Machine 0 owns `latest`; on a file system that machines share, the others have `latest-machine<n>`.
     Raises EnvironmentFault when it cannot be made.
@@ -42,7 +55,7 @@ def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = ()) -
 
 
 def point(link: Path, target: str) -> None:
-    """Let the symbolic link `link` name `target`, in one step. Raises OSError."""
+    """Make the symbolic link `link` point to `target`, atomically. Raises OSError."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}.{secrets.token_hex(2)}")
     os.symlink(target, temporary)
     try:
@@ -53,7 +66,7 @@ def point(link: Path, target: str) -> None:
 
 
 def write_inputs(path: Path, facts: Facts, command: str) -> None:
-    """Exactly what is trained on. Raises EnvironmentFault when the disk refuses."""
+    """Write configs, graph, mapping, command and copied files. Raises EnvironmentFault when the disk refuses."""
     files = {
         "config.yaml": facts.config_text,
         "config.resolved.yaml": facts.resolved_text,
@@ -73,7 +86,7 @@ def write_inputs(path: Path, facts: Facts, command: str) -> None:
 
 
 def resolve(path: str | Path, runs: Path | None = None) -> Path:
-    """The run directory that a user means: the directory itself, its parent (its latest run), or "latest".
+    """Returns the run directory that a user names: the directory itself, its parent (its latest run), or "latest".
 
     Raises UsageError when there is none.
     """
@@ -90,8 +103,8 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
 
 
 def home_of(run: Path) -> Path | None:
-    """The folder beside a run that lies in no folder of its experiment, as one that was copied alone; None for others,
-    whose config says it (`run.dir` is two folders up)."""
+    """Returns the parent folder of a run that is not in the folder of its experiment, such as one that was copied
+    alone. None for others: their config says where new runs go (`run.dir` is two folders up)."""
     try:
         name = yaml.safe_load((run / "config.resolved.yaml").read_text(encoding="utf-8"))["name"]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
@@ -100,8 +113,8 @@ def home_of(run: Path) -> Path | None:
 
 
 def resolve_all(what: str | Path, runs: Path) -> list[Path]:
-    """The run directories that a user means by several: the directory itself, all runs of an experiment's folder or of
-    its name in `runs`, oldest first, or the "latest" of all.
+    """Returns the run directories that a user names: the directory itself, all runs of an experiment's folder or of its
+    name in `runs`, oldest first, or the "latest" of all.
 
     Raises UsageError when there are none.
     """
@@ -113,3 +126,64 @@ def resolve_all(what: str | Path, runs: Path) -> list[Path]:
             if inside:
                 return sorted(inside)
     return [resolve(what, runs)]
+
+
+class Records:
+    """Writes what the supervisor knows into the run directory: inputs, environment, summary. Once the run has begun, a
+    disk that refuses becomes a notice and does not stop it."""
+
+    def __init__(self, facts: Facts, config: str, command: str) -> None:
+        """Make the run directory. Raises EnvironmentFault."""
+        self.directory = create(Path(facts.runs_dir), facts.name, facts.machine, facts.local)
+        write_inputs(self.directory, facts, command)
+        self.notices: list[str] = []
+        self._facts = facts
+        self._config_dir = Path(config).absolute().parent
+        self._thread: threading.Thread | None = None
+        self._modules: dict[str, dict[str, str]] = {}
+
+    def keep_modules(self, modules: Mapping[str, str]) -> None:
+        """Copy those of the user's own modules (name -> path) that are not copied yet, so that the run can be
+        repeated."""
+        try:
+            new = {name: path for name, path in modules.items() if name not in self._modules}
+            self._modules |= provenance.keep_modules(new, self.directory)
+        except OSError as error:
+            self.notices.append(f"the run's own modules could not be kept: {error.strerror}")
+
+    def start(self) -> None:
+        """Begin to write the environment, in a thread: versions and git's state take up to a second. Idempotent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_environment, daemon=True)
+            self._thread.start()
+
+    def _write_environment(self) -> None:
+        facts = {"name": self._facts.name, "digest": self._facts.digest, "machine": self._facts.machine}
+        try:
+            provenance.write(self.directory, facts, self._config_dir)
+        except OSError as error:
+            self.notices.append(f"the environment could not be written: {error.strerror}")
+
+    def _write_modules(self) -> None:
+        """Add the modules to env.json, which is written before all of them are known."""
+        path = self.directory / "env.json"
+        if self._modules and path.exists():
+            with contextlib.suppress(OSError, ValueError):
+                found = {**json.loads(path.read_text()), "modules": self._modules}
+                write_atomic(path, json.dumps(found, indent=2) + "\n")
+
+    def finish(self, summary: dict[str, Any], whole: bool) -> bool:
+        """Write the environment to its end, and summary.json where `summary` is of the `whole` run. Blocking for at
+        most ENVIRONMENT_SECONDS. Returns False where summary.json could not be written."""
+        self.start()
+        assert self._thread is not None
+        self._thread.join(ENVIRONMENT_SECONDS)
+        self._write_modules()
+        if not whole:
+            return True
+        try:
+            summaries.write(self.directory / "summary.json", summary)
+        except OSError as error:
+            self.notices.append(f"summary.json could not be written: {error.strerror}")
+            return False
+        return True

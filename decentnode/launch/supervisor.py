@@ -13,8 +13,6 @@ from typing import Any
 
 from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interrupted, PeerLost, UsageError
 from decentnode.launch import forkserver
-from decentnode.launch.entry import node_dir
-from decentnode.launch.loader import Loader
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
@@ -31,14 +29,13 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
-from decentnode.launch.observer import Observer
+from decentnode.launch.observer import Observer, names, waiting_for
 from decentnode.launch.outcome import Ledger, Outcome, first_cause, summary
 from decentnode.launch.provenance import usable_cores
-from decentnode.launch.records import Records
+from decentnode.launch.run_dir import Records, node_dir
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.sockets import SocketDir
-from decentnode.launch.waiting import names, waiting_for
-from decentnode.launch.workers import Worker, end_all, start_node
+from decentnode.launch.workers import Loader, Worker, end_all, start_node
 
 TICK_SECONDS = 0.25
 NOTICE_SECONDS = 3.0

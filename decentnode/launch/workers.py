@@ -1,4 +1,4 @@
-"""The children of the supervisor: started, listened to, killed, always reaped."""
+"""The children of the supervisor, nodes and the one that loads the experiment: started, listened to, killed, reaped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+from decentnode.errors import ConfigError, DecentnodeError, EnvironmentFault, Interrupted, NodeFailed
 from decentnode.launch import entry
-from decentnode.launch.messages import ChildMessage, Request, Task
+from decentnode.launch.messages import ChildMessage, Facts, Failed, Header, Request, Task
+from decentnode.launch.observer import Observer
 from decentnode.launch.pipe import Pipe
+from decentnode.launch.signals import StopSignals
 
+LOAD_SECONDS = 300.0
+"""Longest wait for the import of torch (from a cold network disk) and for the data."""
 REAP_SECONDS = 10.0
 """Longest wait for a killed process; only a broken kernel or disk keeps one longer."""
 
@@ -80,10 +86,6 @@ class Worker:
         return f"was killed by {name}{hint}"
 
 
-def start_loader(context: ForkServerContext, request: Request) -> Worker:
-    return _start(context, entry.prepare, request, ())
-
-
 def start_node(context: ForkServerContext, task: Task) -> Worker:
     return _start(context, entry.node, task, tuple(task.uids))
 
@@ -117,3 +119,62 @@ def end_all(workers: list[Worker]) -> None:
     for worker in workers:
         if worker.alive:
             worker.reap(max(0.1, deadline - time.monotonic()))
+
+
+class LoadError(DecentnodeError):
+    """An error of the child that loads, with its message and exit code."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.text)
+        self.exit_code = failed.exit_code
+
+
+class LoadConfigError(ConfigError):
+    """The child's ConfigError; its text has all problems already."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__([], "")
+        self.args = (failed.text,)
+
+
+class Loader:
+    """The child that loads. `facts` blocks; the header comes when it is ready."""
+
+    def __init__(self, context: ForkServerContext, request: Request) -> None:
+        self.worker = _start(context, entry.prepare, request, ())
+
+    def facts(self, observer: Observer, signals: StopSignals) -> Facts:
+        """Blocking. Raises LoadError or LoadConfigError with the child's error,
+        EnvironmentFault after LOAD_SECONDS, Interrupted."""
+        started = time.monotonic()
+        while True:
+            ready = wait([self.worker.channel.connection, self.worker.process.sentinel, signals.fileno()], timeout=1.0)
+            signals.clear()
+            if signals.suspend_if_asked(observer.suspending):
+                observer.resumed()
+            if signals.received:
+                raise Interrupted("interrupted while the experiment was loaded")
+            for message in self.worker.messages():
+                if isinstance(message, Facts):
+                    return message
+                if isinstance(message, Failed):
+                    raise LoadConfigError(message) if message.title == "ConfigError" else LoadError(message)
+            if self.worker.process.sentinel in ready or not self.worker.open:
+                self.worker.reap()
+                raise NodeFailed(f"the process that loads the experiment {self.worker.ending()}")
+            elapsed = time.monotonic() - started
+            if elapsed > LOAD_SECONDS:
+                raise EnvironmentFault(f"the experiment was not loaded within {LOAD_SECONDS:g} s")
+            if not ready:
+                observer.waiting(f"loading torch and the experiment ({elapsed:.0f} s)")
+
+    def poll(self, tell: Callable[[Header], None]) -> None:
+        """Not blocking: hand over the header if it has come, and reap the child at its end."""
+        for message in self.worker.messages():
+            if isinstance(message, Header):
+                tell(message)
+        if self.worker.alive and not self.worker.process.is_alive():
+            self.worker.reap()
+
+    def close(self) -> None:
+        end_all([self.worker])

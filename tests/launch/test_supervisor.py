@@ -14,11 +14,11 @@ import yaml
 from safetensors.numpy import load_file
 
 from decentnode.errors import ConfigError, UsageError
-from decentnode.launch.loader import LoadError
 from decentnode.launch.messages import Facts, Failed, Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome
 from decentnode.launch.supervisor import supervise
+from decentnode.launch.workers import LoadError
 from decentnode.metrics.reader import read_kind
 from tests.conftest import scale
 from tests.launch.faults import experiment

@@ -9,8 +9,7 @@ import pytest
 from decentnode.build import build_in_process, make_model, step_all
 from decentnode.data import shares
 from decentnode.experiment import load
-from decentnode.launch.prepare import header
-from decentnode.launch.traffic_estimate import estimate_traffic
+from decentnode.launch.header import estimate_traffic, header
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

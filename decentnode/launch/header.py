@@ -1,0 +1,165 @@
+"""What the console says of an experiment before it starts: (label, text) lines, warnings among them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, replace
+
+import torch
+import zmq
+from torch import nn
+
+from decentnode import __version__
+from decentnode.build import device_of, machines_of, make_model, threads_of
+from decentnode.data import shares
+from decentnode.experiment import Experiment
+from decentnode.graph import spectrum
+from decentnode.launch.provenance import source_hash
+from decentnode.mapping.hosts import address
+from decentnode.sharing.compressed import make_sharing
+from decentnode.sharing.rounds import exchange_rounds, rule_view
+
+LOOKED_AT = 64
+"""How many exchanges are searched for the first one in which node 0 has neighbors."""
+
+
+def header(experiment: Experiment) -> list[list[str]]:
+    """Returns (label, text) lines that describe the experiment. Makes one model and divides the data, as every node
+    does."""
+    graph = experiment.make_graph()
+    dataset, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+    module = make_model(experiment, dataset.input_shape, dataset.num_classes)
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    sizes = [len(part) for part in parts]
+    neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]
+    partition = getattr(experiment.data, "partition", None)
+    return [
+        ["versions", _versions(experiment)],
+        ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
+        ["data", f"{experiment.data.name}, {sum(sizes):,} training samples, {_section(partition)}: "
+                 f"smallest node {min(sizes):,}, largest {max(sizes):,}"],
+        ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
+        ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module))}"],
+        *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
+    ]  # fmt: skip
+
+
+def _rule(experiment: Experiment) -> str:
+    """"topk with int8"."""
+    codec = getattr(experiment.sharing, "compression", None)
+    return experiment.sharing.name + (f" with {codec.name}" if codec is not None else "")
+
+
+def _traffic(found: TrafficEstimate) -> str:
+    most = "" if found.exact else "at most "
+    when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
+    return f"{most}{size(found.message)} per message, {most}{size(found.sent)} sent per node {when}"
+
+
+def exposure(experiment: Experiment) -> str:
+    """Returns a warning where nodes listen on an open interface without security; empty where they do not."""
+    config, mapping = experiment.communication, experiment.make_mapping()
+    if not config.networked or config.key_folder is not None:
+        return ""
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    open_ = sorted({place.bind for place in places if place.port is not None and not _is_loopback(place.bind)})
+    if not open_:
+        return ""
+    return (
+        f"nodes listen on {', '.join(open_[:4])}{', ...' if len(open_) > 4 else ''} without security: whoever reaches "
+        f"these ports can read the models and disturb the run; make keys with decentnode keygen and set "
+        f"communication: {{security: required, keys: ...}}"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    known = address(host)
+    return host == "localhost" if known is None else known.is_loopback
+
+
+def _versions(experiment: Experiment) -> str:
+    device = device_of(experiment.make_mapping().place(0).device)
+    threads = threads_of(experiment, 0)
+    where = f"GPU {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "CPU"
+    per_node = f"{threads} thread{'s' if threads != 1 else ''} per node"
+    return f"decentnode {__version__} · torch {torch.__version__} · zmq {zmq.zmq_version()} · {where}, {per_node}"
+
+
+def _degrees(neighbors: list[int]) -> str:
+    low, high = min(neighbors), max(neighbors)
+    return f"degree {low}" if low == high else f"degrees {low} to {high}"
+
+
+def _gap(experiment: Experiment) -> str:
+    """The spectral gap of the graph; empty above 256 nodes, where it would take long."""
+    graph = experiment.make_graph()
+    if not 1 < graph.num_nodes <= 256:
+        return ""
+    rounds = spectrum.rounds_to_consensus(graph)
+    about = f" (consensus to 1e-3 in about {rounds} rounds)" if rounds is not None else ""
+    return f", spectral gap {spectrum.spectral_gap(graph):.3f}{about}"
+
+
+def _section(config: object) -> str:
+    """"dirichlet alpha 0.5" for a section."""
+    values = {key: value for key, value in dict(config or {}).items() if key != "name"}  # type: ignore[call-overload]
+    return " ".join([str(getattr(config, "name", "iid")), *(f"{key} {value}" for key, value in values.items())])
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def other_code(experiment: Experiment) -> list[list[str]]:
+    """Returns a warning line where the experiment repeats a run that was made with other code of decentnode."""
+    try:
+        then = json.loads((experiment.base_dir / "env.json").read_text())["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if then == source_hash():
+        return []
+    return [["warning", "the run that this repeats was made with other code of decentnode: results may differ"]]
+
+
+@dataclass(frozen=True)
+class TrafficEstimate:
+    """Bytes of payloads, without headers and acknowledgements."""
+
+    message: int
+    """Bytes of one payload."""
+    sent: float
+    """Bytes that a node sends in a round that has an exchange, mean over the nodes."""
+    exact: bool
+    """Whether all payloads have this size; otherwise it is the largest."""
+    first: int
+    """The round of the first exchange."""
+
+
+def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstimate:
+    """Returns the traffic of the experiment's rule and codec, from the schemas of the rule and the neighbors that it
+    plans; float buffers included. Raises what making the rule raises."""
+    graph = experiment.make_graph()
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    elements, dtype = sum(p.numel() for p in parameters), parameters[0].dtype if parameters else torch.float32
+    rule = make_sharing(experiment.sharing, machines_of(experiment.make_mapping()))
+    rule.set_parameter_shapes([tuple(p.shape) for p in parameters])
+    specs = rule.payload_schema(elements, dtype).values()
+    message, buffers = sum(spec.max_elements * spec.dtype.itemsize for spec in specs), 0
+    if experiment.node.buffers == "average":
+        buffers = sum(b.numel() * b.element_size() for b in module.buffers() if b.is_floating_point())
+
+    def messages(uid: int, round: int) -> int:
+        seen = rule_view(rule, graph, uid, round, experiment.seed)
+        return sum(len(rule.plan(replace(seen, phase=phase)).neighbors) for phase in range(rule.phases))
+
+    nodes = range(graph.num_nodes)
+    first = next((r for r in itertools.islice(exchange_rounds(rule), LOOKED_AT) if messages(0, r)), 0)
+    edges = sum(len(rule_view(rule, graph, uid, first).neighbors) for uid in nodes)
+    sent = message * sum(messages(uid, first) for uid in nodes) + buffers * edges
+    return TrafficEstimate(message, sent / graph.num_nodes, all(spec.exact for spec in specs), first)

@@ -1,0 +1,141 @@
+"""The files that a node writes: metrics.jsonl and status.json while it runs, its model at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from decentnode.errors import EnvironmentFault
+from decentnode.launch.messages import ChildMessage, Progress
+from decentnode.metrics.summary import write_atomic
+from decentnode.metrics.writer import MetricsWriter, encode, finite
+from decentnode.node.node import Node
+from decentnode.tensors import FlatModel
+
+Send = Callable[[ChildMessage], None]
+STATUS_SECONDS = 1.0
+"""Time between two writings of status.json."""
+
+
+class Reporter:
+    """Writes a node's records to metrics.jsonl and sends some of them to the supervisor. A supervisor that is gone does
+    not stop the training."""
+
+    def __init__(self, uid: int, path: Path | None, send: Send, progress_seconds: float) -> None:
+        """path: metrics.jsonl, or None to write nothing. Raises OSError when it cannot be opened."""
+        self.uid = uid
+        self._writer = MetricsWriter(path) if path is not None else None
+        self._send = send
+        self._progress_seconds = progress_seconds
+        self._sent = 0.0
+        self._unsent: dict[str, Any] | None = None
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Write one record. Sent are all but rounds that follow the last one sent by less than `progress_seconds`; such
+        a round is sent late, before a record of another kind."""
+        if self._writer is not None:
+            self._writer.write(record)
+        now = time.monotonic()
+        if record.get("kind") == "round" and now - self._sent < self._progress_seconds:
+            self._unsent = record
+            return
+        self._sent = now
+        with contextlib.suppress(OSError):
+            for each in (self._unsent, record) if record.get("kind") != "round" else (record,):
+                if each is not None:
+                    self._send(Progress(self.uid, finite(each)))
+        self._unsent = None
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class StatusWriter(threading.Thread):
+    """Writes status.json once per second until `close`, in a thread of its own: the training thread is neither asked
+    nor waits, so that a node that hangs is seen to hang, with the nodes that it waits for."""
+
+    def __init__(self, node: Node, path: Path) -> None:
+        super().__init__(name="status", daemon=True)
+        self._node, self._path = node, path
+        self._over = threading.Event()
+        self._last: dict[str, Any] = {}
+
+    def run(self) -> None:
+        while not self._over.wait(STATUS_SECONDS):
+            self._write("")
+        self._write(self._final)
+
+    def _write(self, doing: str) -> None:
+        found = snapshot(self._node, doing)
+        if {k: v for k, v in found.items() if k != "time"} != {k: v for k, v in self._last.items() if k != "time"}:
+            self._last = found
+            with contextlib.suppress(OSError):
+                write_atomic(self._path, encode(found).decode())
+
+    def close(self, doing: str) -> None:
+        """Write once more, with `doing` as the node's end (finished, stopped, failed), and end the thread. Blocking for
+        5 s at most."""
+        self._final = doing
+        self._over.set()
+        if self.is_alive():
+            self.join(5)
+
+    _final = "ended"
+
+
+def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
+    """Returns the state of a node as plain numbers and texts. Any thread may call it."""
+    communication = node.communication
+    waiting = communication.waiting
+    whom, since = waiting if waiting is not None else ((), 0.0)
+    return {
+        "uid": node.uid, "pid": os.getpid(), "time": time.time(), "round": node.round, "rounds": node.config.rounds,
+        "doing": doing or node.doing, "waiting_for": list(whom),
+        "waiting_seconds": round(time.monotonic() - since, 1) if whom else 0.0,
+        "edges": {
+            str(uid): {
+                "sent": edge.payload_bytes_sent, "received": edge.payload_bytes_received,
+                "chunks": edge.frames_sent, "resends": edge.resends, "wait_seconds": round(edge.wait_seconds, 3),
+            }
+            for uid, edge in sorted(communication.counters.known())
+            if edge.frames_sent or edge.frames_received or edge.wait_seconds
+        },
+        "faults": dict(communication.counters.faults),
+    }  # fmt: skip
+
+
+def save(module: nn.Module, path: Path) -> None:
+    """Write a module's state_dict as safetensors, atomically. Raises EnvironmentFault when the disk refuses."""
+    tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, path)
+    except Exception as error:  # safetensors wraps the system's errors in its own
+        temporary.unlink(missing_ok=True)
+        raise EnvironmentFault(f"cannot write the model {path}: {error}") from error
+
+
+def load_merged(model: FlatModel, merged: Tensor) -> None:
+    """Copy `merged` [P + B] (parameters, then float buffers) into the model."""
+    model.parameters.copy_(merged[: model.num_parameters])
+    model.buffers.copy_(merged[model.num_parameters :])
+
+
+def save_node(node: Node, run_dir: Path) -> None:
+    """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors. The node's model may be
+    overwritten by the merged one: it must not be used afterwards."""
+    model = node.training.model
+    save(model.module, run_dir / "models" / f"{node.uid:03d}.safetensors")
+    if node.uid == node.generation.members[0] and node.merged is not None:
+        load_merged(model, node.merged)
+        save(model.module, run_dir / "models" / "merged.safetensors")

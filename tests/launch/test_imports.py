@@ -1,0 +1,31 @@
+"""The modules of the room import each other in one direction, imports in functions included."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "decentnode"
+
+
+def imports_of(path: Path, room: str) -> set[str]:
+    """Modules of the room that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            parts = node.module.split(".")
+            found |= {alias.name for alias in node.names} if parts == ["decentnode", room] else set()
+            found |= {parts[2]} if parts[:2] == ["decentnode", room] and len(parts) > 2 else set()
+    return found
+
+
+@pytest.mark.parametrize("room", ["launch", "wire", "node"])
+def test_no_module_imports_itself_through_others(room: str) -> None:
+    files = {path.stem: path for path in (PACKAGE / room).glob("*.py") if path.stem != "__init__"}
+    files |= {path.parent.name: path for path in (PACKAGE / room).glob("*/__init__.py")}
+    graph = {name: imports_of(path, room) & files.keys() - {name} for name, path in files.items()}
+    assert any(graph.values())
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError

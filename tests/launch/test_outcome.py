@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from decentnode.launch.messages import Failed, Finished
+from decentnode.launch.outcome import Ledger, first_cause, summary
+from tests.launch.facts import FACTS, FINISHED
+
+
+def test_the_cause_is_the_first_that_is_no_echo() -> None:
+    echo, cause = Failed(1, 5, "peer lost", "", True), Failed(2, 8, "boom", "")
+    assert first_cause([echo, cause]) is cause
+    assert first_cause([echo]) is echo
+    assert first_cause([]) is None
+
+
+def test_the_summary_of_a_node_that_died_is_what_it_last_told() -> None:
+    ledger = Ledger()
+    ledger.progress(1, {"kind": "round", "round": 3, "data_bytes_sent": 7, "metadata_bytes_sent": 2,
+                        "evaluation_bytes_sent": 100})
+    ledger.progress(1, {"kind": "evaluation", "round": 4, "accuracy": 0.25})
+    ledger.finished[0] = FINISHED
+    ledger.failures.append(Failed(1, 8, "boom", "..."))
+    found = summary(FACTS, ledger, 8, None, 1.0, 2.0)
+    assert (found["status"], found["exit_code"], found["rounds"]) == ("failed", 8, 4)
+    assert (found["accuracy_min"], found["bytes_sent_total"], found["bytes_evaluation_total"]) == (0.25, 9, 100)
+    assert found["failure"] == {"node": 1, "title": "boom", "exit_code": 8}
+
+
+def test_bytes_of_processes_that_are_gone_are_in_the_totals() -> None:
+    ledger = Ledger()
+
+    def told(uid: int, round: int, data: int) -> None:
+        ledger.progress(uid, {"kind": "round", "round": round, "data_bytes_sent": data, "evaluation_bytes_sent": 1})
+
+    told(0, 2, 300)
+    told(1, 2, 300)
+    ledger.restarted(1)
+    told(1, 6, 400)  # of its second process
+    told(2, 3, 50)
+    ledger.progress(0, {"kind": "generation", "members": [0, 1]})
+    ledger.finished[0] = Finished(0, {"uid": 0, "rounds": 10, "bytes_data": 1000, "bytes_evaluation": 7}, False)
+    ledger.finished[1] = Finished(1, {"uid": 1, "rounds": 10, "bytes_data": 700, "bytes_evaluation": 5}, False)
+    found = summary(FACTS, ledger, 0, None, 1.0, 2.0)
+    assert sorted(found["nodes"]) == ["0", "1"] and ledger.restarts == {1: 1}
+    assert found["bytes_sent_total"] == found["bytes_data_total"] == 1000 + 700 + 300 + 50
+    assert found["bytes_evaluation_total"] == 7 + 5 + 1 + 1
+
+
+def test_reports_of_all_machines_come_through_uid_0() -> None:
+    ledger = Ledger()
+    reports: dict[str, dict[str, Any]] = {str(uid): {"uid": uid, "rounds": 10} for uid in (0, 1, 2, 3, 5)}
+    ledger.finished[0] = replace(FINISHED, reports=reports)
+    assert sorted(ledger.figures()) == [0, 1, 2, 3, 5]
