@@ -205,5 +205,5 @@ def test_an_edge_can_take_a_path_of_ones_own() -> None:
 
 
 def test_a_path_that_there_is_not_is_named() -> None:
-    with pytest.raises(ValidationError, match="must be shared_memory, collective, zeromq or package.module:Class"):
+    with pytest.raises(ValidationError, match=r"must be shared_memory, collective, zeromq or package\.module:Class"):
         HybridConfig.model_validate({"name": "hybrid", "edges": [{"nodes": [0, 1], "by": "shard_memory"}]})
