@@ -21,7 +21,8 @@ import psutil
 import zmq
 
 from decentnode.build import machines_of, make_model, schemas_of, threads_of
-from decentnode.communication.shared_memory.publish_buffer import FOLDER, Layout
+from decentnode.communication.shared_memory.layout import Layout
+from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.connections import listen
 from decentnode.communication.zeromq.security import load_keyring
 from decentnode.data import shares

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from decentnode.communication.base import Schema
 from decentnode.communication.receive.partial_payload import SLOTS
+from decentnode.communication.shared_memory.segment import PAGE, Segment, placed, rounded
 from decentnode.payload import TensorSpec
 
-PAGE = 4096
-ALIGNMENT = 128
 OFFER_BYTES, HANDLE_BYTES = 1024, 96
 """Room for an offer: of the memory, and of each event (64 bytes in CUDA)."""
 
@@ -28,26 +24,22 @@ class Layout:
         self.schemas, self.lent = schemas, lent
         self.num_nodes = num_nodes
         self.phases = len(schemas)
-        header = 8 * self.words
-        self.header_bytes = -(-header // PAGE) * PAGE
+        self.header_bytes = rounded(8 * self.words, PAGE)
         self.offsets: list[list[list[int]]] = []
         """[phase][slot][tensor]"""
         position = 0 if lent else self.header_bytes
         for schema in schemas:
             slots = []
             for _ in range(SLOTS):
-                starts = []
-                for spec in schema.tensors.values():
-                    starts.append(position)
-                    position += -(-spec.max_elements * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+                starts, end = placed([s.max_elements * s.dtype.itemsize for s in schema.tensors.values()], position)
                 slots.append(starts)
-                position = -(-position // PAGE) * PAGE
+                position = rounded(end, PAGE)
             self.offsets.append(slots)
         self.slot_bytes = position
         """Where the last slot ends."""
         if lent:
             handles = SLOTS * self.phases * (1 + num_nodes)
-            position = self.header_bytes + -(-(OFFER_BYTES + HANDLE_BYTES * handles) // PAGE) * PAGE
+            position = self.header_bytes + rounded(OFFER_BYTES + HANDLE_BYTES * handles, PAGE)
         self.size = max(position, self.header_bytes + PAGE)
 
     @property
@@ -63,20 +55,18 @@ class Layout:
         """Which word of the header says what `uid` has released of a slot."""
         return 1 + SLOTS * (self.phases * (1 + uid) + phase) + slot
 
-    def views(self, memory: Any, base: int = 0) -> Slots:
-        """[phase][slot][tensor] over a buffer that starts at byte `base`, or over a tensor [slot_bytes] of bytes."""
+    def views(self, memory: Segment | Tensor) -> Slots:
+        """[phase][slot][tensor] over a segment of `size` bytes, or over a tensor [slot_bytes] of bytes."""
         return [
             [
-                [_view(memory, spec, start - base) for spec, start in zip(schema.tensors.values(), starts, strict=True)]
+                [_view(memory, spec, start) for spec, start in zip(schema.tensors.values(), starts, strict=True)]
                 for starts in slots
             ]
             for schema, slots in zip(self.schemas, self.offsets, strict=True)
         ]
 
 
-def _view(memory: Any, spec: TensorSpec, offset: int) -> Tensor:
-    if isinstance(memory, Tensor):
-        return memory[offset : offset + spec.max_elements * spec.dtype.itemsize].view(spec.dtype)
-    if not spec.max_elements:
-        return torch.empty(0, dtype=spec.dtype)
-    return torch.frombuffer(memory, dtype=spec.dtype, count=spec.max_elements, offset=offset)
+def _view(memory: Segment | Tensor, spec: TensorSpec, start: int) -> Tensor:
+    if isinstance(memory, Segment):
+        return memory.tensor(spec.dtype, spec.max_elements, start)
+    return memory[start : start + spec.max_elements * spec.dtype.itemsize].view(spec.dtype)

@@ -18,10 +18,7 @@ sequence number again after it has read and before it keeps what it made of it (
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
-import warnings
 from collections.abc import Callable, Collection, Set
 from pathlib import Path
 
@@ -29,11 +26,11 @@ from decentnode.communication.receive.partial_payload import SLOTS
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
 from decentnode.communication.shared_memory.layout import Layout
+from decentnode.communication.shared_memory.segment import FOLDER, Backoff, Segment
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.generation import Name
 
-FOLDER = Path("/dev/shm")
 MAGIC = 0x6465636E6F6465
 POLL_SECONDS = (20e-6, 1e-3)
 """Shortest and longest sleep while a slot is still being read; it hardly ever is."""
@@ -65,20 +62,21 @@ class PublishBuffer:
 
         Raises EnvironmentFault when there is no room or no right to make the file.
         """
-        self.path, self.layout, self._lent = path, layout, lent
+        self.layout, self._lent = layout, lent
         self._leases = leases or Leases()
-        self._linked = False
         if lent is not None and len(lent.offer) + 8 > layout.size - layout.header_bytes:
             raise EnvironmentFault(f"an offer must fit in {layout.size - layout.header_bytes} bytes")
-        self._memory = self._made(path, layout)
-        self._words = memoryview(self._memory)[: 8 * layout.words].cast("q")
+        try:
+            self._segment = Segment.create(path, layout.size, layout.header_bytes)
+        except OSError as error:
+            raise EnvironmentFault(f"{path}: {error.strerror}") from error
+        self._words = self._segment.words(0, layout.words)
         """MAGIC; by `Layout.sequence` the use of a slot that lies in it, 0 while it is taken; by `Layout.counter` 0
         while the reader is not attached, else 1 + the last use of the slot that it has done with."""
         self._words[0] = MAGIC
         if lent is not None:
-            offer = len(lent.offer).to_bytes(8, "little") + lent.offer
-            self._memory[layout.header_bytes : layout.header_bytes + len(offer)] = offer
-        self.slots = layout.views(self._memory) if lent is None else lent.slots
+            self._segment.write(layout.header_bytes, len(lent.offer).to_bytes(8, "little") + lent.offer)
+        self.slots = layout.views(self._segment) if lent is None else lent.slots
         for phase in self.slots:
             for slot in phase:
                 for tensor in slot:
@@ -93,32 +91,9 @@ class PublishBuffer:
         self.late: Set[int] = frozenset()
         """Readers that once were waited for in vain and have not released everything yet: nobody waits for them."""
 
-    def _made(self, path: Path, layout: Layout) -> mmap.mmap:
-        try:
-            free = os.statvfs(path.parent)
-            if free.f_bavail * free.f_frsize < layout.size + (16 << 20):
-                raise EnvironmentFault(
-                    f"{path.parent} has {free.f_bavail * free.f_frsize >> 20} MiB left, "
-                    f"shared memory needs {layout.size >> 20} MiB"
-                )
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        except OSError as error:
-            raise EnvironmentFault(f"{path}: {error.strerror}") from error
-        self._linked = True
-        try:
-            os.posix_fallocate(handle, 0, layout.size)
-            return mmap.mmap(handle, layout.size)
-        except OSError as error:
-            self.unlink()
-            raise EnvironmentFault(f"{path}: {error.strerror}") from error
-        finally:
-            os.close(handle)
-
     def unlink(self) -> None:
         """Take the name away; the memory lives on in those who have it mapped."""
-        if self._linked:
-            self._linked = False
-            self.path.unlink(missing_ok=True)
+        self._segment.unlink()
 
     def attached(self, uid: int) -> bool:
         """Whether `uid` has this publish buffer mapped."""
@@ -196,7 +171,7 @@ class PublishBuffer:
         self, phase: int, slots: list[int], deadline: float, gone: Callable[[int], bool], leases: bool = True
     ) -> int:
         """Blocking: the first of `slots` that is free, as `publish` says. leases: whether those on it matter."""
-        pause = POLL_SECONDS[0]
+        backoff, first_look = Backoff(POLL_SECONDS), True
         while True:
             holders = []
             for slot in slots:
@@ -207,10 +182,10 @@ class PublishBuffer:
             if self.late >= set(holders) or time.monotonic() > deadline:
                 self.late = self.late | set(holders)
                 raise TimeoutError(holders[0])
-            if LEASED in holders and pause == POLL_SECONDS[0]:
+            if LEASED in holders and first_look:
                 self._leases.hurry()
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_SECONDS[1])
+            first_look = False
+            backoff.sleep()
 
     def _holder(self, phase: int, slot: int, gone: Callable[[int], bool], leases: bool) -> int | None:
         """Because of whom a slot is not free, those that are late before others; None where it is."""
@@ -248,20 +223,12 @@ class BufferReader:
         Raises PeerFault when the file is not what the run's schemas say.
         """
         try:
-            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            segment = Segment.attach(path, layout.size, layout.header_bytes)
         except OSError as error:
             raise PeerFault("no_board", f"{path}: {error.strerror}") from error
-        try:
-            status = os.fstat(handle)
-            if status.st_size != layout.size or status.st_uid != os.geteuid():
-                raise PeerFault("wrong_board", f"{path}: {status.st_size} bytes of user {status.st_uid}")
-            self._header = mmap.mmap(handle, layout.header_bytes)
-            self._memory = mmap.mmap(
-                handle, layout.size - layout.header_bytes, prot=mmap.PROT_READ, offset=layout.header_bytes
-            )
-        finally:
-            os.close(handle)
-        words = memoryview(self._header)[: 8 * layout.words].cast("q")
+        except ValueError as error:
+            raise PeerFault("wrong_board", str(error)) from error
+        words = segment.words(0, layout.words)
         if words[0] != MAGIC:
             raise PeerFault("wrong_board", str(path))
         self._lies = words[layout.sequence(0, 0) : layout.sequence(layout.phases, 0)]
@@ -273,12 +240,11 @@ class BufferReader:
         """Whether slots have to be entered, and are read by a device behind the host's back."""
         self._inside: set[tuple[int, int]] = set()
         if device_memory is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a neighbor's mapping is read-only, and nobody writes to it
-                self.slots = layout.views(self._memory, layout.header_bytes)
+            self.slots = layout.views(segment)
         else:
-            length = min(int.from_bytes(self._memory[:8], "little"), layout.size)
-            self._borrowed = device_memory.import_slots(self._memory[8 : 8 + length], layout, uid)
+            offer = layout.header_bytes
+            length = min(int.from_bytes(segment.read(offer, 8), "little"), layout.size)
+            self._borrowed = device_memory.import_slots(segment.read(offer + 8, length), layout, uid)
             self.slots = self._borrowed.slots
         for place in range(len(self._released)):
             self._released[place] = 1

@@ -12,7 +12,7 @@ import torch
 from decentnode.communication.base import Communication, Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.shared_memory.path import SharedMemoryPath
-from decentnode.communication.shared_memory.publish_buffer import FOLDER
+from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.io_thread import BULK
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import PeerLost

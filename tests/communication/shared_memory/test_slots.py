@@ -24,7 +24,8 @@ from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_memory.layout import SLOTS
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.shared_memory.path import SharedMemoryPath
-from decentnode.communication.shared_memory.publish_buffer import FOLDER, LEASED
+from decentnode.communication.shared_memory.publish_buffer import LEASED
+from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerFault
 from decentnode.payload import Payload
