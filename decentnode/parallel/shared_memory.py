@@ -1,28 +1,38 @@
-"""The exchange between ranks of one host: a neighbor's parameters are mixed straight from its memory.
+"""The exchange of buckets between ranks of one host: a rank mixes its neighbors' parameters straight from their memory.
 
-Every rank has one file in /dev/shm (mode 0600, its name taken away once everybody has it mapped): a header of
-counters, then two places for all buckets. A step's parameters go into one place while neighbors may still read the
-step before from the other. Who waits looks from time to time whether all ranks still take part (presence.py).
+Every rank makes one segment of shared memory (communication/shared_memory/segment.py), which all ranks map, and whose
+name is taken away as soon as they have. Its header has the counters, its body two slots, each with room for all
+buckets: a rank writes the parameters of a step into one slot while its neighbors may still read those of the step
+before from the other. A rank that waits for a counter looks at it again and again, with growing pauses, and looks
+from time to time whether all ranks still take part (presence.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-import platform
+import re
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decentnode.communication.shared_memory.segment import (
+    FOLDER,
+    PAGE,
+    Backoff,
+    Segment,
+    free_bytes,
+    placed,
+    remove_stale,
+    rounded,
+    stores_in_order,
+)
 from decentnode.errors import PeerLost
 from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import BucketExchange, Flight
@@ -30,30 +40,33 @@ from decentnode.parallel.plan import Plan
 from decentnode.parallel.presence import WORDS, Absence, Presence
 from decentnode.parallel.process_group import check_alike, together
 
-FOLDER = Path("/dev/shm")
-SETTLE_SECONDS = 0.5
-PLACES, ALIGNMENT, PAGE = 2, 128, 4096
+SLOTS = 2
 MAX_NEIGHBORS = 8
 POLL_SECONDS = (10e-6, 500e-6)
+"""Shortest and longest pause between two looks at a counter."""
 LOOK_SECONDS = 0.05
-"""How often who waits looks whether the ranks still take part: a system call per rank, 0.5 us."""
+"""How often a waiting rank looks whether the others still take part: a system call per rank, 0.5 us."""
+SETTLE_SECONDS = 0.5
+"""How long the system is given to take the locks of a process that has ended, after its connections."""
+NAMES = re.compile(r"decentnode-ddp-[0-9a-f]{16}-\d+")
+"""What segments are called: a number of the wrapper, drawn by rank 0, and the rank."""
 
 
 def usable(buckets: Sequence[Bucket], plan: Plan, device: torch.device) -> bool:
-    """Blocking, alike on all ranks: whether all of them are on one host with room, and share memory in order.
+    """Blocking: whether all ranks are on one host that has room for their segments; all ranks get the same answer.
 
-    Only where the processor keeps stores in order (x86), so that a counter is never seen before the bytes it counts.
+    Only where the processor keeps stores in order, because a rank looks at counters alone: it must never see one before
+    the parameters that it counts.
     """
     most = plan.most_sources()
-    need = PLACES * sum(b.size_bytes for b in buckets) + (1 << 20)
+    need = SLOTS * sum(b.size_bytes for b in buckets) + (1 << 20)
     try:
-        free = os.statvfs(FOLDER)
-        room = free.f_bavail * free.f_frsize > 2 * need * plan.graph.num_nodes
+        room = free_bytes() > 2 * need * plan.graph.num_nodes
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         host = f"{boot} {os.stat(FOLDER).st_dev} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
         room, host = False, secrets.token_hex(8)
-    fits = device.type == "cpu" and room and most <= MAX_NEIGHBORS and platform.machine() in ("x86_64", "AMD64")
+    fits = device.type == "cpu" and room and most <= MAX_NEIGHBORS and stores_in_order()
     own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(device)
     hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(hosts, own)
@@ -62,90 +75,68 @@ def usable(buckets: Sequence[Bucket], plan: Plan, device: torch.device) -> bool:
     return bool(everybody)
 
 
-def _close(handles: Sequence[int]) -> None:
-    for handle in handles:
-        if handle >= 0:
-            os.close(handle)
-
-
 class SharedMemoryExchange(BucketExchange):
-    """`BucketExchange` through shared memory; made by all ranks together."""
+    """`BucketExchange` through shared memory; made by all ranks together.
+
+    Exchanges are numbered from 1 on (`use`), and number u lies in slot u % SLOTS. Counters only grow.
+    """
 
     def __init__(self, plan: Plan, timeout_seconds: float, buckets: Sequence[Bucket]) -> None:
-        """Blocking. Raises OSError when the file cannot be made."""
+        """Blocking. Raises OSError where this rank has no shared memory, AssemblyError where another one has none."""
         super().__init__(plan, timeout_seconds)
-        n, rank = plan.graph.num_nodes, plan.rank
-        self._count = len(buckets)
-        header = 8 * (self._count + n + WORDS)
-        at, self._offsets = -(-header // PAGE) * PAGE, []
-        for _ in range(PLACES):
-            starts = []
-            for bucket in buckets:
-                starts.append(at)
-                at += -(-bucket.size_bytes // ALIGNMENT) * ALIGNMENT
-            self._offsets.append(starts)
-        self._size = max(at, PAGE)
-        check_alike("layout of buckets", [str(self._offsets)], torch.device("cpu"))
-        token = torch.tensor([secrets.randbits(62)])
-        dist.broadcast(token, 0)
-        handles = self._open_files([FOLDER / f"decentnode-ddp-{int(token):016x}-{r}" for r in range(n)])
-        with together("map shared memory"):  # which all leave together: whose lock is not there from then on is gone
-            self._maps = self._mapped(handles)
-            words = [np.frombuffer(m, np.int64, WORDS, 8 * (self._count + n)) for m in self._maps]
-            self._presence = Presence(handles, words, rank)
-        self._published = [np.frombuffer(m, np.int64, self._count) for m in self._maps]
-        """[rank][bucket]: 1 + the step that lies there."""
-        self._read = [np.frombuffer(m, np.int64, n, 8 * self._count) for m in self._maps]
-        """[rank][reader]: 1 + the step that the reader has done with."""
-        self._tensors = [[[self._tensor(m, b, starts[b.index]) for b in buckets] for starts in self._offsets]
-                         for m in self._maps]  # fmt: skip
-        for place in self._tensors[rank]:
-            for tensor in place:
-                tensor.zero_()
-        self._readers: list[tuple[int, tuple[int, ...]]] = [(0, ())] * PLACES
-        """[place] the exchange that lies there, and who reads it."""
+        n, rank, count = plan.graph.num_nodes, plan.rank, len(buckets)
+        end = header_bytes = rounded(8 * (count + n + WORDS), PAGE)
+        starts: list[list[int]] = []
+        """[slot][bucket]: the byte of the segment where it begins."""
+        for _ in range(SLOTS):
+            found, end = placed([bucket.size_bytes for bucket in buckets], end)
+            starts.append(found)
+        check_alike("layout of buckets", [str(starts)], torch.device("cpu"))
+        segments = self._make_segments(max(end, header_bytes + PAGE), header_bytes)
+        self._published = [each.words(0, count) for each in segments]
+        """[rank][bucket]: the last exchange that the rank has written it for. The rank writes these."""
+        self._read = [each.words(count, n) for each in segments]
+        """[rank][reader]: the last exchange of the rank's that the reader has mixed whole. The reader writes it."""
+        self._presence = Presence(segments, [each.words(count + n, WORDS) for each in segments], rank)
+        self._tensors = [
+            [[each.tensor(b.flat.dtype, b.flat.numel(), slot[b.index]) for b in buckets] for slot in starts]
+            for each in segments
+        ]
+        """[rank][slot][bucket]: [S] parameters."""
+        for slot in self._tensors[rank]:
+            for tensor in slot:
+                tensor.zero_()  # every page is there before the first step
+        self._readers: list[tuple[int, tuple[int, ...]]] = [(0, ())] * SLOTS
+        """[slot]: the exchange that lies in this rank's, and who reads it."""
         self._held: tuple[int, tuple[int, ...]] = (0, ())
-        """Who has to let go before the next place is written."""
+        """The exchange, and its readers, whose release the next slot to be written still needs."""
         self._buckets = buckets
         self._use = 0
+        """The number of the exchange that departs, or departed last."""
 
-    def _open_files(self, paths: Sequence[Path]) -> list[int]:
-        """Blocking: [rank] that rank's file, open; no file has a name any more. Raises OSError where this rank could
-        not, AssemblyError where another one could not: all ranks go on, or none."""
-        handles = [-1] * len(paths)
+    def _make_segments(self, size: int, header_bytes: int) -> list[Segment]:
+        """Blocking: [rank] its segment, which has no name any more. All ranks go on, or none (see `together`)."""
+        remove_stale(NAMES)
+        token = torch.tensor([secrets.randbits(62)])
+        dist.broadcast(token, 0)
+        paths = [FOLDER / f"decentnode-ddp-{int(token):016x}-{rank}" for rank in range(self.graph.num_nodes)]
+        own, segments = None, []
         try:
+            # All ranks leave this together, with their locks taken: from then on an owner without a lock is gone.
             with together("make shared memory"):
-                handles[self.rank] = os.open(paths[self.rank], os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-                os.posix_fallocate(handles[self.rank], 0, self._size)
-            with together("open shared memory"):
+                own = Segment.create(paths[self.rank], size, header_bytes, watched=True)
+            with together("map shared memory"):
                 for rank, path in enumerate(paths):
-                    if rank != self.rank:
-                        handles[rank] = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-                    status = os.fstat(handles[rank])
-                    if status.st_size != self._size or status.st_uid != os.geteuid():
-                        raise OSError(f"the shared memory of rank {rank} is not what it should be: {status.st_size} "
-                                      "bytes")  # fmt: skip
+                    mapped = own if rank == self.rank else Segment.attach(path, size, header_bytes, watched=True)
+                    segments.append(mapped)
         except BaseException:
-            _close(handles)
+            for each in segments if own is None else [own, *segments]:
+                each.close_file()
             raise
         finally:
-            if handles[self.rank] >= 0:
-                paths[self.rank].unlink(missing_ok=True)
-        return handles
-
-    def _mapped(self, handles: list[int]) -> list[mmap.mmap]:
-        """Raises OSError; the files are closed then."""
-        try:
-            return [mmap.mmap(handle, self._size) for handle in handles]
-        except OSError:
-            _close(handles)
-            raise
-
-    @staticmethod
-    def _tensor(memory: mmap.mmap, bucket: Bucket, offset: int) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.frombuffer(memory, dtype=bucket.flat.dtype, count=bucket.flat.numel(), offset=offset)
+            if own is not None:
+                own.unlink()
+        return segments
 
     def _open_groups(self) -> None:
         """None: everybody reads everybody's memory."""
@@ -156,22 +147,22 @@ class SharedMemoryExchange(BucketExchange):
         super().begin(step)
         self._presence.at_step(step)
         self._use += 1
-        self._held = self._readers[self._use % PLACES]
-        self._readers[self._use % PLACES] = (self._use, self.plan.view(step).neighbors)
+        self._held = self._readers[self._use % SLOTS]
+        self._readers[self._use % SLOTS] = (self._use, self.plan.view(step).neighbors)
 
     def _place(self, bucket: Bucket) -> Tensor:
-        """Blocking, for the first part of a step: until neighbors have let go of the place."""
+        """Blocking, for the first part of a step: until the neighbors have released the slot that it is written to."""
         before, readers = self._held
         for reader in readers:
-            # who has sent all of the step after has let go of it
-            self._wait_for(partial(self._has_read, reader, before), reader, self._step, before + 1, "to let go of")
+            # A rank releases an exchange before it has sent all of the next one: `before + 1` will do for presence.
+            self._wait_for(partial(self._has_read, reader, before), reader, self._step, before + 1, "to release")
         self._held = (0, ())
-        return self._home(bucket)
+        return self._own_slot(bucket)
 
     def depart(self, bucket: Bucket) -> None:
-        bucket.sent = self._home(bucket)
+        bucket.sent = self._own_slot(bucket)
         self._flights[bucket.index] = Flight(self._step, use=self._use)
-        self.bytes_sent += len(self._readers[self._use % PLACES][1]) * bucket.size_bytes
+        self.bytes_sent += len(self._readers[self._use % SLOTS][1]) * bucket.size_bytes
         self._published[self.rank][bucket.index] = self._use
 
     def arrive(self, bucket: Bucket) -> Flight | None:
@@ -180,7 +171,7 @@ class SharedMemoryExchange(BucketExchange):
             use = flight.use
             for peer in self.plan.view(flight.step).sources:
                 self._wait_for(partial(self._has_published, peer, bucket.index, use), peer, flight.step, use, "for")
-                bucket.received[peer] = self._tensors[peer][use % PLACES][bucket.index]
+                bucket.received[peer] = self._tensors[peer][use % SLOTS][bucket.index]
         return flight
 
     def release(self, bucket: Bucket) -> None:
@@ -218,14 +209,14 @@ class SharedMemoryExchange(BucketExchange):
             time.sleep(POLL_SECONDS[1])
         return absence
 
-    def _home(self, bucket: Bucket) -> Tensor:
-        return self._tensors[self.rank][self._use % PLACES][bucket.index]
+    def _own_slot(self, bucket: Bucket) -> Tensor:
+        return self._tensors[self.rank][self._use % SLOTS][bucket.index]
 
     def _has_published(self, peer: int, bucket: int, use: int) -> bool:
-        return bool(self._published[peer][bucket] >= use)
+        return self._published[peer][bucket] >= use
 
     def _has_read(self, reader: int, use: int) -> bool:
-        return bool(self._read[self.rank][reader] >= use)
+        return self._read[self.rank][reader] >= use
 
     def _wait_for(self, done: Callable[[], bool], peer: int, step: int, use: int, what: str) -> None:
         """Blocking: until `done`, which it is once `peer` has sent all of exchange `use` at the latest.
@@ -235,7 +226,7 @@ class SharedMemoryExchange(BucketExchange):
         """
         if done():
             return
-        started, pause = time.perf_counter(), POLL_SECONDS[0]
+        started, backoff = time.perf_counter(), Backoff(POLL_SECONDS)
         look, late = started + LOOK_SECONDS, f"rank {self.rank}: the exchange of step {step} with rank {peer}"
         while not done():
             now = time.perf_counter()
@@ -247,14 +238,13 @@ class SharedMemoryExchange(BucketExchange):
             if now - started > self.timeout_seconds:
                 raise PeerLost(f"{late} took longer than {self.timeout_seconds:g} s (waiting {what} its parameters)",
                                [peer])  # fmt: skip
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_SECONDS[1])
+            backoff.sleep()
         self.wait_seconds += time.perf_counter() - started
 
     def _absent(self, use: int) -> Absence | None:
         """Why a rank will never send all of exchange `use`; None if none is known."""
         def behind() -> set[int]:
-            return {r for r, counters in enumerate(self._published) if r != self.rank and counters.min() < use}
+            return {r for r, counters in enumerate(self._published) if r != self.rank and min(counters) < use}
 
         absence = self._presence.absent(sorted(behind()))
         return absence if absence is not None and absence.rank in behind() else None

@@ -235,8 +235,8 @@ def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
 
 @pytest.mark.parametrize(("what", "says"), [
     ("os.posix_fallocate", "could not make shared memory: DiskFull: .*No space left"),
-    ("os.open", "could not open shared memory: DiskFull: .*No space left"),
-    ("mmap.mmap", "could not map shared memory: DiskFull: .*No space left"),
+    ("os.open", "could not map shared memory: DiskFull: .*No space left"),
+    ("mmap.mmap", "could not make shared memory: DiskFull: .*No space left"),
     ("model", "could not wrap the model: ValueError: model must have parameters"),
     ("optimizer", "could not make the optimizer: DiskFull: .*No space left"),
 ])  # fmt: skip

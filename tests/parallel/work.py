@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from decentnode.communication.shared_memory.segment import PAGE, Segment
 from decentnode.config.component import Config
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.graph.base import Graph, RoundView
@@ -601,12 +601,11 @@ def refuses(rank: int, n: int, what: str) -> tuple[str, float]:
 def present(rank: int, n: int, how: str, folder: str) -> str:
     """Rank 1 leaves as `how` says, and its process lives on; what rank 0 knows of it."""
     paths = [Path(folder, str(r)) for r in range(n)]
-    paths[rank].write_bytes(bytes(4096))
+    own = Segment.create(paths[rank], 2 * PAGE, PAGE, watched=True)
     dist.barrier()
-    handles = [os.open(path, os.O_RDWR) for path in paths]
-    maps = [mmap.mmap(handle, 4096) for handle in handles]
-    presence: Presence | None = Presence(handles, [np.frombuffer(each, np.int64, WORDS) for each in maps], rank)
-    del maps
+    segments = [own if r == rank else Segment.attach(p, 2 * PAGE, PAGE, watched=True) for r, p in enumerate(paths)]
+    presence: Presence | None = Presence(segments, [each.words(0, WORDS) for each in segments], rank)
+    del own, segments
     assert presence is not None
     presence.at_step(3 + rank)
     dist.barrier()
