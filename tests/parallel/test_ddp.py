@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from decentnode.communication.shared_memory.segment import FOLDER, PAGE
 from decentnode.errors import UsageError
 from decentnode.graph.base import Graph
 from decentnode.parallel.advance import exact, loops
@@ -254,3 +257,14 @@ def test_a_rank_that_cannot_start_is_named_on_all_at_once(what: str, says: str) 
 ])  # fmt: skip
 def test_only_a_process_that_is_gone_is_called_so(how: str, says: str, tmp_path: Path) -> None:
     assert re.search(says, run_ranks(2, work.present, how, str(tmp_path))[0])
+
+
+def test_memory_that_killed_ranks_left_under_a_name_is_removed_by_the_next() -> None:
+    left = FOLDER / f"decentnode-ddp-{secrets.token_hex(8)}-0"
+    left.write_bytes(bytes(PAGE))
+    try:
+        os.utime(left, (0, 0))
+        run_ranks(2, work.train, "ring", 1, {"transport": "shared_memory"})
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
