@@ -17,7 +17,7 @@ from tests.launch.faults import experiment
 from tests.launch.test_supervisor import Witness, run
 
 COMMUNICATION = {"name": "auto", "timeout_seconds": 30, "start_timeout_seconds": 60}
-FREEZES = {"suspect_seconds": 4}
+FREEZES = {"suspect_seconds": 6}
 """Of the tests that wait until a frozen node is suspected; a busy machine keeps nobody from answering for so long."""
 
 
