@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,6 @@ import zmq
 from torch import Tensor
 
 import decentnode
-from decentnode.communication import PATHS
 from decentnode.communication.base import (
     AveragingGroup,
     BindPlan,
@@ -30,21 +28,15 @@ from decentnode.communication.base import (
     TransportParts,
     purpose_of,
 )
-from decentnode.communication.path import Path, PathContext, Paths, grouped
+from decentnode.communication.path import grouped
 from decentnode.communication.receive.chunking import MESSAGE_COST, chunk_elements, to_bytes
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.staging import Leases, staging_of
-from decentnode.communication.routing import Routing
 from decentnode.communication.run_state import RunState
-from decentnode.communication.shared_memory.model_slots import ModelSlots
-from decentnode.communication.shared_memory.path import SharedMemoryPath
-from decentnode.communication.torch_distributed.communicator import gpu_number
-from decentnode.communication.zeromq.chunk_path import ChunkPath
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.connections import listen
+from decentnode.communication.zeromq.generation_paths import GenerationParts, GenerationPaths, RunParts
 from decentnode.communication.zeromq.io_thread import BULK, CONTROL, Security
-from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES
 from decentnode.communication.zeromq.link_state import QueuedMessage as Bulk
 from decentnode.communication.zeromq.reconfigure import Reconfiguration, given_up
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
@@ -53,8 +45,7 @@ from decentnode.communication.zeromq.sender import Sender
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.config import component
-from decentnode.config.component import load_class
-from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerFault, PeerLost, Regrouping
+from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
 from decentnode.mapping.hosts import endpoint, host_of, unknown_name
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
@@ -84,15 +75,6 @@ class NextGeneration(PendingGeneration):
 
     def wait(self) -> Generation:
         return self._owner.next_generation()
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationParts:
-    """What belongs to one generation of members, made once all of its paths are open, and replaced as a whole."""
-
-    routing: Routing
-    paths: Paths
-    model_slots: ModelSlots
 
 
 class ZeroMQ(Communication):
@@ -155,6 +137,11 @@ class ZeroMQ(Communication):
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
         self._sender = Sender(uid, config, self._session, self._links, self._inbox.plans, self._status, self.counters,
                               self._security)  # fmt: skip
+        self._run = RunParts(
+            uid=uid, config=config, machine_of=self._machine_of, schemas=schemas, folder=self._plan.ipc_dir,
+            addresses=self._addresses, session=self._session, links=self._links, inbox=self._inbox,
+            sender=self._sender, state=self._status, counters=self.counters,
+        )  # fmt: skip
         self._joined = False
         self._closed = False
         self._begin_generation()
@@ -168,14 +155,13 @@ class ZeroMQ(Communication):
                    limits=parts.limits)  # fmt: skip
 
     def _begin_generation(self) -> None:
-        """What a generation needs before its paths are open; `_open_paths` makes the rest of it."""
+        """What a generation needs before its paths are open; `GenerationPaths.open` makes the rest of it."""
         self._collectives = TreeCollectives(
             self._session, self.config.chunk_bytes, self._status, self.describe, self._io.call, self._control,
             self._emit,
         )  # fmt: skip
+        self._paths = GenerationPaths(self._run, self._collectives)
         self._parts: GenerationParts | None = None
-        self._opening: dict[type[Path], Path] = {}
-        """Paths of this generation, from when they begin to open: doorbells may come before all are open."""
 
     @property
     def parts(self) -> GenerationParts:
@@ -262,7 +248,7 @@ class ZeroMQ(Communication):
         """Blocking: make the paths of the generation in force; where that one ends meanwhile, those of the next."""
         while True:
             try:
-                self._open_paths(timeout_seconds)
+                self._parts = self._paths.open(self.partners, timeout_seconds)
                 self._status.doorbell = self._status.doorbell or self._io.doorbell
                 return
             except (PeerLost, AssemblyError) as error:
@@ -275,82 +261,6 @@ class ZeroMQ(Communication):
                 if not given_up(error, self._status, self.config.suspect_seconds):
                     raise
                 self._next_generation()
-
-    def _open_paths(self, timeout_seconds: float) -> None:
-        """Blocking, on every node alike: find out which path every edge takes, and open those that any edge takes."""
-        routing = self._routing(timeout_seconds)
-        members = self._session.members
-        peers = {name: frozenset(uid for uid in members if uid != self.uid and routing.path(self.uid, uid) == name)
-                 for name in routing.names()}  # fmt: skip
-        others = [routing.path(self.uid, uid) for uid in members if uid != self.uid]
-        if self._sender.staging is None and {"zeromq", "shared_memory", "collective"}.intersection(others):
-            self._take_pinned("zeromq" in others)
-        leases = Leases()
-        classes: dict[type[Path], list[str]] = {}
-        for name in peers:
-            classes.setdefault(load_class(name, PATHS, "path"), []).append(name)
-
-        def lease_of(tensor: Tensor) -> object:
-            # a short tensor is copied: that takes less than the wait for those who got it
-            return model_slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
-
-        context = self._context(routing, leases, lease_of)
-        self._opening = {made: made(context) for made in classes}
-        owner = next((path for path in self._opening.values() if path.leaves_chunks), None)
-        model_slots = ModelSlots(self.schemas[0], leases, owner, self._status, self._links.hurry)
-        wanted = {names[0]: frozenset().union(*(peers[name] for name in names)) for names in classes.values()}
-        opened, reached = {}, {}
-        for made, (first, *_) in classes.items():
-            opened[first] = self._opening[made]
-            reached[first] = opened[first].open(wanted[first], timeout_seconds)
-        paths = Paths(opened, wanted, reached, ChunkPath(context, self._sender))
-        self._parts = GenerationParts(routing, paths, model_slots)
-
-    def _routing(self, timeout_seconds: float) -> Routing:
-        """Blocking: the config's, restricted to the members of the generation, with the GPUs of all nodes in it."""
-        routing = self.config.routing(self._machine_of)
-        members = set(self._session.members)
-        cliques = tuple(tuple(uid for uid in clique if uid in members) for clique in routing.cliques)
-        routing = dataclasses.replace(routing, cliques=cliques)
-        if self.config.looks_for_gpus(routing):
-            found = self._gather("cliques/gpus", float(gpu_number(self._inbox.device)), timeout_seconds)
-            gpus = {uid: round(gpu) for uid, gpu in enumerate(found) if round(gpu)}
-            routing = dataclasses.replace(routing, gpu=gpus)
-        return routing
-
-    def _context(self, routing: Routing, leases: Leases, lease_of: Callable[[Tensor], object]) -> PathContext:
-        def send(uid: int, kind: type[Message], *values: object) -> None:
-            header = self._sender.header(kind, *values)
-            self._io.call(lambda: self._links.control_header(uid, header, purpose="protocol"))
-
-        session = self._session
-        return PathContext(
-            uid=self.uid, machine_of=self._machine_of, members=tuple(session.members), config=self.config,
-            schemas=self.schemas, routing=routing, partners=self.partners, run_id=session.run, generation=session.name,
-            folder=self._plan.ipc_dir, inbox=self._inbox, state=self._status, counters=self.counters, leases=leases,
-            lease_of=lease_of, barrier=self.barrier, gather=self._gather,
-            host_of=lambda uid: host_of(self._addresses[uid][CONTROL]), send=send, admit=session.admit,
-            refuse=self._links.refuse,
-        )  # fmt: skip
-
-    def _gather(self, key: str, value: float, timeout_seconds: float) -> list[float]:
-        """Blocking: a small whole number of every node, by uid; all of them travel in one mean."""
-        told = torch.zeros(len(self._machine_of), dtype=torch.float64)
-        told[self.uid] = value
-        mean, contributors = self.mean(key, told, closing=True).wait(timeout_seconds)
-        return [float(round(each)) for each in (mean * contributors).tolist()]
-
-    def _close_paths(self, broken: bool, leaving_chunks: bool) -> None:
-        for path in self._opening.values():
-            if path.leaves_chunks == leaving_chunks:
-                path.close(broken)
-
-    def _take_pinned(self, outwards: bool) -> None:
-        """H5: what passes between a GPU and the host's memory gets its slots before round 0."""
-        specs = [spec for each in self.schemas for spec in each.tensors.values()] if outwards else []
-        self._sender.staging = staging_of(self._inbox.device, specs)
-        if self._sender.staging is not None:
-            self._inbox.lift = self._sender.staging.lift
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -457,7 +367,7 @@ class ZeroMQ(Communication):
     def _next_generation(self) -> None:
         assert self._regroup is not None
         # without the lock of the links: an abort may take seconds, in which the node answers whoever asks if it lives
-        self._close_paths(broken=True, leaving_chunks=False)
+        self._paths.close(broken=True, leaving_chunks=False)
         alone = self.config.start_timeout_seconds
         self._regroup.wait(alone, alone + self.config.timeout_seconds, self._put_away)
 
@@ -465,7 +375,7 @@ class ZeroMQ(Communication):
         """With `ReliableLinks.lock` held, on the training thread: everything of the old generation, for
         `generation`."""
         assert self._regroup is not None
-        self._close_paths(broken=True, leaving_chunks=True)
+        self._paths.close(broken=True, leaving_chunks=True)
         if generation.stopping:
             self._session.stop_asked = self._status.stopping = True
         self._session.adopt(self._regroup.membership.run, generation.name, generation.members)
@@ -536,11 +446,11 @@ class ZeroMQ(Communication):
 
     def close(self) -> None:
         if not self._closed:
-            self._close_paths(broken=False, leaving_chunks=False)
+            self._paths.close(broken=False, leaving_chunks=False)
             self._closed = True
             in_vain = self._status.failure is not None or bool(self._status.regrouping)
             self._io.close(0.5 if in_vain else CLOSE_SECONDS)
-            self._close_paths(broken=False, leaving_chunks=True)
+            self._paths.close(broken=False, leaving_chunks=True)
             self._fail_with(NodeFailed(f"node {self.uid}: its communication was closed"))  # to whoever still waits
 
     # -- I/O thread -------------------------------------------------------------------------------------------
@@ -582,7 +492,7 @@ class ZeroMQ(Communication):
             try:
                 for event in self._session.receive(message):
                     if isinstance(event, Slot):
-                        self._on_slot(event)
+                        self._paths.take(event)
                     elif isinstance(event, Skipped):
                         first, last = (event.round, event.phase), (event.last_round, event.last_phase)
                         self._inbox.skip(event.source, first, last)
@@ -590,12 +500,6 @@ class ZeroMQ(Communication):
                         self._on_event(event)
             finally:
                 self._flush()
-
-    def _on_slot(self, message: Slot) -> None:
-        memory = self._opening.get(SharedMemoryPath)
-        if not isinstance(memory, SharedMemoryPath):
-            raise PeerFault("no_board", f"of {message.source}")
-        memory.take(message)
 
     def _on_tick(self, now: float) -> None:
         for event in self._session.tick(now):

@@ -18,6 +18,7 @@ from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW
 from decentnode.communication.torch_distributed.communicator import refusal
 from decentnode.communication.torch_distributed.path import TorchDistributedPath
 from decentnode.communication.torch_distributed.tagged_p2p import TaggedPath
+from decentnode.communication.zeromq.generation_paths import GenerationPaths
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload, TensorSpec
@@ -140,9 +141,9 @@ def test_nccl_without_a_gpu_ends_the_start_with_the_reason() -> None:
 def test_auto_takes_gloo_where_nodes_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if both nodes had the one GPU of this machine: which NCCL refuses, and gloo does not."""
 
-    plain = ZeroMQ._routing
+    plain = GenerationPaths.routing
     monkeypatch.setattr(
-        ZeroMQ, "_routing", lambda node, seconds: dataclasses.replace(plain(node, seconds), gpu={0: 7, 1: 7})
+        GenerationPaths, "routing", lambda self, seconds: dataclasses.replace(plain(self, seconds), gpu={0: 7, 1: 7})
     )
     monkeypatch.setattr("decentnode.communication.torch_distributed.path.describe_gpu", lambda device: "2.29.7 gpu-a")
     with nodes("collective", 2, flat_schema(3)) as made:

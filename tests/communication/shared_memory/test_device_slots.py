@@ -21,6 +21,7 @@ from decentnode.communication.shared_memory.device_slots import DeviceMemory, Ex
 from decentnode.communication.shared_memory.layout import SLOTS, Layout
 from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.publish_buffer import BufferReader, PublishBuffer, path_of
+from decentnode.communication.zeromq.generation_paths import GenerationPaths
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import Payload, TensorSpec
@@ -155,9 +156,9 @@ def test_a_lent_board_has_no_slots_in_its_file() -> None:
 def on_one_gpu(monkeypatch: pytest.MonkeyPatch, said: list[Said], gpu: dict[int, int], **options: bool) -> None:
     """As if these nodes' models lay on a GPU."""
 
-    plain = ZeroMQ._routing
+    plain = GenerationPaths.routing
     monkeypatch.setattr(
-        ZeroMQ, "_routing", lambda node, seconds: dataclasses.replace(plain(node, seconds), gpu=gpu)
+        GenerationPaths, "routing", lambda self, seconds: dataclasses.replace(plain(self, seconds), gpu=gpu)
     )
     monkeypatch.setattr(
         "decentnode.communication.shared_memory.path.device_memory_of",

@@ -1,0 +1,164 @@
+"""The paths of one generation of members: found, opened together, closed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path as Folder
+
+import torch
+from torch import Tensor
+
+from decentnode.communication import PATHS
+from decentnode.communication.base import Counters, Endpoints, Schema
+from decentnode.communication.path import Path, PathContext, Paths
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.staging import Leases, staging_of
+from decentnode.communication.routing import Routing
+from decentnode.communication.run_state import RunState
+from decentnode.communication.shared_memory.model_slots import ModelSlots
+from decentnode.communication.shared_memory.path import SharedMemoryPath
+from decentnode.communication.torch_distributed.communicator import gpu_number
+from decentnode.communication.zeromq.chunk_path import ChunkPath
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.io_thread import CONTROL
+from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES
+from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.sender import Sender
+from decentnode.communication.zeromq.tree_collectives import TreeCollectives
+from decentnode.config.component import load_class
+from decentnode.errors import PeerFault
+from decentnode.mapping.hosts import host_of
+from decentnode.wire.messages import Message, Slot
+from decentnode.wire.session import Session
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """What one node's transport is made of, from its start to its end."""
+
+    uid: int
+    config: ZeroMQConfig
+    machine_of: Mapping[int, int]
+    schemas: tuple[Schema, ...]
+    folder: Folder | None
+    """Private folder for Unix sockets of this host."""
+    addresses: Mapping[int, Endpoints]
+    """Where the others listen."""
+    session: Session
+    links: ReliableLinks
+    inbox: Inbox
+    sender: Sender
+    state: RunState
+    counters: Counters
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationParts:
+    """What belongs to one generation of members, made once all of its paths are open, and replaced as a whole."""
+
+    routing: Routing
+    paths: Paths
+    model_slots: ModelSlots
+
+
+class GenerationPaths:
+    """The paths of one generation, from before they open until they are closed. Used from the training thread, but for
+    `take`."""
+
+    def __init__(self, run: RunParts, collectives: TreeCollectives) -> None:
+        self._run, self._collectives = run, collectives
+        self._made: dict[type[Path], Path] = {}
+        """Doorbells may come before all of them are open."""
+
+    def open(self, partners: frozenset[int] | None, timeout_seconds: float) -> GenerationParts:
+        """Blocking, on every node alike: find out which path every edge takes, and open those that any edge takes.
+
+        partners: whom payloads are ever exchanged with; anybody when None.
+        """
+        run = self._run
+        routing = self.routing(timeout_seconds)
+        members = run.session.members
+        peers = {name: frozenset(uid for uid in members if uid != run.uid and routing.path(run.uid, uid) == name)
+                 for name in routing.names()}  # fmt: skip
+        others = [routing.path(run.uid, uid) for uid in members if uid != run.uid]
+        if run.sender.staging is None and {"zeromq", "shared_memory", "collective"}.intersection(others):
+            self._take_pinned("zeromq" in others)
+        leases = Leases()
+        classes: dict[type[Path], list[str]] = {}
+        for name in peers:
+            classes.setdefault(load_class(name, PATHS, "path"), []).append(name)
+
+        def lease_of(tensor: Tensor) -> object:
+            # a short tensor is copied: that takes less than the wait for those who got it
+            return model_slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
+
+        context = self._context(routing, partners, leases, lease_of)
+        self._made = {made: made(context) for made in classes}
+        owner = next((path for path in self._made.values() if path.leaves_chunks), None)
+        model_slots = ModelSlots(run.schemas[0], leases, owner, run.state, run.links.hurry)
+        wanted = {names[0]: frozenset().union(*(peers[name] for name in names)) for names in classes.values()}
+        opened, reached = {}, {}
+        for made, (first, *_) in classes.items():
+            opened[first] = self._made[made]
+            reached[first] = opened[first].open(wanted[first], timeout_seconds)
+        paths = Paths(opened, wanted, reached, ChunkPath(context, run.sender))
+        return GenerationParts(routing, paths, model_slots)
+
+    def routing(self, timeout_seconds: float) -> Routing:
+        """Blocking: the config's, restricted to the members of the generation, with the GPUs of all nodes in it."""
+        run = self._run
+        routing = run.config.routing(run.machine_of)
+        members = set(run.session.members)
+        cliques = tuple(tuple(uid for uid in clique if uid in members) for clique in routing.cliques)
+        routing = dataclasses.replace(routing, cliques=cliques)
+        if run.config.looks_for_gpus(routing):
+            found = self._gather("cliques/gpus", float(gpu_number(run.inbox.device)), timeout_seconds)
+            gpus = {uid: round(gpu) for uid, gpu in enumerate(found) if round(gpu)}
+            routing = dataclasses.replace(routing, gpu=gpus)
+        return routing
+
+    def _context(
+        self, routing: Routing, partners: frozenset[int] | None, leases: Leases, lease_of: Callable[[Tensor], object]
+    ) -> PathContext:
+        def send(uid: int, kind: type[Message], *values: object) -> None:
+            header = run.sender.header(kind, *values)
+            run.links.io.call(lambda: run.links.control_header(uid, header, purpose="protocol"))
+
+        run, session = self._run, self._run.session
+        return PathContext(
+            uid=run.uid, machine_of=run.machine_of, members=tuple(session.members), config=run.config,
+            schemas=run.schemas, routing=routing, partners=partners, run_id=session.run, generation=session.name,
+            folder=run.folder, inbox=run.inbox, state=run.state, counters=run.counters, leases=leases,
+            lease_of=lease_of, barrier=self._collectives.barrier, gather=self._gather,
+            host_of=lambda uid: host_of(run.addresses[uid][CONTROL]), send=send, admit=session.admit,
+            refuse=run.links.refuse,
+        )  # fmt: skip
+
+    def _gather(self, key: str, value: float, timeout_seconds: float) -> list[float]:
+        """Blocking: a small whole number of every node, by uid; all of them travel in one mean."""
+        values = torch.zeros(len(self._run.machine_of), dtype=torch.float64)
+        values[self._run.uid] = value
+        mean, contributors = self._collectives.mean(key, values, closing=True).wait(timeout_seconds)
+        return [float(round(each)) for each in (mean * contributors).tolist()]
+
+    def take(self, message: Slot) -> None:
+        """I/O thread: an admitted doorbell that came over ZeroMQ. Raises PeerFault when there is no such payload."""
+        memory = self._made.get(SharedMemoryPath)
+        if not isinstance(memory, SharedMemoryPath):
+            raise PeerFault("no_board", f"of {message.source}")
+        memory.take(message)
+
+    def close(self, broken: bool, leaving_chunks: bool) -> None:
+        """Close the paths that leave neighbors to ZeroMQ, or those that do not; idempotent."""
+        for path in self._made.values():
+            if path.leaves_chunks == leaving_chunks:
+                path.close(broken)
+
+    def _take_pinned(self, outwards: bool) -> None:
+        """H5: what passes between a GPU and the host's memory gets its slots before round 0."""
+        run = self._run
+        specs = [spec for each in run.schemas for spec in each.tensors.values()] if outwards else []
+        run.sender.staging = staging_of(run.inbox.device, specs)
+        if run.sender.staging is not None:
+            run.inbox.lift = run.sender.staging.lift
