@@ -17,7 +17,7 @@ from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
-from decentnode.node.node import Node, Record
+from decentnode.node.node import Node, NodeParts, Record
 from decentnode.payload import TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
@@ -105,8 +105,8 @@ def build(
     communication = make_communication(schemas_of(sharing, model))
     if not sharing.overrides_topology:
         communication.partners = graph.partners(uid)
-    return Node(uid, experiment.node, graph, training, sharing, communication, seed=experiment.seed, record=record,
-                renew=make_rule)  # fmt: skip
+    node_parts = NodeParts(graph, training, sharing, communication, make_rule)
+    return Node(uid, experiment.node, node_parts, seed=experiment.seed, record=record)
 
 
 def build_in_process(

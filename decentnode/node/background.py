@@ -1,4 +1,4 @@
-"""Mixing behind the local steps: what arrives is taken in by a thread of its own, while the training thread trains."""
+"""Mixing in the background: a thread of its own mixes what arrives, while the training thread makes the local steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from decentnode.communication.base import Communication
 from decentnode.tensors import BLOCK_ELEMENTS
 
 LEAST_ELEMENTS = BLOCK_ELEMENTS
-"""Models that are smaller are mixed in less time than a thread takes to start."""
+"""Smaller models are mixed in less time than a thread takes to start."""
 
 
 def worthwhile(communication: Communication, model: Tensor) -> bool:
-    """Whether to mix behind the local steps where the config does not say: the node has a core to spare, or a payload
-    is larger than what its neighbors send before somebody takes it in, so that the rest would fly after the steps."""
+    """Returns whether to mix in the background where the config does not say. It is worthwhile where the node has a
+    second core, or where a payload is larger than neighbors send before the receiver takes chunks from its inbox: the
+    rest of it would arrive only after the local steps."""
     return torch.get_num_threads() > 1 or model.nbytes > communication.ahead_bytes
 
 
 def supported(communication: Communication, model: Tensor) -> bool:
-    """GPUs mix behind the local steps by themselves: what is asked of them waits for nothing."""
+    """Returns whether mixing in the background is possible. A GPU does not need it: its kernels are queued, and the
+    training thread does not wait for them."""
     return communication.concurrent and model.device.type == "cpu" and model.numel() >= LEAST_ELEMENTS
 
 
 class BackgroundMixer:
-    """A piece of work under way in a thread of its own, which leaves the other cores to the local steps."""
+    """Runs a piece of work in a thread of its own, on one core, so that the others are left to the local steps."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        """work: bounded by deadlines of its own."""
+        """work: has deadlines of its own."""
         self._work = work
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="mixing", daemon=True)
@@ -45,7 +47,7 @@ class BackgroundMixer:
             self._error = error
 
     def join(self) -> None:
-        """Blocking until it is done. Raises what it raised."""
+        """Wait for the end of the work. Raises what it raised. Blocking."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -1,29 +1,29 @@
-"""One participant: graph, sharing, communication and training, and the loop that turns rounds."""
+"""One participant of a run: the loop over rounds, generations of members, evaluations and the closing report."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import EVALUATION, AveragingGroup, Communication, Pending
+from decentnode.communication.base import EVALUATION, Communication
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
-from decentnode.graph.base import Graph, RoundView, averaging_group_of, parts
+from decentnode.graph.base import Graph, RoundView, averaging_group_of
+from decentnode.graph.base import parts as connected_parts
+from decentnode.node.buffers import BufferExchange
 from decentnode.node.config import NodeConfig
+from decentnode.node.evaluation import Evaluator, steps_until_ready
 from decentnode.node.schedule import SCHEDULES, Mixed
-from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.rounds import exchange_rounds, rule_view
-from decentnode.tensors import blocks
-from decentnode.training.base import Evaluation, Training, Update
+from decentnode.training.base import Training, Update
 from decentnode.wire.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -31,38 +31,54 @@ logger = logging.getLogger(__name__)
 Record = Callable[[dict[str, Any]], None]
 
 
+@dataclass(frozen=True)
+class NodeParts:
+    """What a node is made of."""
+
+    graph: Graph
+    training: Training
+    sharing: Sharing
+    communication: Communication
+    renew: Callable[[], Sharing] | None = None
+    """Makes the sharing rule as it is before its first round, for every further generation of members. Must be given
+    with `node.missing: regroup`."""
+
+
 class Node:
-    """Runs the rounds of one uid. Blocking through `run`; stepped by hand through `steps`."""
+    """Runs the rounds of one uid: blocking by `run`, or step by step by `steps`. Only `ask_stop` may be called from
+    another thread."""
 
     def __init__(
-        self, uid: int, config: NodeConfig, graph: Graph, training: Training, sharing: Sharing,
-        communication: Communication, *, seed: int, record: Record = lambda _: None,
-        renew: Callable[[], Sharing] | None = None,
+        self, uid: int, config: NodeConfig, parts: NodeParts, *, seed: int, record: Record = lambda _: None
     ) -> None:
         """record: called once per round and per evaluation with plain numbers, on the training thread.
 
-        renew: makes the rule as it is before its first round, for every further generation of members.
+        Raises ValueError where `parts.renew` is missing.
         """
-        if config.missing == "regroup" and renew is None:
+        if config.missing == "regroup" and parts.renew is None:
             raise ValueError("node.missing: regroup needs renew, got None")
         self.uid = uid
         self.config = config
-        self.graph = graph
-        self.training = training
-        self.communication = communication
+        self.graph = parts.graph
+        self.training = parts.training
+        self.communication = parts.communication
         self.seed = seed
         self.record = record
-        self.generation = Generation(0, tuple(range(graph.num_nodes)))
-        self._renew = renew
-        self._take_rule(sharing)
+        self.generation = Generation(0, tuple(range(self.graph.num_nodes)))
+        self._renew = parts.renew
+        self._take_rule(parts.sharing)
+        self._buffers = BufferExchange(averaged=config.buffers == "average")
+        self._evaluator = Evaluator(
+            self.training, self.communication, recompute=config.buffers == "recompute", phases=self.sharing.phases
+        )
         self.round = 0
-        """Rounds finished."""
+        """How many rounds are finished."""
         self.merged: Tensor | None = None
         """[P + B] mean of all models (parameters, then float buffers) at the last evaluation."""
         self.reports: dict[int, dict[str, float | int | str]] = {}
         """On the lowest uid after the run: every node's closing figures."""
         self.doing = "joining"
-        """What the node is at, in a word or two, for whoever looks on."""
+        """What the node does now, in a few words, for status.json."""
         self._last_view: RoundView | None = None
         self._last_group: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
         self._stop_asked = False
@@ -79,23 +95,26 @@ class Node:
         self.sharing = sharing
         self.schedule = SCHEDULES[self.config.schedule](
             self.training, sharing, self.communication, averaging_groups=self.config.missing == "fail",
-            behind=self.config.mix_in_background,
+            in_background=self.config.mix_in_background,
         )
 
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Blocking: all rounds from where the node stands, the closing evaluation, the closing report."""
+        """Run all remaining rounds, the closing evaluation and the closing report. Blocking.
+
+        Raises PeerLost, Diverged, Interrupted and what training and sharing raise.
+        """
         for _ in self.steps():
             pass
 
     def ask_stop(self) -> None:
-        """Any thread or signal handler: finish the round under way on every node, then close."""
+        """Ask every node to finish the round under way, then close. Any thread or signal handler may call it."""
         self._stop_asked = True
         self.communication.stop_asked()
 
     def steps(self) -> Iterator[None]:
-        """The run, yielding wherever another node has to act before this one can go on.
+        """Run as `run` does, but yield wherever another node has to act before this one can go on.
 
         Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads. Raises
         Interrupted only where a stop finds the node outside of the run and without a round of its own.
@@ -120,7 +139,7 @@ class Node:
             work = self._work(first=self._regroup())
 
     def _work(self, first: Iterator[None] | None = None) -> Iterator[None]:
-        """What is left of the run; `first` before it."""
+        """The steps of all remaining rounds and the end of the run; `first` before them."""
         yield from first or ()
         generation = self.communication.generation
         if generation is not None and generation.name != self.generation.name:
@@ -158,10 +177,10 @@ class Node:
     # -- generations of members -------------------------------------------------------------------------------
 
     def _regroup(self) -> Iterator[None]:
-        """Steps until the next generation is in force and this node is part of it."""
+        """Yields until the next generation is in force and this node is a member of it."""
         self.doing = "agreeing on the next generation"
         model = self.training.model
-        model.rebind(model.parameters.clone())  # it may lie in a place that belongs to the old generation
+        model.rebind(model.parameters.clone())  # it may lie in shared memory that the old generation releases
         pending = self.communication.regroup()
         yield
         while not pending.ready:
@@ -169,7 +188,8 @@ class Node:
         yield from self._take_part(pending.wait())
 
     def _take_part(self, generation: Generation) -> Iterator[None]:
-        """Go on with `generation`, from the models that its members have; those without one get the others' mean."""
+        """Go on as a member of `generation`, with the present model; fresh members get the mean of the others'
+        first."""
         before, self.generation = self.generation, generation
         if generation.fresh:
             self.doing = "getting a model" if self.uid in generation.fresh else "giving a model"
@@ -185,16 +205,16 @@ class Node:
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), self.round)
         if self.uid == generation.members[0]:
-            for part in parts(self.graph, generation.members, min(self.graph.period or 16, 16))[1:]:
+            for part in connected_parts(self.graph, generation.members, min(self.graph.period or 16, 16))[1:]:
                 logger.warning("the graph no longer joins nodes %s to the others", sorted(part))
 
     def _give_models(self, generation: Generation) -> Iterator[None]:
-        """The mean of the models that there are, unchanged by that, becomes the model of those that have none."""
+        """Give the mean of the other members' models to fresh members; the models of the others stay as they are."""
         model = self.training.model
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
         fresh = self.uid in generation.fresh
         pending = self.communication.mean("generation/model", torch.zeros_like(own) if fresh else own, closing=True)
-        yield from self._until_ready(pending)
+        yield from steps_until_ready(pending, self.sharing.phases)
         mean, contributors = pending.wait(self.communication.config.timeout_seconds)
         if fresh:
             mean = (mean * (contributors / (contributors - len(generation.fresh)))).to(own.device)
@@ -205,28 +225,28 @@ class Node:
     # -- one round --------------------------------------------------------------------------------------------
 
     def begin_round(self, round: int) -> Update:
-        """Local steps and the exchange in flight; does not wait for a neighbor."""
+        """Make the local steps and begin the exchange. Does not wait for a neighbor."""
         self.doing = "local steps"
         self._started = time.perf_counter()
         self._plans = self._planned(round)
         self._missing: frozenset[int] = frozenset()
         self._update = self.schedule.begin(self._plans[0], lambda: self._check_finite(round))
         if self.sharing.phases == 1:
-            self._buffers = self._send_buffers(self._plans[-1])
+            self._buffers.send(self._plans[-1], self.schedule)
         return self._update
 
     def next_phase(self, phase: int) -> None:
-        """Blocking: wait for the neighbors of the phase before, mix, and send what `phase` (1 or later) sends."""
+        """Wait for the neighbors of the phase before, mix, and send the payload of `phase` (1 or later). Blocking."""
         self.doing = f"exchange, phase {phase} of {self.sharing.phases}"
         self._account_missing(self._plans[phase - 1], self.schedule.mix(self._plans[phase - 1]))
         self.schedule.send(self._plans[phase])
         if phase == self.sharing.phases - 1:
-            self._buffers = self._send_buffers(self._plans[-1])
+            self._buffers.send(self._plans[-1], self.schedule)
 
     def _planned(self, round: int) -> list[RoundView]:
-        """A view per phase, then that of the float buffers: with one phase the rule's, else the graph's own.
+        """Returns a view per phase, then that of the float buffers: with one phase the rule's, else the graph's own.
 
-        All are known before the first of them sends (H2 in communication/hybrid/transport.py).
+        All are known before the first phase sends (H2 in communication/hybrid/transport.py).
         """
         seen, rule = replace(self._seen(round), lr=self.training.learning_rate), self.sharing
         plans = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.phases)]
@@ -235,7 +255,7 @@ class Node:
         return plans if len(members) == self.graph.num_nodes else [plan.among(members) for plan in plans]
 
     def _seen(self, round: int) -> RoundView:
-        """What the graph says of a round; of one that never changes, found once for every set of members."""
+        """Returns the graph's view of a round. For a graph that never changes it is computed once per generation."""
         members, generation = self.generation.members, self.generation.number
         alive = members if len(members) < self.graph.num_nodes else None
         number = self.sharing.exchange_number(round)
@@ -248,7 +268,8 @@ class Node:
         return seen
 
     def _averaging_group(self, number: int, alive: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Found once for every exchange of the graph's period and set of members. number: of the exchange."""
+        """Returns the group of nodes that average as a whole in this exchange, computed once per exchange of the
+        graph's period and generation; empty where the schedule has none. number: of the exchange."""
         period = self.graph.period
         key = (number if period is None else number % period, self.generation.members)
         if not self.schedule.averaging_groups:
@@ -258,10 +279,10 @@ class Node:
         return self._last_group[1]
 
     def finish_round(self, round: int) -> None:
-        """Blocking: wait for the neighbors of the last phase, mix, record."""
+        """Wait for the neighbors of the last phase, mix, and record the round. Blocking."""
         self.doing = "exchange"
         mixed = self.schedule.finish(self._plans[-2])
-        self._mix_buffers(self._plans[-1])
+        self._buffers.mix(self._plans[-1], self.schedule)
         self._account_missing(self._plans[-2], mixed)
         times, update = self.schedule.times, self._update
         seconds = time.perf_counter() - self._started
@@ -281,7 +302,7 @@ class Node:
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
 
     def _edge_deltas(self) -> dict[str, list[float]]:
-        """Peer -> [bytes of payloads sent, received, chunks sent, resends, seconds waited] of this round."""
+        """Returns peer -> [bytes of payloads sent, received, chunks sent, resends, seconds waited] in this round."""
         found = {}
         for uid, edge in self.communication.counters.known():
             total = (edge.payload_bytes_sent, edge.payload_bytes_received, edge.frames_sent, edge.resends,
@@ -293,7 +314,7 @@ class Node:
         return found
 
     def _slowest(self) -> dict[str, float]:
-        """The neighbor that this round waited for longest."""
+        """Returns the neighbor that this round waited for longest, and for how many seconds; empty without a wait."""
         longest, whom = 0.0, -1
         for uid, edge in self.communication.counters.known():
             waited = edge.wait_seconds - self._waits.get(uid, 0.0)
@@ -307,7 +328,7 @@ class Node:
             raise Diverged(f"node {self.uid}: the model holds NaN or infinity after the local steps of round {round}")
 
     def _account_missing(self, now: RoundView, mixed: Mixed) -> None:
-        """Note who did not come in one phase. Raises PeerLost where that is not to be borne."""
+        """Note the nodes of which nothing came in one phase. Raises PeerLost with `node.missing: fail`."""
         self._missing |= mixed.missing
         lost = mixed.missing - mixed.departed
         if lost and self.config.missing == "fail":
@@ -322,137 +343,28 @@ class Node:
         if mixed.missing:
             logger.warning("round %d: went on without %s", now.round, sorted(mixed.missing))
 
-    # -- float buffers ----------------------------------------------------------------------------------------
-
-    def _shares_buffers(self) -> bool:
-        return self.config.buffers == "average" and self.training.model.buffers.numel() > 0
-
-    def _send_buffers(self, now: RoundView) -> Any:
-        if not self._shares_buffers():
-            return None
-        payload = Payload({"x": self.training.model.buffers})
-        outgoing = dict.fromkeys(now.neighbors, payload)
-        group = AveragingGroup(now.averaging, payload) if self.schedule.averaging_groups and now.averaging else None
-        return self.communication.exchange(now.round, outgoing, now.sources, self.sharing.phases, group)
-
-    def _mix_buffers(self, now: RoundView) -> None:
-        if self._buffers is None:
-            return
-        flat, exchange = self.training.model.buffers, self._buffers
-        for arrival in exchange.arrivals(self.schedule.timeout_seconds(self.sharing.phases - 1)):
-            part = flat[arrival.start : arrival.stop]
-            if arrival.total is not None:
-                self.sharing.mix_sum(part, part, arrival.total, now)
-                continue
-            received, missing = dict(arrival.received), arrival.missing
-            mixed = self._mixed_buffers(part, received, now.without(missing))
-            while spoiled := exchange.spoiled() & received.keys():
-                received, missing = {u: p for u, p in received.items() if u not in spoiled}, missing | spoiled
-                mixed = self._mixed_buffers(part, received, now.without(missing))
-            part.copy_(mixed)
-
-    def _mixed_buffers(self, part: Tensor, received: Mapping[int, Payload], now: RoundView) -> Tensor:
-        """part [n]: of this node's buffers. A tensor of its own."""
-        mixed = part * now.weights[self.uid]
-        for uid, payload in received.items():
-            mixed.add_(payload.tensors["x"], alpha=now.weights[uid])
-        return mixed
-
     # -- evaluation -------------------------------------------------------------------------------------------
 
     def _evaluate_between(self) -> Iterator[None]:
-        """An evaluation before the run's end, which a stop cuts short. That before round 0 shows where curves begin."""
+        """Evaluate before the run's end; a stop cuts it short. The evaluation before round 0 shows where curves
+        begin."""
         try:
             yield from self.evaluate()
         except Interrupted:
             logger.info("evaluation after round %d given up: the run is stopping", self.round)
 
     def evaluate(self, closing: bool = False) -> Iterator[None]:
-        """Local model, merged model and consensus distance, as steps; the result goes to `record`.
-
-        The merged model is the mean of all models; every node evaluates it on its own part of the test set.
-        """
+        """Evaluate the local and the merged model, as steps, and record the result. closing: the last time, which a
+        stop does not cut short."""
         self.doing = "evaluation"
+        members = self.generation.members
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
-        timeout = self.communication.config.timeout_seconds
-        model, measured = self.training.model, self._measure()
-        if measured.numel():
-            self.training.load_statistics(measured)
-        own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
-        pending = self.communication.mean(f"{key}/model", own, closing)
-        local = self.training.evaluate("test")  # while the mean is on its way
-        yield from self._until_ready(pending)
-        self.merged, contributors = pending.wait(timeout)
-        if measured.numel():
-            self.merged = yield from self._recomputed(self.merged, f"{key}/statistics", closing)
-        merged = self._evaluate_merged(self.merged)
-        distance, norm = _squares(own[: model.num_parameters], self.merged[: model.num_parameters])
-        sums = torch.tensor(
-            [distance, merged.loss * merged.samples,
-             merged.accuracy * merged.samples, merged.samples, local.accuracy, local.loss], dtype=torch.float64)
-        pending = self.communication.mean(f"{key}/figures", sums, closing)
-        yield from self._until_ready(pending)
-        mean, _ = pending.wait(timeout)
-        self._evaluated = self.round
-        self._evaluation = {
-            "loss": local.loss, "accuracy": local.accuracy,
-            "accuracy_mean": float(mean[4]), "loss_mean": float(mean[5]),
-            "accuracy_merged": float(mean[2] / mean[3]), "loss_merged": float(mean[1] / mean[3]),
-            "consensus_distance": math.sqrt(float(mean[0])) / max(math.sqrt(norm), 1e-30),
-            "consensus_rms": math.sqrt(float(mean[0])),
-            "contributors": contributors,
-        }
-        if self.training.has_validation:
-            validation = self.training.evaluate("validation")
-            self._evaluation |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
+        found = yield from self._evaluator.evaluate(key, closing, (members.index(self.uid), len(members)))
+        self.merged, self._evaluation, self._evaluated = found.merged, found.figures, self.round
         self.record({"kind": "evaluation", "round": self.round, "time": time.time(), **self._evaluation})
 
-    def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Generator[None, None, Tensor]:
-        """The merged model [P + B] with the statistics that it has over the data of all nodes."""
-        with self._holding(merged):
-            measured = self._measure()
-        pending = self.communication.mean(key, measured, closing)
-        yield from self._until_ready(pending)
-        mean, _ = pending.wait(self.communication.config.timeout_seconds)
-        with self._holding(merged):
-            self.training.load_statistics(mean)
-            model = self.training.model
-            return torch.cat([model.parameters, model.buffers.to(model.dtype)])
-
-    def _until_ready(self, pending: Pending) -> Iterator[None]:
-        """Steps for others to come as far as this node; after a stop they may have all phases of a round to go."""
-        yield
-        for _ in range(self.sharing.phases):
-            if not pending.ready:
-                yield
-
-    def _evaluate_merged(self, merged: Tensor) -> Evaluation:
-        """The merged model on this member's part of the test set; the node's own model is restored."""
-        with self._holding(merged):
-            members = self.generation.members
-            return self.training.evaluate("test", (members.index(self.uid), len(members)))
-
-    def _measure(self) -> Tensor:
-        """Statistics of the model as it is now over the node's own samples; empty where buffers are not recomputed."""
-        if self.config.buffers != "recompute":
-            return torch.zeros(0, dtype=torch.float64)
-        return self.training.measure_statistics()
-
-    @contextlib.contextmanager
-    def _holding(self, merged: Tensor) -> Iterator[None]:
-        """The training's model is `merged` [P + B] meanwhile."""
-        model = self.training.model
-        parameters, buffers = model.parameters.clone(), model.buffers.clone()
-        model.parameters.copy_(merged[: model.num_parameters])
-        model.buffers.copy_(merged[model.num_parameters :])
-        try:
-            yield
-        finally:
-            model.parameters.copy_(parameters)
-            model.buffers.copy_(buffers)
-
     def figures(self) -> dict[str, float | int | str]:
-        """The node's closing figures, as they go to summary.json."""
+        """Returns the node's closing figures, by the names of summary.json."""
         counters = self.communication.counters
         known = [item for item in counters.known() if item[1].wait_seconds > 0]  # not of sums
         waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
@@ -468,14 +380,3 @@ class Node:
             "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
             "faults": sum(counters.faults.values()),
         }
-
-
-def _squares(x: Tensor, mean: Tensor) -> tuple[float, float]:
-    """(||x - mean||^2, ||mean||^2) in double precision, block by block: copies of whole models would take more memory
-    than the run. x, mean: [P]."""
-    total = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for start, stop in blocks(0, x.numel()):
-        far = mean[start:stop].double()
-        total[1] += far.square().sum()
-        total[0] += far.sub_(x[start:stop]).square().sum()
-    return float(total[0]), float(total[1])

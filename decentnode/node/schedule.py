@@ -1,7 +1,7 @@
-"""In which order a round's parts happen. Nothing else in the project decides this.
+"""The order of local steps, exchange and mixing in a round. Nothing else in the project decides it.
 
 A round of a rule with several phases is one exchange after the other: `begin` sends the first, `mix` and `send` go from
-each to the next, `finish` takes in the last. A rule with one phase knows only `begin` and `finish`.
+each to the next, `finish` mixes the last. For a rule with one phase only `begin` and `finish` are called.
 """
 
 from __future__ import annotations
@@ -37,31 +37,34 @@ class RoundTimes:
 
     train: float = 0.0
     send: float = 0.0
-    """Making the payload, handing it to the transport, and keeping what is needed of the model that left."""
+    """Making the payload, handing it to the transport, and keeping a copy of the sent model where it is needed."""
     wait: float = 0.0
-    """Waiting for payloads, and for a place that others still need: the exposed communication time."""
+    """Waiting for payloads, and for a slot that neighbors still read: the exposed communication time."""
     mix: float = 0.0
     flight: float = 0.0
-    """From handing over the payload until the last one was there."""
+    """From handing over the payload until the last one of the neighbors had arrived."""
 
     @property
     def overlap(self) -> float:
-        """The part of the exchange's flight that hid behind other work, in [0, 1]; 1 when there was none."""
+        """The share of `flight` in which the training thread did other work, in [0, 1]; 1 without an exchange."""
         return 1.0 - min(1.0, self.wait / self.flight) if self.flight > 0 else 1.0
 
 
 @dataclass
 class Mixed:
-    """What became of a round's exchange."""
+    """The outcome of one phase's exchange, as uids."""
 
     missing: frozenset[int]
+    """Sources of which nothing came, or nothing that could be read."""
     departed: frozenset[int]
+    """Those among them that had said that they send no more, or whose payload was refused."""
     undelivered: frozenset[int]
+    """Neighbors that did not take this node's payload."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """What arrived for the part [start, stop) of the model, and the view that it is mixed by."""
+    """The payloads that arrived for the part [start, stop) of the model, and the view that has their weights."""
 
     start: int
     stop: int
@@ -71,8 +74,8 @@ class _Slice:
     total: Tensor | None = None
 
     def mix(self, sharing: Sharing, model: Tensor, place: Tensor | None = None) -> RoundView:
-        """Into `model` [P], or from there into `place` [P]. By which view: that of fewer sources where payloads changed
-        while they were read."""
+        """Mix the payloads with `model` [P], in place or into `place` [P]. Returns the view that was used: it has fewer
+        sources where payloads changed while they were read."""
         part = slice(self.start, self.stop)
         x = model[part]
         out = x if place is None else place[part]
@@ -87,7 +90,8 @@ class _Slice:
         return self.view
 
     def _mix_apart(self, sharing: Sharing, x: Tensor, out: Tensor) -> RoundView:
-        """Into memory of its own while the payloads may change, so that it can be done again without one that did."""
+        """Mix into other memory than the model's: the payloads lie in the neighbors' shared memory and may change, and
+        then the mixing is repeated without those that did."""
         received, view = self.received, self.view
         apart = torch.empty_like(x) if out is x else out
         sharing.mix_into(apart, x, received, view)
@@ -100,19 +104,19 @@ class _Slice:
 
 
 class Schedule(abc.ABC):
-    """One round, cut where the neighbors must act before it can go on. `view` is that of the phase under way."""
+    """One round, divided where the neighbors must act before it can go on. `view` is that of the phase under way."""
 
     def __init__(
         self, training: Training, sharing: Sharing, communication: Communication, *, averaging_groups: bool = False,
-        behind: bool | None = None,
+        in_background: bool | None = None,
     ) -> None:
-        """averaging groups: whether the transport may be told of them: one who is missing is missed with all others
-        then.
+        """averaging_groups: whether the transport may average a whole group of nodes at once. A member that is missing
+        then makes all others of its group missing, too.
 
-        behind: `mix_in_background` of the config.
+        in_background: `mix_in_background` of the config; None: where it is worthwhile.
         """
         self.averaging_groups = averaging_groups
-        self.behind = behind
+        self.in_background = in_background
         self.training = training
         self.sharing = sharing
         self.communication = communication
@@ -127,24 +131,24 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
-        """Local steps, and the first phase's exchange in flight. `check` runs after the local steps, before their
-        result leaves."""
+        """Make the local steps and begin the first phase's exchange. `check` is called after the local steps, before
+        their result is sent."""
 
     @abc.abstractmethod
     def mix(self, view: RoundView) -> Mixed:
-        """Blocking: wait for the exchange of a phase that is not the last, and mix it into the model."""
+        """Wait for the exchange of a phase that is not the last, and mix it into the model. Blocking."""
 
     def send(self, view: RoundView) -> None:
-        """The exchange of a phase after the first in flight, of the model as `mix` left it."""
+        """Begin the exchange of a later phase, with the model as `mix` left it."""
         self._exchange = self._send(self.model.parameters, view)
 
     @abc.abstractmethod
     def finish(self, view: RoundView) -> Mixed:
-        """Blocking: wait for the last phase's exchange, mix it into the model, and end the round."""
+        """Wait for the last phase's exchange, mix it into the model, and end the round. Blocking."""
 
     def abandon(self) -> None:
-        """After the communication said that it is over with the generation, or the run: nothing is under way behind
-        the training thread any more. Blocking."""
+        """End mixing in the background, after the communication said that the generation or the run is over. Blocking;
+        the communication has ended the waits of the other thread by then."""
         mixing, self._mixing = self._mixing, None
         if mixing is not None:
             self.communication.exposed_since = time.monotonic()
@@ -152,7 +156,8 @@ class Schedule(abc.ABC):
                 mixing.join()
 
     def timeout_seconds(self, phase: int) -> float:
-        """Longest wait for a neighbor in a phase: in a later one it may itself be waiting in those before."""
+        """Returns the longest wait for a neighbor in a phase: in a later phase it may itself still wait in earlier
+        ones."""
         return self.communication.config.timeout_seconds * (1 + phase)
 
     def _send(self, model: Tensor, view: RoundView) -> Exchange:
@@ -175,10 +180,8 @@ class Schedule(abc.ABC):
         return update
 
     def _slices(self, exchange: Exchange, view: RoundView, times: RoundTimes) -> Iterator[_Slice]:
-        """Arrived slices, cut into blocks, with the view that has the weights of missing sources returned.
-
-        times: whose `wait` grows by what they were waited for.
-        """
+        """Yields slices of the model as their payloads arrive, in blocks that fit a core's cache, with a view in which
+        the weights of missing sources are returned. Blocking between them; the time goes to `times.wait`."""
         now, missing = view, frozenset[int]()
         waiting, wait = time.perf_counter(), 0.0
         for arrival in exchange.arrivals(self.timeout_seconds(view.phase)):
@@ -204,7 +207,7 @@ class Schedule(abc.ABC):
         times.wait += wait + time.perf_counter() - waiting
 
     def _unpacked(self, received: Mapping[int, Payload], view: RoundView) -> dict[int, Payload]:
-        """What the rule made of the payloads; sources whose bytes it could not read go to `_refused`.
+        """Returns the payloads as the rule decoded them. Sources whose bytes it could not read go to `_refused`.
 
         Raises PeerLost for such a source where the rule cannot go on without a payload.
         """
@@ -223,7 +226,9 @@ class Schedule(abc.ABC):
         return found
 
     def _place(self, model: Tensor) -> Tensor | None:
-        """Where the model may go so that the transport need not copy it, when it is the model itself that left."""
+        """Returns a slot of the publish buffer that the mixed model may be written to, so that the transport need not
+        copy it next time; None where the payload is not the model itself. Blocking until neighbors have read the
+        slot."""
         if not self.sharing.elementwise or model.device.type != "cpu":
             return None
         if not any(payload.tensors["x"].data_ptr() == model.data_ptr() for payload in self._outgoing.values()):
@@ -234,12 +239,12 @@ class Schedule(abc.ABC):
         return place
 
     def _mix_in_place(self, view: RoundView) -> None:
-        """Blocking: the arrivals of the exchange in flight into the model, which may move to another place."""
+        """Mix the arrivals of the exchange in flight into the model, which may move to another slot. Blocking."""
         started, waited = time.perf_counter(), self.times.wait
         model, place, chosen = self.model.parameters, None, False
         with torch.no_grad():
             for each in self._slices(self._exchange, view, self.times):
-                if not chosen:  # whoever has sent this round's model is through with the one before, as a rule
+                if not chosen:  # a neighbor that sent this round's model has usually read the last: its slot is free
                     place, chosen = self._place(model), True
                 each.mix(self.sharing, model, place)
         if place is not None:
@@ -286,16 +291,17 @@ class Overlapped(Schedule):
     """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta
     (docs/explanation/round.rst, "Overlapped").
 
-    Of several phases the first flies during the local steps, the others follow it. W x is made behind the local steps
-    where that pays (behind.py), of rules that have no say in them; adding delta is what is left to do after them then.
+    Of several phases the first flies during the local steps, the others follow it. W x is computed in the background of
+    the local steps where that is worthwhile (background.py), for rules that do not change the update; only delta is
+    added afterwards then.
     """
 
     _delta: Tensor | None = None
-    """[P] the local update, put aside while phases are mixed one after the other."""
+    """[P] the local update, kept while phases are mixed one after the other."""
     _mixed: Tensor | None = None
-    """[P] W x, where it is made behind the local steps."""
+    """[P] W x, where it is computed in the background."""
     _spans: list[tuple[int, int, RoundView]]
-    """Of `_mixed`: by which view each part was mixed."""
+    """(start, stop, view) of each part of `_mixed`."""
 
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
         self.times = RoundTimes()
@@ -317,14 +323,15 @@ class Overlapped(Schedule):
 
     @functools.cached_property
     def _mixes_in_background(self) -> bool:
-        """Found in the first round: nothing of it changes within a generation of members."""
+        """Decided in the first round: nothing that it depends on changes within a generation."""
         rule, model = self.sharing, self.model.parameters
         if rule.phases > 1 or rule.needs_gradient or not supported(self.communication, model):
             return False
-        return worthwhile(self.communication, model) if self.behind is None else self.behind
+        return worthwhile(self.communication, model) if self.in_background is None else self.in_background
 
     def _begin_mixing(self, view: RoundView) -> None:
-        """From here until `join` the exchange, the rule and `_mixed` are the other thread's."""
+        """Begin to mix in the background. Until `join`, only the other thread uses the exchange, the rule and
+        `_mixed`."""
         if self._mixed is None:
             self._mixed = torch.empty_like(self._before)
         self._spans = []
@@ -361,7 +368,7 @@ class Overlapped(Schedule):
         return mixed
 
     def _advance_mixed(self, mixing: BackgroundMixer) -> None:
-        """Blocking until what arrived is mixed: from there on the model goes to where it has the update, too."""
+        """Wait until all that arrived is mixed, then make the model W x + delta. Blocking."""
         started = time.perf_counter()
         self.communication.exposed_since = time.monotonic()
         mixing.join()
@@ -377,7 +384,8 @@ class Overlapped(Schedule):
         self.times.mix += time.perf_counter() - joined
 
     def _mix_and_advance(self, view: RoundView) -> None:
-        """Blocking: slice by slice, so that neither the mixed model nor the update needs memory of its own."""
+        """Mix and add the update slice by slice, so that neither the mixed model nor the update needs memory for all
+        parameters. Blocking."""
         started, waited = time.perf_counter(), self.times.wait
         model, before = self.model.parameters, self._before
         with torch.no_grad():

@@ -12,7 +12,7 @@ from decentnode.communication.zeromq.link_state import QueuedMessage
 from decentnode.config.component import load_class
 from decentnode.metrics.figures import PURPOSES, Purpose
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node
+from decentnode.node.node import Node, NodeParts
 from decentnode.payload import SCALAR_BYTES, Payload
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.compressed import make_sharing
@@ -33,7 +33,8 @@ def sent_of_a_run(transport: str, sharing: dict[str, object], graph: str = "comp
     of_rule = load_class(str(sharing["name"]), SHARINGS, "sharing").Config.model_validate(sharing)
     rules = [make_sharing(of_rule, [range(N)]) for _ in range(N)]
     with nodes(transport, N, schemas_of(rules[0], trainings[0].model)) as made:
-        built = [Node(u, config, make(graph, nodes=N), trainings[u], rules[u], c, seed=1) for u, c in enumerate(made)]
+        parts = [NodeParts(make(graph, nodes=N), trainings[u], rules[u], c) for u, c in enumerate(made)]
+        built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             built[communication.uid].run()

@@ -20,7 +20,7 @@ from decentnode.communication.run_state import RunState
 from decentnode.errors import NodeFailed, PeerLost
 from decentnode.node.background import BackgroundMixer, worthwhile
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node
+from decentnode.node.node import Node, NodeParts
 from decentnode.payload import TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.training.base import Direction, Update
@@ -62,8 +62,8 @@ def turn(
         built = []
         for training, each, communication in zip(trainings, rules, made, strict=True):
             training.meanwhile = lambda round, communication=communication: meanwhile(communication, round)
-            built.append(Node(training.uid, config, make("complete", nodes=2), training, each, communication, seed=1,
-                              record=records.append))  # fmt: skip
+            parts = NodeParts(make("complete", nodes=2), training, each, communication)
+            built.append(Node(training.uid, config, parts, seed=1, record=records.append))
         together(made, lambda communication: built[communication.uid].run())
     return built, records
 

@@ -15,7 +15,7 @@ from decentnode.communication.inproc import Hub, Inproc
 from decentnode.config.component import load_class
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node
+from decentnode.node.node import Node, NodeParts
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
@@ -56,7 +56,8 @@ class Run:
         rule = self.make_rule()
         communication = Inproc(CommunicationConfig(name="inproc"), uid=uid, hub=self.hub,
                                schemas=schemas_of(rule, training.model))  # fmt: skip
-        return Node(uid, self.config, self.graph, training, rule, communication, seed=1, renew=self.make_rule,
+        parts = NodeParts(self.graph, training, rule, communication, self.make_rule)
+        return Node(uid, self.config, parts, seed=1,
                     record=lambda record: self.records.append({"uid": uid, **record}))  # fmt: skip
 
     def step(self, count: int) -> None:
@@ -216,4 +217,5 @@ def test_every_rule_begins_anew_with_the_others(rule: str) -> None:
 def test_regrouping_needs_a_rule_maker() -> None:
     run = Run(make("ring", nodes=3))
     with pytest.raises(ValueError, match="needs renew"):
-        Node(0, run.config, run.graph, Quadratic(0, 40), Full(Full.Config()), run.nodes[0].communication, seed=1)
+        parts = NodeParts(run.graph, Quadratic(0, 40), Full(Full.Config()), run.nodes[0].communication)
+        Node(0, run.config, parts, seed=1)

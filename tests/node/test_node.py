@@ -13,7 +13,7 @@ from decentnode.errors import Diverged, PeerLost
 from decentnode.graph.spectrum import contraction
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node, _squares
+from decentnode.node.node import Node, NodeParts
 from decentnode.sharing.full import Full
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import NETWORKED, nodes, together
@@ -35,7 +35,7 @@ def run(
         def build(uid: int, communication: Communication) -> Node:
             record = (lambda r: records.append({"uid": uid, **r})) if records is not None else (lambda _: None)
             sharing = Full(Full.Config())
-            return Node(uid, config, graph, trainings[uid], sharing, communication, seed=1, record=record)
+            return Node(uid, config, NodeParts(graph, trainings[uid], sharing, communication), seed=1, record=record)
 
         built = [build(uid, communication) for uid, communication in enumerate(made)]
         if transport == "inproc":
@@ -165,7 +165,8 @@ def test_a_stop_ends_all_nodes_with_a_closing_evaluation(transport: str) -> None
                     built[3].ask_stop()
 
             built.append(
-                Node(uid, config, graph, trainings[uid], Full(Full.Config()), communication, seed=1, record=record)
+                Node(uid, config, NodeParts(graph, trainings[uid], Full(Full.Config()), communication), seed=1,
+                     record=record)
             )
         if transport == "inproc":
             step_all(built)
@@ -184,7 +185,8 @@ def test_a_neighbor_that_falls_silent(transport: str, missing: str) -> None:
     trainings = [Quadratic(u, 10) for u in range(3)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
     with nodes(transport, 3, schemas, timeout_seconds=1.5) as made:
-        built = [Node(u, config, graph, trainings[u], Full(Full.Config()), c, seed=1) for u, c in enumerate(made)]
+        parts = [NodeParts(graph, trainings[u], Full(Full.Config()), c) for u, c in enumerate(made)]
+        built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             node = built[communication.uid]
@@ -216,7 +218,8 @@ def test_survivors_go_on_when_weights_return(transport: str) -> None:
     trainings = [Quadratic(u, 10) for u in range(3)]
     schemas = schemas_of(Full(Full.Config()), trainings[0].model)
     with nodes(transport, 3, schemas, timeout_seconds=0.3) as made:
-        built = [Node(u, config, graph, trainings[u], Full(Full.Config()), c, seed=1) for u, c in enumerate(made)]
+        parts = [NodeParts(graph, trainings[u], Full(Full.Config()), c) for u, c in enumerate(made)]
+        built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             node = built[communication.uid]
@@ -232,12 +235,3 @@ def test_survivors_go_on_when_weights_return(transport: str) -> None:
     target = stacked(trainings, "target")[:2].mean(0)
     before = (stacked([Quadratic(u, 10) for u in range(2)]).mean(0) - target).norm()
     assert (torch.stack(x[:2]).mean(0) - target).norm() < before
-
-
-def test_distances_are_summed_in_double_precision() -> None:
-    elements = 2 * BLOCK_ELEMENTS + 5
-    x, mean = torch.randn(elements) + 100, torch.randn(elements) + 100
-    distance, norm = _squares(x, mean)
-    wide = mean.double().numpy()
-    assert distance == pytest.approx(float(np.square(x.double().numpy() - wide).sum()), rel=1e-12)
-    assert norm == pytest.approx(float(np.square(wide).sum()), rel=1e-12)

@@ -18,7 +18,7 @@ from decentnode.errors import PeerLost
 from decentnode.graph.base import RoundView
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node
+from decentnode.node.node import Node, NodeParts
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import Full
@@ -76,7 +76,8 @@ def run(
     timeout = {} if silent is None else {"timeout_seconds": 1.5}
     with nodes(transport, graph.num_nodes, schemas_of(rules[0], trainings[0].model), **timeout) as made:
         record = (lambda r: records.append(r)) if records is not None else (lambda _: None)
-        built = [Node(u, config, graph, trainings[u], rules[u], c, seed=1, record=record) for u, c in enumerate(made)]
+        parts = [NodeParts(graph, trainings[u], rules[u], c) for u, c in enumerate(made)]
+        built = [Node(u, config, each, seed=1, record=record) for u, each in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             node = built[communication.uid]
@@ -158,7 +159,8 @@ def test_a_stop_ends_all_nodes_between_rounds(transport: str) -> None:
                 built[3].ask_stop()
 
         built += [
-            Node(u, config, graph, trainings[u], rules[u], c, seed=1, record=record if u == 3 else lambda _: None)
+            Node(u, config, NodeParts(graph, trainings[u], rules[u], c), seed=1,
+                 record=record if u == 3 else lambda _: None)
             for u, c in enumerate(made)
         ]
         if transport == "inproc":

@@ -18,7 +18,7 @@ from decentnode.experiment import load
 from decentnode.graph.base import view
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node
+from decentnode.node.node import Node, NodeParts
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.full import Full
@@ -151,7 +151,8 @@ def run(
     trainings = [Quadratic(u, elements, buffers=buffers) for u in range(n)]
     rules = [Full(Full.Config()) if groups is None else rule(groups) for _ in range(n)]
     with nodes(transport, n, schemas_of(rules[0], trainings[0].model)) as made:
-        built = [Node(u, config, graph, trainings[u], rules[u], c, seed=1) for u, c in enumerate(made)]
+        parts = [NodeParts(graph, trainings[u], rules[u], c) for u, c in enumerate(made)]
+        built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
         if transport == "inproc":
             step_all(built)
         else:
@@ -218,7 +219,8 @@ def test_a_member_that_falls_silent(missing: str, until: int) -> None:
     rules = [rule(consecutive(2, 2)) for _ in range(4)]
     named: list[tuple[int, ...]] = []
     with nodes("ipc", 4, schemas_of(rules[0], trainings[0].model), timeout_seconds=1.5) as made:
-        built = [Node(u, config, graph, trainings[u], rules[u], c, seed=1) for u, c in enumerate(made)]
+        parts = [NodeParts(graph, trainings[u], rules[u], c) for u, c in enumerate(made)]
+        built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             node = built[communication.uid]

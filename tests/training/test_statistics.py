@@ -19,7 +19,7 @@ from decentnode.errors import ConfigError, DataError
 from decentnode.experiment import load
 from decentnode.models.base import Model
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node
+from decentnode.node.node import Node, NodeParts
 from decentnode.sharing.full import Full
 from decentnode.training import statistics
 from decentnode.training.supervised import Supervised
@@ -93,7 +93,7 @@ def run(buffers: str, transport: str = "inproc") -> list[Node]:
     config = NodeConfig.model_validate({"rounds": 30, "evaluate_every": 20, "buffers": buffers})
     trainings = [far_apart(uid, local_steps=2) for uid in range(2)]
     with nodes(transport, 2, schemas_of(Full(Full.Config()), trainings[0].model)) as made:
-        built = [Node(uid, config, make_graph("complete", nodes=2), training, Full(Full.Config()), c, seed=1)
+        built = [Node(uid, config, NodeParts(make_graph("complete", nodes=2), training, Full(Full.Config()), c), seed=1)
                  for uid, (training, c) in enumerate(zip(trainings, made, strict=True))]  # fmt: skip
         if transport == "inproc":
             step_all(built)

@@ -22,7 +22,7 @@ from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.config.component import load_class
 from decentnode.graph.base import averaging_group_of, view
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node
+from decentnode.node.node import Node, NodeParts
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.compressed import make_sharing
@@ -77,7 +77,8 @@ def run(
     trainings = [Quadratic(u, elements, buffers=7) for u in range(n)]
     rules = [make_sharing(_config(sharing or {"name": "full"}), [range(n)]) for _ in range(n)]
     with nodes(transport, n, schemas_of(rules[0], trainings[0].model), **options) as made:
-        built = [Node(u, config, make(graph, nodes=n), trainings[u], rules[u], c, seed=1) for u, c in enumerate(made)]
+        parts = [NodeParts(make(graph, nodes=n), trainings[u], rules[u], c) for u, c in enumerate(made)]
+        built = [Node(u, config, each, seed=1) for u, each in enumerate(parts)]
 
         def work(communication: Communication) -> None:
             each = built[communication.uid]

@@ -1,0 +1,59 @@
+"""Exchange of float buffers (statistics of BatchNorm), beside that of the parameters: full precision, never
+compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from decentnode.communication.base import AveragingGroup, Exchange
+from decentnode.graph.base import RoundView
+from decentnode.node.schedule import Schedule
+from decentnode.payload import Payload
+
+
+class BufferExchange:
+    """Averages the float buffers of a model with those of the neighbors once per round, by the weights of the view."""
+
+    def __init__(self, *, averaged: bool) -> None:
+        """averaged: `node.buffers: average`; otherwise nothing is sent."""
+        self._averaged = averaged
+        self._exchange: Exchange | None = None
+
+    def send(self, view: RoundView, schedule: Schedule) -> None:
+        """Begin the exchange of the model's buffers, in a phase after those of the rule. Does not wait."""
+        self._exchange = None
+        if not self._averaged or not schedule.model.buffers.numel():
+            return
+        payload = Payload({"x": schedule.model.buffers})
+        outgoing = dict.fromkeys(view.neighbors, payload)
+        group = AveragingGroup(view.averaging, payload) if schedule.averaging_groups and view.averaging else None
+        phase = schedule.sharing.phases
+        self._exchange = schedule.communication.exchange(view.round, outgoing, view.sources, phase, group)
+
+    def mix(self, view: RoundView, schedule: Schedule) -> None:
+        """Mix what arrived into the model's buffers. Blocking until all sources have sent or are given up."""
+        if self._exchange is None:
+            return
+        flat, exchange = schedule.model.buffers, self._exchange
+        for arrival in exchange.arrivals(schedule.timeout_seconds(schedule.sharing.phases - 1)):
+            part = flat[arrival.start : arrival.stop]
+            if arrival.total is not None:
+                schedule.sharing.mix_sum(part, part, arrival.total, view)
+                continue
+            received, missing = dict(arrival.received), arrival.missing
+            mixed = _mixed(part, received, view.without(missing))
+            # Payloads in a neighbor's shared memory may have changed while they were read: mix again without those.
+            while spoiled := exchange.spoiled() & received.keys():
+                received, missing = {u: p for u, p in received.items() if u not in spoiled}, missing | spoiled
+                mixed = _mixed(part, received, view.without(missing))
+            part.copy_(mixed)
+
+
+def _mixed(part: Tensor, received: Mapping[int, Payload], view: RoundView) -> Tensor:
+    """Returns the weighted mean of `part` [n] of this node's buffers and those received, in a new tensor."""
+    mixed = part * view.weights[view.uid]
+    for uid, payload in received.items():
+        mixed.add_(payload.tensors["x"], alpha=view.weights[uid])
+    return mixed
