@@ -116,11 +116,10 @@ class TopK(Tensors, Sharing):
             self.previous = self.reference.clone() if self.config.cleared == "before_mixing" else None
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        self.begin(model, view)  # an overlapped schedule asks for the initial model itself, which has not changed yet
+        assert self.reference is not None
         self._own = own = self.transform(model)
         self._in_model = own is model
-        if self.reference is None:
-            self.reference = torch.zeros_like(own)
-            self.previous = self.reference.clone() if self.config.cleared == "before_mixing" else None
         change = own - self.reference
         if self.accumulate == "training":
             self.changes = change.clone() if self.changes is None else self.changes.add_(change)

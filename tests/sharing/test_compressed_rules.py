@@ -393,3 +393,20 @@ def test_the_size_of_stc_counts_as_other_scales_do() -> None:
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in payload.tensors.items()}
     assert sizes["signs"] == 2 and sizes["size"] == 4
     assert sum(size for name, size in sizes.items() if name not in payload.metadata) == 2, "a bit each"
+
+
+@pytest.mark.parametrize("name", ["topk", "wavelet", "fft"])
+def test_scores_begin_with_the_initial_model_whatever_the_schedule(name: str) -> None:
+    """An overlapped schedule asks for what leaves without `begin`: what was large at the start has not changed."""
+    start, payloads = draw(1, 300)[0], []
+    for begins in (True, False):
+        each, model = bound(rule(name, fraction=0.1), [start.clone()])[0], start.clone()
+        for r in range(2):
+            seen = view(RING, 0, r, 1)
+            if begins:
+                each.begin(model, seen)
+            payload = each.outgoing(model, seen)[1]
+            each.mix(model, {}, seen.without(seen.sources))
+            model.add_(draw(2, 300)[1], alpha=0.1)
+        payloads.append(payload)
+    assert all(torch.equal(tensor, payloads[1].tensors[key]) for key, tensor in payloads[0].tensors.items())
