@@ -57,8 +57,9 @@ ABSENT_SECONDS = 1.0
 class Commands:
     """What the supervisor says, heard by a thread of its own. Its end is ours."""
 
-    def __init__(self, channel: Pipe) -> None:
-        self._channel = channel
+    def __init__(self, channel: Pipe, join: bool) -> None:
+        """join: the node comes to a run that has begun. Who fails before it is let in fails without it."""
+        self._channel, self._join = channel, join
         self._peers: queue.SimpleQueue[Peers | PeerFailure | StopRun] = queue.SimpleQueue()
         self._node: Node | None = None
         self._early: list[ChildMessage] = []
@@ -71,6 +72,9 @@ class Commands:
                 message = self._channel.receive()
             except (EOFError, OSError):
                 os._exit(1)
+            outside = self._join and self._node is None
+            if isinstance(message, PeerFailure) and outside:
+                continue
             if isinstance(message, Peers | PeerFailure | StopRun):
                 self._peers.put(message)
             with self._lock:
@@ -155,7 +159,7 @@ def transport_maker(
 
 def run_task(task: Task, channel: Pipe) -> int:
     """The whole life of a forked node; the exit code."""
-    commands = Commands(channel)
+    commands = Commands(channel, task.join)
     return run_node(task, channel.send, commands.attach, commands.peers)
 
 
@@ -237,11 +241,12 @@ def _join(
         endpoints = remote_endpoints(experiment, task.machine)
         endpoints |= {int(uid): (c, b) for uid, (c, b) in peers().items()}
         transport.set_peers(endpoints)
-    attach(node)
     if task.join:
-        transport.join()
+        transport.join()  # first: before it, a failure elsewhere would be this node's, too
+        attach(node)
         send(NodeJoined(node.uid))
         return
+    attach(node)
     joined = threading.Event()
     if node.uid == 0:
         threading.Thread(target=_tell_absent, args=(transport, send, joined), daemon=True).start()

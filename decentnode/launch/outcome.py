@@ -47,8 +47,8 @@ class Ledger:
     """Local nodes that the others went on without."""
     restarts: dict[int, int] = field(default_factory=dict)
     """How often each was started again."""
-    members: list[int] = field(default_factory=list)
-    """Of the last generation that a local node took part in; empty where there was but one."""
+    _members: dict[int, list[int]] = field(default_factory=dict)
+    """By node: those of the last generation that it took part in; the one that was told last comes last."""
     _earlier: Counter[str] = field(default_factory=Counter)
     """Bytes by figure that processes had sent whose nodes were started again."""
 
@@ -66,6 +66,18 @@ class Ledger:
                 found.update({key: figures[key] for key in BYTES if key in figures})
         return found
 
+    @property
+    def members(self) -> list[int]:
+        """Who took part to the end, as far as it is known; empty where there was but one generation.
+
+        After a stop nodes that lost each other close in generations of their own: the figures of all of them count.
+        """
+        if not self._members:
+            return []
+        if not self.finished:
+            return next(reversed(self._members.values()))
+        return sorted({*self.finished}.union(*(self._members.get(uid, ()) for uid in self.finished)))
+
     def progress(self, uid: int, record: Mapping[str, Any]) -> None:
         """Keep what a closing figure could be made of."""
         known = self.latest.setdefault(uid, {"uid": uid, "rounds": 0})
@@ -73,7 +85,8 @@ class Ledger:
             known["rounds"] = record.get("round", -1) + 1
             known |= {f"bytes_{purpose}": record.get(f"{purpose}_bytes_sent", 0) for purpose in PURPOSES}
         elif record.get("kind") == "generation":
-            self.members = record.get("members", [])
+            self._members.pop(uid, None)
+            self._members[uid] = record.get("members", [])
         elif record.get("kind") == "evaluation":
             known |= {key: record[key] for key in record if key not in ("kind", "round", "time")}
             known["evaluated_round"] = record.get("round")

@@ -53,3 +53,16 @@ def test_reports_of_all_machines_come_through_uid_0() -> None:
     reports: dict[str, dict[str, Any]] = {str(uid): {"uid": uid, "rounds": 10} for uid in (0, 1, 2, 3, 5)}
     ledger.finished[0] = replace(FINISHED, reports=reports)
     assert sorted(ledger.figures()) == [0, 1, 2, 3, 5]
+
+
+def test_the_summary_of_a_stop_has_all_nodes_that_closed_wherever() -> None:
+    """Node 1 was frozen when the stop came; it woke up, met nobody, and closed alone, later than the others."""
+    ledger = Ledger()
+    for uid, members in ((0, [0, 1]), (0, [0, 5]), (5, [0, 5]), (1, [1])):
+        ledger.progress(uid, {"kind": "generation", "members": members})
+    ledger.progress(2, {"kind": "round", "round": 3})
+    assert ledger.members == [1], "what was told last"
+    for uid in (0, 5, 1):
+        ledger.finished[uid] = Finished(uid, {"uid": uid, "rounds": 4 + uid}, True)
+    found = summary(FACTS, ledger, 130, None, 1.0, 2.0)
+    assert found["members"] == [0, 1, 5] and sorted(found["nodes"]) == ["0", "1", "5"]

@@ -1,0 +1,37 @@
+"""What the supervisor says to a node's process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from decentnode.launch.messages import PeerFailure, Peers
+from decentnode.launch.node_process import Commands
+from decentnode.launch.pipe import Pipe
+from tests.conftest import wait_until
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_node_on_its_way_back_does_not_end_because_another_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)  # of the listening thread, when its supervisor is gone
+    before = set(threading.enumerate())
+    ours, theirs = multiprocessing.Pipe()
+    supervisor, failed = Pipe(ours), list[tuple[int, str]]()
+    commands = Commands(Pipe(theirs), join=True)
+    for message in (PeerFailure(3, "gone"), Peers({"0": ["a", "b"]})):
+        supervisor.send(message)
+    assert commands.peers() == {"0": ["a", "b"]}
+    node: Any = SimpleNamespace(communication=SimpleNamespace(fail=lambda uid, why: failed.append((uid, why))))
+    commands.attach(node)
+    assert not failed
+    supervisor.send(PeerFailure(4, "gone, too"))
+    wait_until(lambda: failed == [(4, "gone, too")])
+    ours.close()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    theirs.close()
