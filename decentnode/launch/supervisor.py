@@ -370,7 +370,9 @@ class Run:
 
     def _only_they_are_left(self, late: list[int], now: float) -> bool:
         """Whether these are nodes that the others went on without, and all others ended BACK_SECONDS ago."""
-        outside = {*self.ledger.lost} | ({*self.facts.local} - {*(self.ledger.members or self.facts.local)})
+        outside = {*self.ledger.lost}
+        if not self.ledger.stopped:  # after a stop one that was left behind alive may still close with what it has
+            outside |= {*self.facts.local} - {*(self.ledger.members or self.facts.local)}
         return outside.issuperset(late) and now - self._ended > BACK_SECONDS
 
     def _end_without(self, late: list[int]) -> None:
