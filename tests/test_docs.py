@@ -22,8 +22,8 @@ from decentnode.experiment import load
 from decentnode.launch.in_process import run_in_process
 from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import FIGURES
-from tests.parallel import work
 from tests.parallel.ranks import run_ranks
+from tests.parallel.work import scripting
 from tests.sharing import contract
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
                 run_here(words[1:], leaves)
             else:
                 assert words[:2] == [".venv/bin/torchrun", "--nproc-per-node=2"], line
-                first, second = run_ranks(2, work.script, str(folder / words[2]), words[3:])
+                first, second = run_ranks(2, scripting.script, str(folder / words[2]), words[3:])
                 assert "loss" in first and not second
     assert shown or page.stem == "clusters", "a page without a command that runs"
     if page.stem == "repeat":

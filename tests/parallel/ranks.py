@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "tests.parallel.work"])
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "tests.parallel.work.training"])
 
 
 def _rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connection, args: tuple[Any, ...]) -> None:

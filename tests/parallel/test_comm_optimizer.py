@@ -7,14 +7,14 @@ import torch
 
 from decentnode.parallel import CommOptimizer
 from decentnode.parallel.comm_optimizer import DIST_OPTIMIZERS
-from tests.parallel import work
 from tests.parallel.ranks import run_ranks
+from tests.parallel.work import meeting
 
 
 @pytest.mark.parametrize("name", [*DIST_OPTIMIZERS])
 def test_every_method(name: str) -> None:
     n = 3
-    results = run_ranks(n, work.elastic, name, {"dist_pulling_strength": 0.2})
+    results = run_ranks(n, meeting.elastic, name, {"dist_pulling_strength": 0.2})
     for rank, found in enumerate(results):
         assert found["unchanged"] and found["center"]
         if name in ("EASGD", "EAMSGD"):
@@ -36,19 +36,19 @@ def test_every_method(name: str) -> None:
 
 
 def test_pulls_in_between_go_to_the_last_leader() -> None:
-    for rank, found in enumerate(run_ranks(2, work.elastic, "LSGD", {"local_pulling_strength": 0.3})):
+    for rank, found in enumerate(run_ranks(2, meeting.elastic, "LSGD", {"local_pulling_strength": 0.3})):
         assert found["met"] == ([3, 4, 5, 6, 7, 8, 9] if rank else [])
 
 
 def test_a_rank_whose_loss_is_no_number_does_not_lead() -> None:
-    assert run_ranks(3, work.diverged, "LSGD") == [(1, False), (1, True), (1, True)]
+    assert run_ranks(3, meeting.diverged, "LSGD") == [(1, False), (1, True), (1, True)]
 
 
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("name", ["EASGD", "EAMSGD", "EASGD+", "LSGD", "LSGD+"])
 def test_exchanges_behind_the_next_steps(name: str, period: int) -> None:
     late = 2 if name.startswith("LSGD") else 1
-    for rank, found in enumerate(run_ranks(3, work.overlapped, name, period)):
+    for rank, found in enumerate(run_ranks(3, meeting.overlapped, name, period)):
         follows = name != "LSGD" or rank > 0
         steps = [step for step in range(1 + late, 10) if (step - late) % period == 0]
         assert found["met"] == (steps if follows else [])

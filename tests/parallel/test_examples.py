@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel import work
 from tests.parallel.ranks import run_ranks
+from tests.parallel.work import scripting
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def test_digits() -> None:
 def test_digits_in_every_way(way: str, ranks: int, least: float) -> None:
     """As under torchrun, in processes that need not import torch anew."""
     script, epochs = str(ROOT / "eval" / "ddp_digits.py"), "8" if ranks == 4 else "5"
-    first, *others = run_ranks(ranks, work.script, script, ["--parallel", way, "--epochs", epochs])
+    first, *others = run_ranks(ranks, scripting.script, script, ["--parallel", way, "--epochs", epochs])
     assert accuracy(first, way, ranks) > least and not any(others)
 
 
@@ -56,5 +56,5 @@ def test_the_readme_s_script(tmp_path: Path) -> None:
     assert block is not None
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(block[1]))
-    for rank, output in enumerate(run_ranks(2, work.script, str(script), [])):
+    for rank, output in enumerate(run_ranks(2, scripting.script, str(script), [])):
         assert f"rank {rank} of 2" in output

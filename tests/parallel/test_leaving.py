@@ -1,0 +1,91 @@
+"""Ranks that cannot start, differ from the others or leave are named, on all others."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+import pytest
+
+from decentnode.communication.shared_memory.segment import FOLDER, PAGE
+from tests.parallel.ranks import run_ranks, run_ranks_raw
+from tests.parallel.work import leaving, training
+
+
+@pytest.mark.parametrize(("what", "says"), [
+    ("shape", r"rank 1 has another list of parameters than rank 0: 'weight \(5, 4\)"), ("frozen", "rank 1 .*frozen"),
+    ("more", "rank 2 .*extra"), ("topology", "rank 1 has another topology"),
+])  # fmt: skip
+def test_ranks_that_differ_are_named(what: str, says: str) -> None:
+    for ok, text in run_ranks_raw(4, leaving.differing, what):
+        assert not ok and re.search(says, text), text
+
+
+@pytest.mark.parametrize("transport", ["collective", "auto"])
+def test_a_rank_that_vanishes_is_named(transport: str, tmp_path: Path) -> None:
+    results = run_ranks_raw(2, leaving.vanish, transport, str(tmp_path / "noticed"))
+    assert not results[0][0] and re.search("PeerLost: rank 0: the exchange of step 2 with rank 1", results[0][1])
+
+
+GONE = "the process of rank 1 is gone, after 5 steps"
+
+ENDED = "rank 1 has ended its training after 5 steps, this one has taken [678]"
+
+
+@pytest.mark.parametrize(("how", "n", "says"), [
+    ("killed", 3, GONE), ("worker left", 2, GONE), ("done", 4, ENDED),
+    ("average", 3, "rank 1 waits in an average over all ranks after 5 steps, this one has taken [678]"),
+])  # fmt: skip
+def test_a_rank_that_leaves_early_is_named_long_before_the_time_out(how: str, n: int, says: str) -> None:
+    """Also by ranks that wait for another one, which waits for it."""
+    results = run_ranks_raw(n, leaving.leave, how, "shared_memory")
+    for rank in set(range(n)) - {1}:
+        ok, text = results[rank]
+        assert not ok and re.search(f"PeerLost: rank {rank}: the exchange of step . with rank . failed: {says}", text)
+
+
+def test_over_gloo_a_rank_that_is_killed_is_named_by_its_neighbors() -> None:
+    results = run_ranks_raw(2, leaving.leave, "killed", "collective")
+    ok, text = results[0]
+    assert not ok and re.search("PeerLost: rank 0: the exchange of step [56] with rank 1 failed", text)
+
+
+def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
+    for ok, text in run_ranks_raw(3, leaving.killed_in_average)[:2]:
+        assert not ok and re.search("PeerLost: rank .: global_avg failed: the process of rank 2 is gone", text)
+
+
+@pytest.mark.parametrize(("what", "says"), [
+    ("os.posix_fallocate", "could not make shared memory: DiskFull: .*No space left"),
+    ("os.open", "could not map shared memory: DiskFull: .*No space left"),
+    ("mmap.mmap", "could not make shared memory: DiskFull: .*No space left"),
+    ("model", "could not wrap the model: ValueError: model must have parameters"),
+    ("optimizer", "could not make the optimizer: DiskFull: .*No space left"),
+])  # fmt: skip
+def test_a_rank_that_cannot_start_is_named_on_all_at_once(what: str, says: str) -> None:
+    """And whatever the ranks do together next meets its like."""
+    results = run_ranks(3, leaving.refuses, what)
+    for rank, (told, total) in enumerate(results):
+        assert total == 3
+        assert re.search("^DiskFull|^ValueError" if rank == 1 else f"AssemblyError: rank 1 {says}", told), told
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    ("stays", "^$"), ("closed", "rank 1 has ended its training after 4 steps"),
+    ("forgotten", "rank 1 has ended its training after 4 steps"), ("forgotten by a child", "^$"),
+])  # fmt: skip
+def test_only_a_process_that_is_gone_is_called_so(how: str, says: str, tmp_path: Path) -> None:
+    assert re.search(says, run_ranks(2, leaving.present, how, str(tmp_path))[0])
+
+
+def test_memory_that_killed_ranks_left_under_a_name_is_removed_by_the_next() -> None:
+    left = FOLDER / f"decentnode-ddp-{secrets.token_hex(8)}-0"
+    left.write_bytes(bytes(PAGE))
+    try:
+        os.utime(left, (0, 0))
+        run_ranks(2, training.train, "ring", 1, {"transport": "shared_memory"})
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)

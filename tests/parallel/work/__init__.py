@@ -1,0 +1,1 @@
+"""What ranks do in the tests: functions of modules, so that processes can run them."""

@@ -1,0 +1,140 @@
+"""What ranks do in the tests of ranks that cannot start, differ, or leave."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import mmap
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from decentnode.communication.shared_memory.segment import PAGE, Segment
+from decentnode.errors import AssemblyError, PeerLost
+from decentnode.parallel import DecentralizedDataParallel
+from decentnode.parallel.presence import WORDS, Presence
+from tests.conftest import wait_until
+from tests.parallel.work.models import SGD, batch, model
+
+
+def differing(rank: int, n: int, what: str) -> None:
+    module = nn.Linear(4, 5 if rank == 1 and what == "shape" else 3)
+    if rank == 1 and what == "frozen":
+        module.bias.requires_grad = False
+    if rank == 2 and what == "more":
+        module.extra = nn.Parameter(torch.zeros(2))
+    topology = "ring" if rank == 1 and what == "topology" else "complete"
+    DecentralizedDataParallel(module, optimizer=SGD, topology=topology)
+
+
+def vanish(rank: int, n: int, transport: str, noticed: str) -> None:
+    """The last rank stops taking part, until somebody has noticed and makes the file of that name."""
+    wrapped = DecentralizedDataParallel(
+        model(), optimizer=SGD, topology="exp", timeout_seconds=3, transport=transport,  # type: ignore[arg-type]
+    )
+    for t in range(3):
+        if rank == n - 1 and t == 1:
+            wait_until(lambda: os.path.exists(noticed))
+            return
+        x, y = batch(rank, t)
+        try:
+            (wrapped(x) - y).square().mean().backward()
+        except PeerLost:
+            open(noticed, "x").close()
+            raise
+
+
+def leave(rank: int, n: int, how: str, transport: str, gone: int = 1) -> None:
+    """Rank `gone` takes four steps fewer than the others, and then does what `how` says."""
+    wrapped = DecentralizedDataParallel(
+        model(), optimizer=SGD, topology="ring", timeout_seconds=1000, bucket_size_in_mb=0,
+        transport=transport,  # type: ignore[arg-type]
+    )
+    for t in range(5 if rank == gone else 9):
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+    if rank != gone or how == "done":  # what is dropped here is closed, and a barrier comes next
+        return
+    if how == "average":
+        wrapped.global_avg()
+    if how == "worker left" and os.fork() == 0:  # as a data loader's: it has the rank's shared memory open
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if "decentnode-ddp" not in os.readlink(f"/proc/self/fd/{number}"):
+                    os.close(number)
+        time.sleep(300)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiskFull(OSError):
+    pass
+
+
+def refuses(rank: int, n: int, what: str) -> tuple[str, float]:
+    """Rank 1 cannot do its part of the start. What it comes to, and a sum over all ranks that are asked for next."""
+
+    def no(*_: object, **__: object) -> Any:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    opened = os.open
+
+    def own_only(path: Any, flags: int, *mode: int) -> int:
+        return opened(path, flags, *mode) if flags & os.O_CREAT or "decentnode-ddp" not in str(path) else no()
+
+    if rank == 1:
+        where: Any = {"mmap": mmap}.get(what.partition(".")[0], os)
+        setattr(where, what.partition(".")[2], own_only if what == "os.open" else no)
+    module = nn.Sequential() if rank == 1 and what == "model" else model()
+    optimizer = no if rank == 1 and what == "optimizer" else SGD
+    told = ""
+    try:
+        DecentralizedDataParallel(module, optimizer=optimizer, topology="ring", transport="shared_memory")
+    except (OSError, ValueError, AssemblyError) as error:
+        told = f"{type(error).__name__}: {error}"
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return told, float(total)
+
+
+def present(rank: int, n: int, how: str, folder: str) -> str:
+    """Rank 1 leaves as `how` says, and its process lives on; what rank 0 knows of it."""
+    paths = [Path(folder, str(r)) for r in range(n)]
+    own = Segment.create(paths[rank], 2 * PAGE, PAGE, watched=True)
+    dist.barrier()
+    segments = [own if r == rank else Segment.attach(p, 2 * PAGE, PAGE, watched=True) for r, p in enumerate(paths)]
+    presence: Presence | None = Presence(segments, [each.words(0, WORDS) for each in segments], rank)
+    del own, segments
+    assert presence is not None
+    presence.at_step(3 + rank)
+    dist.barrier()
+    if rank == 1 and how == "closed":
+        presence.close()
+    elif rank == 1 and how == "forgotten":
+        presence = None
+        gc.collect()
+    elif rank == 1 and how == "forgotten by a child" and not (child := os.fork()):
+        presence = None
+        gc.collect()
+        os._exit(0)
+    elif rank == 1 and how == "forgotten by a child":
+        os.waitpid(child, 0)
+    dist.barrier()
+    absence = None if presence is None or rank else presence.absent([1])
+    dist.barrier()
+    return "" if absence is None else absence.reason
+
+
+def killed_in_average(rank: int, n: int) -> float | None:
+    """The last rank is killed where the others average."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", transport="shared_memory")
+    if rank == n - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wrapped.global_avg(return_d2c=True)

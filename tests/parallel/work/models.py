@@ -1,0 +1,94 @@
+"""The models, batches and optimizers that ranks train in the tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+class Odd(nn.Module):
+    """Frozen, tied, unused and differently ordered parameters, and a norm with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.a.weight
+        self.conv = nn.Conv2d(1, 2, (2, 3)).to(memory_format=torch.channels_last)
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.flip = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.b, self.a) if self.flip else (self.a, self.b)
+        x = self.norm(self.tied(second(torch.tanh(first(x))) + self.frozen))
+        out = x[:, :3] + self.conv(x.view(-1, 1, 2, 3)).flatten(1).sum(1, keepdim=True)
+        return out + self.unused(x) if self.flip else out
+
+
+class Mixed(nn.Module):
+    """float32 and bfloat16 parameters, one of them without a use in odd steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 3)
+        self.sometimes = nn.Linear(8, 8).bfloat16()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = torch.tanh(self.a(x)).bfloat16()
+        h = torch.tanh(self.b(h))
+        return self.c((self.sometimes(h) if self.calls % 2 else h).float())
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 2))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = torch.cat([x, x.flip(1)], 1).tile(1, 3).view(-1, 2, 3, 6)
+        return self.layers(images.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class Checkpointed(nn.Module):
+    """All but the first layer run again in the backward pass; says what it found in a dict with a dataclass in it."""
+
+    def __init__(self, layers: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = layers, reentrant
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        assert isinstance(self.layers, nn.Sequential)
+        x = self.layers[0](x)
+        for part in (self.layers[1:3], self.layers[3:]):
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return {"found": [Output(x)]}

@@ -1,0 +1,153 @@
+"""What ranks do in the tests of what scripts do with a wrapped model beside training it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from decentnode.parallel import DecentralizedDataParallel
+from tests.parallel.work.models import SGD, Checkpointed, batch, flat, model
+
+
+def features(rank: int, n: int) -> dict[str, Any]:
+    """Averages, reverting, writing parameters, accumulation, odd orders: figures for the test to look at."""
+    found: dict[str, Any] = {}
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", bucket_size_in_mb=25)
+
+    def step(t: int) -> None:
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+
+    for t in range(4):
+        step(t)
+    found["distance"] = wrapped.consensus_distance()
+    local = flat(wrapped.module)
+    with wrapped.averaged():
+        found["averaged"] = flat(wrapped.module).tolist()
+        found["off_center"] = float((flat(wrapped.module) - local).norm())
+        assert wrapped.global_avg(return_d2c=True) == 0.0
+    found["reverted"] = torch.equal(local, flat(wrapped.module))
+    found["d2c"] = wrapped.global_avg(return_d2c=True)
+    wrapped.revert_global_avg()
+    wrapped.global_avg()
+    wrapped.eval()
+    wrapped(batch(rank, 0)[0])
+    found["still_averaged"] = not torch.equal(local, flat(wrapped.module))
+    wrapped.train()
+    step(4)
+    found["went_on"] = wrapped.steps
+    wrapped.global_avg(will_revert=False)
+    mean = flat(wrapped.module)
+    for group in wrapped.optimizer.param_groups:
+        group["lr"] = 0.0
+    step(5)
+    found["stays"] = float((flat(wrapped.module) - mean).abs().max())
+    with torch.no_grad():
+        for p in wrapped.module.parameters():
+            p.fill_(7.0)
+    step(6)
+    step(7)
+    found["written"] = (float(flat(wrapped.module).min()), float(flat(wrapped.module).max()))
+    return found
+
+
+class Explode(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of the backward pass")
+
+
+def exception(rank: int, n: int, where: int) -> tuple[int, float]:
+    """A backward pass that raises after the last layer's gradients came; (steps, distance from never having raised)."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    plain = DecentralizedDataParallel(model(), optimizer=SGD, topology="complete")
+    for t in range(4):
+        x, y = batch(rank, t)
+        if t == where:
+            layers = wrapped.module
+            try:
+                layers[2:](Explode.apply(layers[:2](x))).sum().backward()
+            except ArithmeticError:
+                wrapped.zero_grad()
+        for each in (wrapped, plain):
+            (each(x) - y).square().mean().backward()
+    return wrapped.steps, float((flat(wrapped.module) - flat(plain.module)).abs().max())
+
+WRITES = {"element": "auto", "data": "collective", "numpy": "auto", "swap": "auto", "copy": "auto",
+          "load": "collective"}  # fmt: skip
+"""How a script writes -> the transport to try it with."""
+
+
+def writes(rank: int, n: int) -> dict[str, tuple[float, float]]:
+    return {way: write(rank, n, way, transport) for way, transport in WRITES.items()}
+
+
+def write(rank: int, n: int, way: str, transport: Any) -> tuple[float, float]:
+    """One element (or all) raised by 3 on rank 0 between two steps, with a learning rate of 0 and W = 1/n.
+
+    (what the mean gained, greatest difference between ranks after the next step); the gain must not be lost.
+    """
+    wrapped = DecentralizedDataParallel(
+        nn.Linear(301, 7, bias=False), optimizer=partial(torch.optim.SGD, lr=0.0), topology="complete",
+        transport=transport,
+    )  # fmt: skip
+    p = wrapped.module.weight
+    x = torch.ones(2, 301)
+    wrapped(x).sum().backward()
+    before = flat(wrapped.module).double().sum()
+    if rank == 0:
+        with torch.no_grad():
+            if way == "element":
+                p[3, 58] += 3.0
+            elif way == "data":
+                p.data[3, 58] += 3.0
+            elif way == "numpy":
+                p.detach().numpy()[3, 58] += 3.0
+            elif way == "swap":
+                p.data = p.data + 3.0 / p.numel()
+            elif way == "copy":
+                p.data.copy_(p.data + 3.0 / p.numel())
+            else:
+                wrapped.module.load_state_dict({"weight": p + 3.0 / p.numel()})
+    for _ in range(2):
+        wrapped(x).sum().backward()
+    after = flat(wrapped.module)
+    others = [torch.zeros_like(after) for _ in range(n)]
+    dist.all_gather(others, after)
+    return float(after.double().sum() - before), float((others[0] - others[-1]).abs().max())
+
+
+def checkpointed(rank: int, n: int) -> tuple[list[int], float]:
+    """Steps with both kinds of checkpoints, a gradient of the inputs alone taken in each; their difference."""
+    wrapped = [DecentralizedDataParallel(Checkpointed(model(), kind), optimizer=SGD, topology="complete")
+               for kind in (False, True)]  # fmt: skip
+    for t in range(3):
+        x, y = batch(rank, t)
+        for each in wrapped:
+            (each(x)["found"][0].logits - y).square().mean().backward()
+        x.requires_grad_()
+        torch.autograd.grad(wrapped[0](x)["found"][0].logits.sum(), x)
+    return [each.steps for each in wrapped], float((flat(wrapped[0]) - flat(wrapped[1])).abs().max())
+
+
+def script(rank: int, n: int, path: str, arguments: list[str]) -> str:
+    """Run a script as torchrun would; what it prints."""
+    sys.argv = [path, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
