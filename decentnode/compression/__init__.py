@@ -1,4 +1,4 @@
-"""How tensors become fewer bytes: value codecs by name, index coding, and the choice of entries."""
+"""Compression of tensors: codecs of values by name, the coding of indices, and the selection of entries to send."""
 
 LOSSY: dict[str, str] = {
     "float16": "decentnode.compression.casts:Float16",

@@ -1,4 +1,4 @@
-"""The contract of a value codec: 1-D float tensors to fewer bytes and back."""
+"""The contract of a codec of values, which turns 1-D floating-point tensors into fewer bytes and back."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from decentnode.payload import TensorSpec
 
 
 class Codec(Component, abc.ABC):
-    """A pure function of its configuration: no state between calls. Works on the device of what it is given.
+    """Encodes and decodes values. Has no state between calls, and works on the device of the tensors it is given.
 
-    Empty tensors are fine. NaN and infinity come back as something that is not finite; whatever is finite comes back
-    finite, at most the largest value of its dtype, however the codec rounds.
+    Tensors may be empty. NaN and infinity decode to a value that is not finite; a finite value decodes to a finite one,
+    however the codec rounds: at most the largest value of its dtype.
     """
 
     elementwise: ClassVar[bool] = False
-    """encode gives one tensor "q" with one element per value, and any slice of it decodes alone."""
+    """Whether `encode` returns one tensor "q" with one element per value, of which any slice can be decoded alone."""
     metadata: ClassVar[frozenset[str]] = frozenset()
     """Names of coded tensors whose bytes count as metadata."""
     unbiased: bool = False
-    """The mean of what is decoded is the value, over the draws."""
+    """Whether the expectation of a decoded value, over the random draws, is the value itself."""
     variance: float = 0.0
-    """Bound on E||decoded - v||^2 / ||v||^2 where `unbiased`; 0 for codecs that need no care."""
+    """Upper bound of E||decoded - v||^2 / ||v||^2 where `unbiased`; 0 where rules need not take it into account."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     @property
     def lossy(self) -> Codec | None:
-        """The codec that takes something away: this one, the one within it, or none."""
+        """The lossy codec: this one, the one that a lossless codec contains, or None."""
         return self
 
     @abc.abstractmethod
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """The coded tensors of `count` values: their exact sizes, or bounds where a spec is not `exact`."""
+        """The tensors that `count` values are encoded to: exact sizes, or upper bounds where a spec is not `exact`."""
 
     @abc.abstractmethod
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
-        """values: [K] float, not modified. draws: on the same device; needed where `unbiased`."""
+        """Encodes values [K] float, which it leaves unchanged. draws: on the same device; needed where `unbiased`."""
 
     @abc.abstractmethod
     def decode(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
-        """[count] of dtype. Raises PeerFault("malformed_payload") for what no encoder made."""
+        """Decodes to [count] of dtype. Raises PeerFault("malformed_payload") for tensors that no encoder returns."""
 
     def check(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> None:
-        """Raises PeerFault unless the coded tensors have the sizes that `count` values give."""
+        """Raises PeerFault unless the encoded tensors have the sizes that `schema` gives for `count` values."""
         for name, spec in self.schema(count, dtype).items():
             size = coded[name].numel() if name in coded else -1
             if size != spec.max_elements if spec.exact else not 0 <= size <= spec.max_elements:
@@ -63,18 +63,18 @@ class Codec(Component, abc.ABC):
 
 @functools.cache
 def largest_shared(a: torch.dtype, b: torch.dtype) -> float:
-    """The largest number that both floating-point formats have: so many leading bits, so large an exponent."""
+    """The largest number that both floating-point formats have: the shorter mantissa and the smaller exponent."""
     ends = [torch.finfo(dtype) for dtype in (a, b)]
     exponent = min(math.frexp(end.max)[1] for end in ends)
     return math.ldexp(1.0 - max(end.eps for end in ends) / 2, exponent)
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """values as dtype, finite ones beyond its range as the largest it has; no copy where it is their dtype.
+    """Converts values to dtype and replaces finite ones beyond its range by its largest; no copy for their own dtype.
 
-    Values that a format of fewer bits but more range (bfloat16 of float16) would round up beyond the range that they
-    came from become the largest of both, so that they come back finite.
-    values: what a core's cache holds, such as a block of `tensors.blocks`, as they are read twice.
+    bfloat16 would round the largest values of float16 up to numbers that float16 does not have: these become the
+    largest number that both have, so that the way back gives a finite value.
+    values: so few that a core's cache holds them (a block of `tensors.blocks`), because they are read twice.
     """
     limit = largest_shared(values.dtype, dtype)
     if values.numel() and limit < torch.finfo(values.dtype).max:
@@ -85,6 +85,6 @@ def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_codec(config: Config) -> Codec:
-    """Raises EnvironmentFault when the codec's library is not installed."""
+    """Returns the codec of a section. Raises EnvironmentFault when the codec's library is not installed."""
     made: Codec = load_class(config.name, CODECS, "compression")(config)
     return made

@@ -1,4 +1,4 @@
-"""Numbers of any width in bits, packed into bytes, lowest bit first."""
+"""Packs flags and whole numbers of any width in bits into bytes, lowest bit first, and unpacks them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 PIECE = 1 << 20
 """Numbers packed at a time: a multiple of eight, so that pieces end on whole bytes."""
 BLOCK = 1 << 16
-"""Flags set at a time: they stay in a core's cache until they are packed."""
+"""Flags set at a time, so few that they are still in a core's cache when they are packed."""
 
 
 def pack(flags: Tensor) -> Tensor:
-    """flags: [N] bool -> [ceil(N / 8)] uint8."""
+    """Packs flags [N] bool into [ceil(N / 8)] uint8."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
     padded = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(-1, 8).to(torch.int32)
@@ -21,7 +21,7 @@ def pack(flags: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
-    """packed: [>= ceil(count / 8)] uint8 -> [count] bool."""
+    """Unpacks [ceil(count / 8) or more] uint8 into [count] bool."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=count, bitorder="little").view(np.bool_))
     shifts = torch.arange(8, device=packed.device, dtype=torch.uint8)
@@ -29,7 +29,7 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 
 def ones_at(positions: Tensor, count: int) -> Tensor:
-    """The packed bits of `count` flags that are one at `positions` [K] int64, ascending."""
+    """Packs `count` flags of which those at `positions` [K] int64, ascending, are one: [ceil(count / 8)] uint8."""
     if positions.device.type != "cpu":
         flags = torch.zeros(count, dtype=torch.bool, device=positions.device)
         flags[positions] = True
@@ -48,7 +48,7 @@ def ones_at(positions: Tensor, count: int) -> Tensor:
 
 
 def set_bits(packed: Tensor, count: int) -> Tensor:
-    """[K] int64: ascending positions below `count` of the bits that are one."""
+    """The positions below `count` of the bits that are one: [K] int64, ascending."""
     flags = unpack(packed, count)
     if flags.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(flags.numpy()))
@@ -56,16 +56,17 @@ def set_bits(packed: Tensor, count: int) -> Tensor:
 
 
 def zeros_in(packed: Tensor, count: int) -> Tensor:
-    """[K] int64: ascending positions below `count` of the bits that are zero."""
+    """The positions below `count` of the bits that are zero: [K] int64, ascending."""
     return set_bits(packed.bitwise_not(), count)
 
 
 def packed_bytes(count: int, width: int) -> int:
+    """How many bytes `count` numbers of `width` bits each take."""
     return -(-count * width // 8)
 
 
 def pack_numbers(numbers: Tensor, width: int) -> Tensor:
-    """numbers: [N] integers in [0, 2^width) -> [ceil(N width / 8)] uint8. width: 0 to 40."""
+    """Packs numbers [N], integers in [0, 2^width), into [ceil(N width / 8)] uint8. width: 0 to 40."""
     count, device = numbers.numel(), numbers.device
     if width == 0 or count == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
@@ -75,15 +76,15 @@ def pack_numbers(numbers: Tensor, width: int) -> Tensor:
         small = numbers.to(torch.uint8)
         if width == 8:
             return small.contiguous()
-        words = _drawn_together(torch.nn.functional.pad(small, (0, -count % 8)), width)
+        words = _joined(torch.nn.functional.pad(small, (0, -count % 8)), width)
         return words.view(torch.uint8).view(-1, 8)[:, :width].reshape(-1)[: packed_bytes(count, width)]
     shifts = torch.arange(width, device=device)
     pieces = [pack((piece[:, None] >> shifts & 1).view(-1).bool()) for piece in numbers.split(PIECE)]
     return torch.cat(pieces)
 
 
-def _drawn_together(small: Tensor, width: int) -> Tensor:
-    """small: [8 N] uint8 -> [N] int64: eight numbers side by side, in three steps of two into one."""
+def _joined(small: Tensor, width: int) -> Tensor:
+    """Joins eight numbers each to one word, small [8 N] uint8 -> [N] int64, in three steps that join two to one."""
     for size, wider in ((1, torch.int16), (2, torch.int32), (4, torch.int64)):
         small = small.view(wider)
         mask = (1 << size * width) - 1
@@ -92,7 +93,7 @@ def _drawn_together(small: Tensor, width: int) -> Tensor:
 
 
 def _spread(words: Tensor, width: int) -> Tensor:
-    """The inverse of `_drawn_together`."""
+    """The inverse of `_joined`."""
     for size, narrower in ((4, torch.int32), (2, torch.int16), (1, torch.uint8)):
         mask = (1 << size * width) - 1
         words = ((words & mask) | (words & mask << size * width) << (8 - width) * size).view(narrower)
@@ -100,7 +101,7 @@ def _spread(words: Tensor, width: int) -> Tensor:
 
 
 def unpack_numbers(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse: [count], uint8 for widths of 1 to 8, else int64."""
+    """The inverse of `pack_numbers`: [count], uint8 for widths of 1 to 8, else int64."""
     device = packed.device
     if width == 0 or count == 0:
         return torch.zeros(count, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Values in a few bits each, with one scale per block of values."""
+"""Codecs that quantize values to a few bits each, with one scale per block of values."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class BlockConfig(component.Config):
 
 
 class Blockwise(Codec):
-    """Base: each value becomes a whole number of `width` bits relative to its block's scale [ceil(K / block)] float32.
+    """Base of codecs that send a value as a whole number of `width` bits relative to the scale of its block.
 
-    Worked off in pieces that stay in a core's cache. A block with NaN or infinity in it decodes to NaN.
+    Scales: [ceil(K / block)] float32. A block that has NaN or infinity in it decodes to NaN. Values are processed in
+    pieces that fit into a core's cache.
     """
 
     Config: ClassVar[type[component.Config]] = BlockConfig
@@ -52,15 +53,15 @@ class Blockwise(Codec):
 
     @abc.abstractmethod
     def scales(self, values: Tensor) -> Tensor:
-        """values: [B, block] float32 -> [B]."""
+        """The scales [B] of values [B, block] float32."""
 
     @abc.abstractmethod
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
-        """relative: [K] values over their scale, may be overwritten -> [K] integers in [0, 2^width)."""
+        """Whole numbers [K] in [0, 2^width) for `relative` [K], values over their scale, which it may overwrite."""
 
     @abc.abstractmethod
     def restore(self, numbers: Tensor) -> Tensor:
-        """[K] integers -> [K] float32 relative to the scale."""
+        """Values relative to the scale, [K] float32, from whole numbers [K]."""
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
         scales, packed = [], []
@@ -100,7 +101,7 @@ class Blockwise(Codec):
 
 
 class Counted(Blockwise):
-    """Base: whole numbers from -levels to levels, counted from -levels."""
+    """Base of codecs that send whole numbers from -levels to levels, plus `levels`."""
 
     levels: int
 
@@ -110,11 +111,11 @@ class Counted(Blockwise):
 
 class RoundedConfig(BlockConfig):
     unbiased: bool = False
-    """Round up or down at random, so that the mean is the value; otherwise to the nearest."""
+    """Round up or down at random, so that the expectation is the value; otherwise to the nearest."""
 
 
 class Int8(Counted):
-    """Per-block absolute maximum over 127: values as whole numbers from -127 to 127."""
+    """Whole numbers from -127 to 127; a block's scale is its largest absolute value over 127."""
 
     Config: ClassVar[type[component.Config]] = RoundedConfig
     width = 8
@@ -134,19 +135,19 @@ class Int8(Counted):
 
 
 class Int4(Int8):
-    """Per-block absolute maximum over 7: values as whole numbers from -7 to 7, two in a byte."""
+    """Whole numbers from -7 to 7, two in a byte; a block's scale is its largest absolute value over 7."""
 
     width = 4
     levels = 7
 
 
 def _counted(relative: Tensor, levels: int) -> Tensor:
-    """Whole numbers clamped to [-levels, levels], counted from -levels: uint8. int8 is the fast way there."""
+    """relative clamped to [-levels, levels], plus `levels`, as uint8. The conversion to int8 is the fast one."""
     return relative.clamp_(-levels, levels).to(torch.int8).view(torch.uint8).add_(levels)
 
 
 def _rounded_at_random(relative: Tensor, draws: torch.Generator | None) -> Tensor:
-    """Up with the probability of the fraction, in steps of 2^-16: four draws from each 64 random bits."""
+    """Rounds up with the probability of the fraction, in steps of 2^-16; 64 random bits serve four values."""
     words = torch.empty(-(-relative.numel() // 4), dtype=torch.int64, device=relative.device)
     uniform = words.random_(-(2**63), None, generator=draws).view(torch.int16)[: relative.numel()].to(torch.float32)
     return relative.add_(uniform.mul_(2**-16).add_(0.5)).floor_()
@@ -156,7 +157,7 @@ class QSGDConfig(BlockConfig):
     levels: int = Field(7, ge=1, le=127)
     """Steps between zero and the norm of a block; 2 levels + 1 numbers per value."""
     block: int = Field(128, ge=8, le=1 << 18)
-    """Values that share a norm; a power of two. Smaller blocks have less noise and more scales."""
+    """Values that share a norm; a power of two. Smaller blocks give less noise and send more scales."""
 
 
 class QSGD(Counted):
@@ -186,7 +187,7 @@ class QSGD(Counted):
 
 
 class Sign(Blockwise):
-    """mean |v| times the sign of each value: one bit per value (arXiv 1802.04434; scaled as in 1901.09847)."""
+    """The sign of each value, one bit, times the mean |v| of its block (arXiv 1802.04434; scaled as in 1901.09847)."""
 
     width = 1
 

@@ -1,4 +1,4 @@
-"""Values in shorter floating-point formats."""
+"""Codecs that convert values to shorter floating-point formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CastConfig(component.Config):
 
 
 class Float16(Codec):
-    """IEEE half precision: 11 significant bits; values beyond 65504 become the largest there is."""
+    """IEEE half precision, 11 significant bits; values beyond 65504 are replaced by 65504."""
 
     Config: ClassVar[type[component.Config]] = CastConfig
     elementwise: ClassVar[bool] = True
@@ -41,21 +41,21 @@ class Float16(Codec):
 
 
 class BFloat16(Float16):
-    """The upper half of float32: 8 significant bits; values that would be rounded to infinity (3.39e38) become the
-    largest there is."""
+    """The upper half of float32, 8 significant bits; values that would be rounded to infinity (from 3.39e38 on) are
+    replaced by the largest finite value."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
 class TruncateConfig(component.Config):
     bits: int = Field(24, ge=10, le=31)
-    """Bits kept of float32, sign and exponent (9) included; whole bytes that are empty then do not travel."""
+    """Bits kept of float32, sign and exponent (9) included. As many whole bytes are sent as these bits need."""
 
 
 class Truncate(Codec):
-    """float32 with fewer bits behind the point, rounded to nearest; in two, three or four bytes.
+    """float32 with a shorter mantissa, rounded to nearest, in two, three or four bytes.
 
-    Values beyond the largest number of so many bits become that number.
+    Values beyond the largest number with so many bits are replaced by that number.
     """
 
     Config: ClassVar[type[component.Config]] = TruncateConfig
@@ -66,7 +66,7 @@ class Truncate(Codec):
         self.drop = 32 - config.bits
         self.bytes = -(-config.bits // 8)
         self.limit = (2.0 - 2.0 ** (9 - config.bits)) * 2.0**127
-        """The largest number of so many bits: exact, so that rounding leaves it."""
+        """The largest number with so many bits. Rounding does not change it."""
 
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
         return {"q": TensorSpec(torch.uint8, self.bytes * count)}

@@ -1,9 +1,9 @@
-"""Ascending indices in few bytes: Rice-coded gaps or a bitmap, whichever is smaller, or "all of them".
+"""Codes ascending indices in few bytes: as Rice-coded gaps or as a bitmap, whichever is smaller, or as "all of them".
 
 The gap before an index is the number of indices left out. Rice's code of a gap with parameter k is gap >> k ones, a
 zero, and the k low bits (Rice and Plaunt 1971, IEEE Trans. Commun. 19). Ones and zeros stand in one stream and low
-bits in another, so that both are coded without a loop over gaps. Where more than half of all indices are there, those
-that are left out are coded in their place. Within 5 % of the entropy of random positions from density .001 to .999.
+bits in another, so that both are coded without a loop over gaps. Where more than half of all indices are present, the
+missing ones are coded instead. The size is within 5 % of the entropy of random positions for densities .001 to .999.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ALL, BITMAP, RICE, LEFT_OUT = 0, 1, 2, 3
 """Kinds: no body; a bit per index; Rice-coded gaps of the indices, or of those that are left out."""
 MAX_PARAMETER = 40
 BLOCK = 1 << 16
-"""Indices that are coded together: they stay in a core's cache from one pass to the next."""
+"""Indices coded at a time, so few that they stay in a core's cache from one pass to the next."""
 
 
 def largest_bytes(elements: int) -> int:
-    """No coded set of indices below `elements` is longer."""
+    """The most bytes that `encode` returns for indices below `elements`."""
     return HEADER_BYTES + -(-elements // 8)
 
 
@@ -36,7 +36,7 @@ def _header(kind: int, parameter: int, count: int, device: torch.device) -> Tens
 
 
 def encode(indices: Tensor, elements: int) -> Tensor:
-    """indices: [K] int64, strictly ascending, in [0, elements) -> uint8 stream of at most `largest_bytes`."""
+    """Codes indices [K] int64, strictly ascending, in [0, elements), as uint8 [at most `largest_bytes`]."""
     count, device = indices.numel(), indices.device
     if count == elements:
         return _header(ALL, 0, count, device)
@@ -57,7 +57,7 @@ def encode(indices: Tensor, elements: int) -> Tensor:
 
 
 def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
-    """Where each gap's ones end in the stream [K] int64, and the gaps' low bits [K]."""
+    """For each gap, where its ones end in the stream [K] int64, and its low bits [K]."""
     count, device = indices.numel(), indices.device
     if parameter == 0:
         return indices, indices
@@ -78,7 +78,7 @@ def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
 
 
 def _parameter(count: int, total: int) -> int:
-    """k with the fewest bits for `count` geometric gaps that sum to `total`."""
+    """The Rice parameter that gives the fewest bits for `count` geometric gaps whose sum is `total`."""
     left_out = total / (total + count)
 
     def bits_per_gap(k: int) -> float:
@@ -89,7 +89,7 @@ def _parameter(count: int, total: int) -> int:
 
 
 def decode(stream: Tensor, elements: int) -> Tensor:
-    """[K] int64, strictly ascending, in [0, elements). Raises PeerFault("malformed_payload") for other bytes.
+    """The indices [K] int64 that `encode` coded. Raises PeerFault("malformed_payload") for bytes that it never returns.
 
     Memory is bounded by `elements` and the length of the stream, whatever the bytes say.
     """
@@ -117,7 +117,7 @@ def decode(stream: Tensor, elements: int) -> Tensor:
 
 
 def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
-    """[count] int64, ascending, in [0, elements). Raises PeerFault.
+    """The Rice-coded indices of a body: [count] int64, ascending, in [0, elements). Raises PeerFault.
 
     An encoder's parameter is near the logarithm of the mean gap, at most twice elements / count (`_parameter`). With
     that bound no sum of gaps is beyond int64, and sums that are below `elements` at the end are ascending before it.
@@ -135,7 +135,7 @@ def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
 
 
 def _from_rice_parts(unary: Tensor, packed_low: Tensor, parameter: int, count: int) -> Tensor:
-    """The inverse of `_rice_parts` after packing: [count] int64, or another length where the ones do not fit."""
+    """The inverse of `_rice_parts` after packing: [count] int64, or another length for another number of gaps."""
     ends = bits.set_bits(unary, 8 * unary.numel())
     if parameter == 0 or not count or ends.numel() != count:
         return ends

@@ -1,4 +1,5 @@
-"""Bytes squeezed without loss, alone or behind another codec: bytes of like weight side by side, then a compressor."""
+"""Lossless compression of values, or of another codec's result: a byte shuffle (all first bytes of the numbers, then
+all second bytes, ...), then a general compressor."""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ from decentnode.tensors import as_bytes
 
 RAW, SQUEEZED = 0, 1
 PIECE = 1 << 16
-"""Numbers whose bytes are sorted at a time."""
+"""Numbers whose bytes are shuffled at a time."""
 
 
 class LosslessConfig(component.Config):
     level: int = Field(1, ge=1, le=9)
     """Effort of the compressor."""
     of: Annotated[component.Config, section(LOSSY, "compression")] | None = None
-    """A lossy codec whose result is squeezed; the values themselves without one."""
+    """A lossy codec whose result is compressed; without one, the values themselves are."""
 
 
 class Lossless(Codec):
-    """Base: coded tensors are byte streams that begin with one byte, 0 for bytes as they were and 1 for squeezed ones.
+    """Base of lossless codecs. An encoded tensor is a byte stream that begins with 0 for raw bytes, 1 for compressed.
 
-    Works on the CPU: tensors of a GPU are fetched first. Weights of trained models shrink by a sixth at most; it pays
-    behind a codec that leaves regular bytes.
+    Runs on the CPU: tensors of a GPU are copied to the host first. Parameters of trained models shrink by a sixth at
+    most, so that a lossless codec is worth its time only after a lossy one whose result has regular bytes.
     """
 
     Config: ClassVar[type[component.Config]] = LosslessConfig
@@ -56,11 +57,11 @@ class Lossless(Codec):
 
     @abc.abstractmethod
     def squeeze(self, raw: bytes | memoryview) -> bytes:
-        """The compressor."""
+        """Compresses bytes."""
 
     @abc.abstractmethod
     def release(self, squeezed: memoryview, size: int) -> bytes:
-        """Its inverse; whatever the bytes say, no more than `size` comes out. Any exception for bad bytes."""
+        """The inverse of `squeeze`: at most `size` + 1 bytes, whatever the input says. Raises any exception."""
 
     def _inner_schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return self.inner.schema(count, dtype) if self.inner else {"q": TensorSpec(dtype, count)}
@@ -110,9 +111,9 @@ class Lossless(Codec):
 
 
 def _apart(flat: np.ndarray, width: int) -> np.ndarray:
-    """flat: bytes of numbers of `width` bytes -> all first bytes, then all second ones, and so on.
+    """Byte shuffle of numbers of `width` bytes, flat [N width]: all first bytes, then all second ones, and so on.
 
-    A loop over the bytes of a number, in pieces that stay in cache: seven times faster than a transposed copy.
+    A loop over the bytes of a number, in pieces that stay in the cache, is seven times faster than a transposed copy.
     """
     if width == 1:
         return flat
@@ -125,7 +126,7 @@ def _apart(flat: np.ndarray, width: int) -> np.ndarray:
 
 
 def _together(apart: np.ndarray, width: int) -> np.ndarray:
-    """The inverse, always a copy."""
+    """The inverse of `_apart`, always a copy."""
     rows = apart.reshape(width, -1)
     flat = np.empty((rows.shape[1], width), np.uint8)
     for start in range(0, len(flat), PIECE):
@@ -135,7 +136,7 @@ def _together(apart: np.ndarray, width: int) -> np.ndarray:
 
 
 class Zlib(Lossless):
-    """deflate of Python's own library."""
+    """Deflate, from Python's standard library."""
 
     def squeeze(self, raw: bytes | memoryview) -> bytes:
         return zlib.compress(raw, self.level)
@@ -172,7 +173,7 @@ class Zstd(Lossless):
 
 
 class Lz4(Lossless):
-    """LZ4 frames (extra `codecs`): less dense, faster."""
+    """LZ4 frames (extra `codecs`): faster than Zstandard, with larger results."""
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Which entries of a vector to send."""
+"""Selects the entries of a vector to send: the largest ones, or random ones."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 SAMPLE = 1 << 16
-"""Scores in the sample: enough for bounds about 3 % of `count` apart, cheap beside a pass over the model."""
+"""Scores in the sample. Its bounds are about 3 % of `count` apart, and it costs little beside a pass over the model."""
 BLOCK = 1 << 17
-"""Scores that are looked at together: they and their flags stay in a core's cache from one pass to the next."""
+"""Scores compared at a time, so few that they and their flags stay in a core's cache from one pass to the next."""
 
 
 def count_of(fraction: float, elements: int) -> int:
-    """Entries that a fraction of a model stands for: at least one, rounded to nearest."""
+    """How many entries a fraction of a model is: at least one, rounded to nearest."""
     return min(elements, max(1, round(fraction * elements)))
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """[count] int64, ascending: where the `count` largest of scores [P] >= 0 stand; of equal ones the first.
+    """The positions of the `count` largest of scores [P] >= 0: [count] int64, ascending; of equal scores the first.
 
-    NaN counts as infinity. A sample gives two bounds that surely have the threshold between them; of what reaches the
-    lower one, the few that do not reach the upper one are ranked exactly.
+    NaN counts as infinity. A sample of the scores gives a lower and an upper bound of the threshold. Scores from the
+    upper bound on are taken, those below the lower bound are not, and only the few in between are ranked.
     """
     elements = scores.numel()
     if count >= elements:
@@ -34,7 +34,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | None:
-    """As `largest` where the threshold is at least `low` and below `high`; None where it is not."""
+    """The result of `largest` if the threshold is at least `low` and below `high`, else None."""
     at, below, near = _candidates(scores, low, high, count + count // 8)
     missing = count - at.numel() + near.numel()
     if not 0 < missing <= near.numel():
@@ -49,9 +49,9 @@ def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | Non
 
 
 def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ascending positions of scores that reach `low` or are NaN; which of these are below `high`, and their scores.
+    """The ascending positions of scores that are NaN or at least `low`; which of these are below `high`; their scores.
 
-    expected: about how many reach `low`, to make room for.
+    expected: about how many scores are at least `low`, which room is made for.
     """
     found = torch.empty(min(scores.numel(), expected + BLOCK), dtype=torch.int64, device=scores.device)
     all_below, all_near, start, end = [], [], 0, 0
@@ -69,7 +69,7 @@ def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple
 
 
 def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Tensor:
-    """The first `count` of kept [>= count] whose values are above `bound` or equal it; only equal ones are left out."""
+    """`count` of the positions `kept` [count or more]: where values are above `bound`, and the first that equal it."""
     if kept.numel() == count or bound == float("inf"):
         return kept[:count]
     keep = torch.ones_like(kept, dtype=torch.bool)
@@ -78,7 +78,7 @@ def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Ten
 
 
 def _largest_of(values: Tensor, count: int) -> Tensor:
-    """Ascending positions of the `count` largest, of equal ones the first; by partition."""
+    """The positions of the `count` largest values, ascending, of equal ones the first; by partition."""
     values = values.nan_to_num(float("inf"), float("inf"))
     bound = float(_kth_largest(values, count))
     kept = _nonzero(values >= bound)
@@ -93,7 +93,7 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
 
 
 def _bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
-    """Bounds that about `count` plus, and minus, a margin of scores reach; None where a sample does not tell."""
+    """Bounds that about `count` plus and minus a margin of the scores reach; None where the sample is too small."""
     elements = scores.numel()
     step = elements // SAMPLE
     if step < 4:
@@ -115,9 +115,9 @@ def _nonzero(flags: Tensor) -> Tensor:
 
 
 def at_random(fraction: float, elements: int, draws: np.random.Generator) -> Tensor:
-    """Ascending int64: every position is taken with this probability, independently.
+    """Positions below `elements`, ascending int64, each taken independently with probability `fraction`.
 
-    Drawn as gaps between the taken ones, so that the cost goes with their number.
+    The gaps between them are drawn, so that the cost grows with the number of positions taken.
     """
     if fraction >= 1:
         return torch.arange(elements)

@@ -31,13 +31,13 @@ WAVELETS: dict[str, int] = {
 """Name -> vanishing moments; sym2 and sym3 are db2 and db3."""
 
 PIECE = 1 << 15
-"""Coefficients worked off at a time, so that a piece stays in a core's cache through all taps."""
+"""Coefficients computed at a time, so few that they stay in a core's cache through all taps."""
 
 
 class DWT:
     """`level` steps of an orthogonal filter pair on a periodic signal; coarse coefficients first.
 
-    A signal is padded with zeros to a multiple of 2^level. The norm is kept: the inverse is the transpose.
+    A signal is padded with zeros to a multiple of 2^level. The transform is orthogonal: it keeps the norm.
     """
 
     def __init__(self, wavelet: str, level: int) -> None:
@@ -49,7 +49,7 @@ class DWT:
         return -(-elements // (1 << self.level)) << self.level
 
     def forward(self, signal: Tensor) -> Tensor:
-        """signal: [P] -> [C] of float32 (float64 stays), C = `coefficients(P)`."""
+        """The coefficients [C] of signal [P], C = `coefficients(P)`, in float32, or float64 for float64."""
         dtype = torch.float64 if signal.dtype == torch.float64 else torch.float32
         out = torch.zeros(self.coefficients(signal.numel()), dtype=dtype, device=signal.device)
         out[: signal.numel()] = signal
@@ -71,7 +71,7 @@ class DWT:
         return out
 
     def inverse(self, coefficients: Tensor, elements: int) -> Tensor:
-        """[elements] from `forward`'s result."""
+        """The signal [elements] of coefficients [C] that `forward` returned."""
         out = coefficients.clone()
         size = out.numel() >> self.level
         for _ in range(self.level):

@@ -19,7 +19,7 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
     out, x, r0, r1, r2, r3, r4, r5, r6, r7, w, w0, w1, w2, w3, w4, w5, w6, w7, n,
     ARRIVALS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Accumulates in float32 registers, in the order of the arrivals; reads and writes every element once."""
+    """out = w x + w0 r0 + ..., added in float32 in this order; reads and writes every element once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     inside = at < n
     total = tl.load(x + at, mask=inside).to(tl.float32) * w
@@ -43,7 +43,8 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
 
 
 def launch(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> None:
-    """`mix_into` for up to 8 arrivals: [P] tensors of 32 or 16 bits, contiguous, on one device. Not blocking."""
+    """Does what `mix_into` does, for up to 8 payloads: [P] tensors of 32 or 16 bits, contiguous, on one device. Not
+    blocking."""
     tensors = [tensor for tensor, _ in received]
     weights = [w for _, w in received]
     unused = 8 - len(received)

@@ -1,4 +1,4 @@
-"""The weighted sum of a model and what arrived, by blocks on the CPU, by one kernel on a GPU, by torch elsewhere."""
+"""The weighted sum of a model and received tensors: in blocks on a CPU, by one kernel on a GPU, by torch elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from decentnode.tensors import BLOCK_ELEMENTS, blocks
 logger = logging.getLogger(__name__)
 
 KERNEL_ARRIVALS = 8
-"""Arrivals per launch of the kernel; more take further launches, each of which reads and writes the result again."""
+"""Received tensors per launch of the kernel. Each further launch reads and writes the result once more."""
 _KERNEL_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def passes(arrivals: int, fused: bool) -> int:
-    """How often P elements go through memory: fused d + 2, chained 2 + 3 d (a result too large for any cache)."""
+    """How often P elements are read or written, if no cache holds the result: fused d + 2, else 2 + 3 d."""
     if not fused:
         return 2 + 3 * arrivals
     launches = max(1, -(-arrivals // KERNEL_ARRIVALS))
@@ -32,9 +32,9 @@ def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple
     """out <- weight * model + sum_k w_k r_k, added in the order of `received`; returns `out`.
 
     out, model: [P] of one floating dtype and device, contiguous; out may be the model itself, else they share no
-    memory. received: (r_k [P], w_k) on the same device, of that dtype or a narrower one, which is widened block by
-    block on the way. On the CPU the bits are those of mul and add_ over the whole tensors; on a GPU products are added
-    without rounding in between (fused multiply-add), in float32 for models of 16 bits. Not blocking on a GPU.
+    memory. received: (r_k [P], w_k) on the same device, of that dtype or a narrower one, which is converted block by
+    block. On a CPU the result has the bits of mul and add_ over the whole tensors; a GPU adds products without rounding
+    them first (fused multiply-add), in float32 for models of 16 bits. Not blocking on a GPU.
     """
     if model.device.type == "cuda" and _suits_kernel(out, model, received):
         kernel = _kernel()

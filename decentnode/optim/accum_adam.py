@@ -1,4 +1,4 @@
-"""Adam whose moments are taken over windows of steps, for small batches on many workers."""
+"""Adam with moments over windows of several steps, for small batches on many nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from decentnode.optim import kernel
 
 BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements updated at a time by the fused way: what it needs beside the state stays in the cache."""
+"""Elements that the fused step updates at a time: its scratch memory then stays in the cache."""
 FUSED_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -25,7 +25,7 @@ class AccumAdam(Optimizer):
         x <- x - lr / (1 - b1^k) m' / (sqrt(v') / sqrt(1 - b2^k) + eps)
 
     and at the end of a window m and v are committed from the mean of its gradients. Larger windows give larger,
-    large-batch-like steps; a good size grows with the number of workers. With accum_iter 1 the result is that of
+    large-batch-like steps; a good size grows with the number of nodes. With accum_iter 1 the result is that of
     torch.optim.Adam bit for bit. weight_decay is added to the gradient (L2), in AccumAdamW it shrinks the parameters.
     """
 
@@ -35,10 +35,11 @@ class AccumAdam(Optimizer):
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, *, accum_iter: int = 4, fused: bool | None = None, maximize: bool = False,
     ) -> None:
-        """fused: True: by torch's fused Adam, block by block; False: operation by operation, all parameters together.
+        """fused: True uses torch's fused Adam, block by block; False one operation after the other over all parameters.
+        None is True where the parameters allow it, but uses one compiled loop for float32 on a CPU, which the first
+        step compiles where a C compiler is found.
 
-        None: fused where the parameters allow it, and for float32 on a CPU in one loop over memory, which the first
-        step compiles where a C compiler is found. Raises ValueError for values out of range.
+        Raises ValueError for values out of range.
         """
         for name, value, good in (
             ("lr", lr, lr >= 0), ("eps", eps, eps >= 0), ("weight_decay", weight_decay, weight_decay >= 0),
@@ -53,7 +54,7 @@ class AccumAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; the loss of `closure` if there is one. Parameters without a gradient are left alone."""
+        """Updates all parameters that have a gradient; returns the loss of `closure` if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,7 +84,7 @@ class AccumAdam(Optimizer):
         return loss
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Parameters that are at the same step."""
+        """Updates parameters that have taken equally many steps, one operation after the other."""
         states = [self.state[p] for p in params]
         grads = [p.grad for p in params if p.grad is not None]
         if group["maximize"]:
@@ -114,7 +115,7 @@ class AccumAdam(Optimizer):
             torch._foreach_zero_(sums)
 
     def _update_fused(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """As `_update`: one pass over parameters, gradients and state."""
+        """Does what `_update` does, in one pass over parameters, gradients and state."""
         beta1, beta2 = group["betas"]
         size, step, decay = group["accum_iter"], self.state[params[0]]["step"], group["weight_decay"]
         device = params[0].device
@@ -181,15 +182,15 @@ class AccumAdamW(AccumAdam):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, rows first or channels last."""
+    """Whether a tensor's elements fill one piece of memory, in rows or with channels last."""
     channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return channels_last or tensor.is_contiguous()
 
 
 def _blocks(rows: Sequence[tuple[Tensor, ...]], block: int) -> Iterator[list[list[Tensor]]]:
-    """The tensors of all rows (of one dense layout each), flattened and cut: lists of pieces, one per column.
+    """Flattens the tensors of all rows (of one dense layout each) and cuts them into pieces: yields a list per column.
 
-    All pieces of one list have at most `block` elements together.
+    The pieces of one list have at most `block` elements in all.
     """
     columns: list[list[Tensor]] = [[] for _ in range(5)]
     filled = 0

@@ -1,4 +1,4 @@
-"""Makers of optimizers and schedules, with the faces that decentralized data parallel training expects."""
+"""Functions that make optimizers and schedules, with the signatures that DecentralizedDataParallel expects."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Named = Sequence[tuple[str, Tensor] | tuple[Tensor, str]]
 
 Betas = tuple[float, float]
 SLIGHT_DECAY = 2.0**-15
-"""What Decent-DP's makers of Adam have."""
+"""Default weight decay of Decent-DP's functions for Adam and AccumAdam."""
 
 DECAYED = "_decentnode_decay"
-"""Attribute of a parameter: whether weight decay applies, as the wrapper found from its module."""
+"""Attribute of a parameter, set by the wrapper from its module: whether weight decay applies to it."""
 
 
 def _tensors(params: Named) -> list[Tensor]:
@@ -28,12 +28,12 @@ def _tensors(params: Named) -> list[Tensor]:
 
 
 def _fused(params: Named) -> bool | None:
-    """torch's single pass over memory where it has one, which it does not take by itself on a CPU."""
+    """Whether torch has a fused implementation for these, which it does not choose by itself on a CPU; else None."""
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in _tensors(params)) or None
 
 
 def parameter_groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: weights with decay, and norms and biases without.
+    """Two parameter groups: weights, with weight decay, and norms and biases, without.
 
     A parameter's tag says which it is; one without a tag counts as a weight if it has two dimensions or more.
     """

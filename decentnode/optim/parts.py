@@ -1,4 +1,4 @@
-"""One step of a torch optimizer, taken for some of its parameters after the others."""
+"""Takes one step of a torch optimizer in several calls, each for some of its parameters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.optim import optimizer as torch_optimizer
 from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
 
 ONE_BY_ONE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, AccumAdam, AccumAdamW)
-"""Optimizers that update every parameter from its own gradient and state alone, and write nothing into groups."""
+"""Optimizers that update every parameter from its own gradient and state alone, and do not write into groups."""
 
 ParameterGroups = list[dict[str, Any]]
 
 
 def divisible(optimizer: Optimizer) -> bool:
-    """Whether several calls of `step`, each with some of the parameters, do what one call does, to the bit.
+    """Whether several calls of `step`, each with some of the parameters, have the bits of one call with all.
 
-    Not for subclasses, nor where somebody has hooks on `step` or another `step` in its place: they would see several.
+    False for subclasses, and where `step` has hooks or was replaced, because these would see several calls.
     """
     hooks = (getattr(torch_optimizer, "_global_optimizer_pre_hooks", None),
              getattr(torch_optimizer, "_global_optimizer_post_hooks", None),
@@ -32,7 +32,7 @@ def divisible(optimizer: Optimizer) -> bool:
 
 
 def divided(optimizer: Optimizer, part_of: Mapping[Tensor, int], parts: int) -> list[ParameterGroups]:
-    """The parameter groups of each part, as they are now, and last those of parameters that are in none."""
+    """The parameter groups of each part, as they are now; last, those of parameters that are in no part."""
     found: list[ParameterGroups] = [[] for _ in range(parts + 1)]
     for group in optimizer.param_groups:
         shares: dict[int, list[Tensor]] = {}
@@ -45,7 +45,7 @@ def divided(optimizer: Optimizer, part_of: Mapping[Tensor, int], parts: int) -> 
 
 @contextlib.contextmanager
 def restricted(optimizer: Optimizer, groups: ParameterGroups) -> Iterator[None]:
-    """Inside, these are all the groups that the optimizer has."""
+    """Inside the context, the optimizer has these groups alone."""
     kept, optimizer.param_groups = optimizer.param_groups, groups
     try:
         yield
