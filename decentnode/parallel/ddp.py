@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -16,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from decentnode.graph.base import Graph
 from decentnode.optim.functions import DECAYED
 from decentnode.optim.parts import divided, divisible, restricted
 from decentnode.parallel.advance import AdamSteps
+from decentnode.parallel.backward import BackwardWatch, tensors_in
 from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.exchange import BucketExchange, mean_over_ranks
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
@@ -35,18 +33,6 @@ logger = logging.getLogger(__name__)
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a module returned."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for each in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(each)
-    elif dataclasses.is_dataclass(output):
-        for part in dataclasses.fields(output):
-            yield from _tensors(getattr(output, part.name))
 
 
 class DecentralizedDataParallel(Module):
@@ -135,15 +121,11 @@ class DecentralizedDataParallel(Module):
         )
         self._average_buffers = sync_buffer_in_global_avg
         self._factor = 1.0
-        self._accumulating = False
-        self._arrived = False
-        """Whether a parameter got its gradient in the backward pass under way."""
-        self._queued: weakref.ref[Callable[[], None]] | None = None
         self._backup: list[Tensor] | None = None
         self._told_revert = False
         self.steps = 0
         """Steps taken: the round of the topology that the next exchange has."""
-        self._hooks = self._make_hooks()
+        self._watch = BackwardWatch([p for _, p in self._named], self._step)
         close_at_exit(self)
         self._learning_rate = self._rate()
         """Of the optimizer's last step."""
@@ -173,30 +155,16 @@ class DecentralizedDataParallel(Module):
         return (SharedMemoryExchange(self._plan, timeout_seconds, self._buckets) if shared
                 else BucketExchange(self._plan, timeout_seconds))  # fmt: skip
 
-    def _make_hooks(self) -> list[RemovableHandle]:
-        """Hooks that do not keep this alive."""
-        itself = weakref.ref(self)
-
-        def on_gradient(_: Tensor) -> None:
-            wrapper = itself()
-            if wrapper is not None:
-                wrapper._on_gradient()
-
-        return [p.register_post_accumulate_grad_hook(on_gradient) for _, p in self._named]
-
     def close(self) -> None:
         """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent.
 
         Ranks of the same host that go on training learn that this one does not.
         """
-        for hook in self._hooks:
-            hook.remove()
-        if self._hooks and self._exchange.end():
+        if self._watch.stop() and self._exchange.end():
             keep(self._exchange, self._buckets)
-        self._hooks = []
 
     def __del__(self) -> None:
-        if getattr(self, "_hooks", None):
+        if hasattr(self, "_watch"):
             self.close()
 
     def _tag_parameters(self) -> None:
@@ -215,34 +183,13 @@ class DecentralizedDataParallel(Module):
                 logger.warning("training went on after global_avg: the local model was brought back first")
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_output_gradient)
         return output
 
     def _on_output_gradient(self, _: Tensor) -> None:
-        """The pass that starts at the outputs is the one whose end counts, not those that checkpoints run inside."""
-        if not self._accumulating:
-            self._await_end_of_backward()
-
-    def _on_gradient(self) -> None:
-        if not self._accumulating:
-            self._await_end_of_backward()
-            self._arrived = True
-
-    def _await_end_of_backward(self) -> None:
-        """The engine forgets what was to be called at the end of a pass that raises: the weak reference tells."""
-        if self._queued is not None and self._queued() is not None:
-            return
-
-        def end_of_backward() -> None:
-            self._queued = None
-            if self._hooks and self._arrived:
-                self._step()
-
-        self._arrived = False
-        self._queued = weakref.ref(end_of_backward)
-        torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
+        self._watch.output_came()
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -321,16 +268,16 @@ class DecentralizedDataParallel(Module):
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """While enabled, backward passes only add up gradients; the last of a step runs with it disabled."""
-        self._accumulating = enable
+        self._watch.accumulating = enable
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add up gradients, as with torch's DistributedDataParallel."""
-        before, self._accumulating = self._accumulating, True
+        before, self._watch.accumulating = self._watch.accumulating, True
         try:
             yield
         finally:
-            self._accumulating = before
+            self._watch.accumulating = before
 
     def set_adaptive_factor(self, factor: float) -> None:
         """x <- x + factor (W x - x) from now on (DSGD-AC, arXiv 2602.02899); 1 is plain gossip."""

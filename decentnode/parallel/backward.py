@@ -1,0 +1,78 @@
+"""Notices when a backward pass that has computed gradients of given parameters is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returned: in mappings, lists, tuples and dataclasses, at any depth."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(output):
+        for part in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, part.name))
+
+
+class BackwardWatch:
+    """Calls a method once at the end of each backward pass in which one of the parameters got its gradient.
+
+    A pass begins where the gradient of a module's output comes (`output_came`): reentrant checkpoints run passes of
+    their own inside, whose ends do not count. Neither this object nor the method's is kept alive by the parameters.
+    """
+
+    def __init__(self, params: Sequence[Parameter], on_end: Callable[[], None]) -> None:
+        """on_end: a bound method, called on the thread that the engine ends the pass on."""
+        self.accumulating = False
+        """While True, passes only add up gradients."""
+        self._on_end = weakref.WeakMethod(on_end)
+        self._gradient_came = False
+        """Whether a parameter got its gradient in the pass under way."""
+        self._queued: weakref.ref[Callable[[], None]] | None = None
+        itself = weakref.ref(self)
+
+        def on_gradient(_: Tensor) -> None:
+            watch = itself()
+            if watch is not None and not watch.accumulating:
+                watch._await_end()
+                watch._gradient_came = True
+
+        self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in params]
+
+    def output_came(self) -> None:
+        """To be called when the gradient of an output of the module comes: the outermost pass is under way."""
+        if not self.accumulating:
+            self._await_end()
+
+    def _await_end(self) -> None:
+        # The engine drops its callbacks when a pass raises, without a word: the weak reference is dead then, and the
+        # next pass queues one of its own.
+        if self._queued is not None and self._queued() is not None:
+            return
+        on_end = self._on_end()
+
+        def end_of_backward() -> None:
+            self._queued = None
+            if on_end is not None and self._hooks and self._gradient_came:
+                on_end()
+
+        self._gradient_came = False
+        self._queued = weakref.ref(end_of_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
+
+    def stop(self) -> bool:
+        """Take the hooks off the parameters; whether there were any. Idempotent."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        return bool(hooks)
