@@ -25,7 +25,7 @@ from decentnode.config.component import Config, Section, Settings, load_class, n
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
-from decentnode.experiment import Experiment, RunConfig
+from decentnode.experiment.tree import Experiment, RunConfig
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.mapping import MAPPINGS
 from decentnode.models import MODELS

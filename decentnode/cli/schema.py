@@ -14,7 +14,7 @@ from decentnode.errors import EnvironmentFault
 def command(output: Path | None) -> None:
     """Write the JSON Schema of experiment files. Their first line names it for editors:
     `# yaml-language-server: $schema=schema.json`."""
-    from decentnode.experiment import schema_text
+    from decentnode.experiment.schema import schema_text
 
     text = schema_text()
     if output is None:

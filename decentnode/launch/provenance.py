@@ -130,7 +130,7 @@ def write(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> None:
 
 
 CODE = "code"
-"""The folder in the run directory; `experiment.load` looks there first (see experiment.CODE)."""
+"""The folder in the run directory; `experiment.load` looks there first (see experiment/loading.py)."""
 
 
 def local_modules() -> dict[str, str]:

@@ -357,7 +357,7 @@ def test_digest_covers_the_content_of_a_graph_file_not_its_place(write):
 
 def test_digest_is_the_same_on_every_machine(write):
     """Changing it is allowed, but then nodes of different versions refuse each other: say so in the notes."""
-    from decentnode.experiment import portable_text
+    from decentnode.experiment.tree import portable_text
 
     text = portable_text(load(write(BASE), environ={}))
     assert " " not in text.replace("decentnode ", "")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from decentnode.config import component
-from decentnode.crosschecks import _misses
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
+from decentnode.experiment.crosschecks import _misses
 from decentnode.graph.base import RoundView
 from decentnode.graph.groups import Groups
 from decentnode.parallel.plan import Plan

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from decentnode.config.problems import Problem, raised
 from decentnode.data import DATASETS, shares
 from decentnode.data.base import Dataset
 from decentnode.errors import UsageError
+from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
 from decentnode.graph.families import Ring
@@ -34,15 +35,12 @@ from decentnode.sharing.step_size import largest_step
 from decentnode.training.statistics import needs_two
 from decentnode.training.supervised import SupervisedConfig
 
-if TYPE_CHECKING:
-    from decentnode.experiment import Experiment
-
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED_NODES = 512
 """Matrices of more nodes are not looked at: their eigenvalues take seconds."""
 
-Check = Callable[["Experiment"], Iterator[Problem]]
+Check = Callable[[Experiment], Iterator[Problem]]
 
 
 def _graph(experiment: Experiment) -> Graph | None:

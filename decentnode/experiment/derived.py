@@ -9,23 +9,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decentnode.config.component import Config, load_class, section
 from decentnode.config.yaml_source import Item, problem
 from decentnode.errors import ConfigError, UsageError
+from decentnode.experiment.tree import DERIVED, Experiment
 from decentnode.mapping import MAPPINGS
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.step_size import largest_step
 
-if TYPE_CHECKING:
-    from decentnode.experiment import Experiment
-
 logger = logging.getLogger(__name__)
-
-KEY = "derived"
-"""The key of resolved files that lists the keys below."""
 
 
 def _mapping(experiment: Experiment) -> Config | None:
@@ -72,14 +67,14 @@ def derive(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
 
 def take_out(tree: Item, shown: str) -> tuple[Item, dict[str, Any]]:
     """(the tree of a file without `derived` and what it lists, the values that stood there). Raises ConfigError."""
-    listed = tree.get(KEY)
+    listed = tree.get(DERIVED)
     if listed is None:
         return tree, {}
     keys = listed.plain()
     if not isinstance(keys, list) or not all(isinstance(key, str) and key in FINDERS for key in keys):
-        message = f"{KEY} must be a list of some of {', '.join(FINDERS)}, got {keys!r}"
+        message = f"{DERIVED} must be a list of some of {', '.join(FINDERS)}, got {keys!r}"
         raise ConfigError([problem(listed.place, message)], shown)
-    tree = dataclasses.replace(tree, value={key: item for key, item in tree.value.items() if key != KEY})
+    tree = dataclasses.replace(tree, value={key: item for key, item in tree.value.items() if key != DERIVED})
     found = {}
     for key in keys:
         tree, found[key] = _without(tree, key.split("."))

@@ -1,0 +1,158 @@
+"""From an experiment file, what it extends, the environment and the command line to a checked `Experiment`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from decentnode.config.component import look_beside
+from decentnode.config.problems import explain
+from decentnode.config.yaml_source import Item, Location, assignments, merge, parse, problem, read, replace
+from decentnode.errors import ConfigError
+from decentnode.experiment import derived
+from decentnode.experiment.crosschecks import CHECKS
+from decentnode.experiment.tree import DEFAULT_NAMES, Experiment, paths_of
+
+logger = logging.getLogger(__name__)
+
+RENAMED = {"communication.at_once": "use_collectives", "node.mix_behind": "mix_in_background"}
+"""Keys that had another name in the version before, and their names now: read with a hint until the next version."""
+
+CODE = "code"
+"""Folder in a run directory for the modules of the user's own that the run imported."""
+
+
+def load(
+    path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ, check: bool = True
+) -> Experiment:
+    """Read and check an experiment file.
+
+    Precedence: defaults, the `extends:` parents, the file, DECENTNODE__A__B of `environ`, "a.b=value" of `overrides`.
+    check: also make the graph and the mapping and open the data, to find what only shows together.
+    Raises ConfigError with all problems.
+    """
+    source = os.fspath(path)
+    files: list[str] = []
+    seen: dict[str, Any] = {}
+    tree = _read(Path(source), source, (), files, seen)
+    for keys, item in assignments(overrides, environ):
+        tree = replace(tree, keys, item)
+    tree = _with_present_names(_with_name(tree, source))
+    base_dir = Path(source).absolute().parent
+    _make_importable(tree, base_dir)
+    experiment = _validated(tree, source)
+    rebased = _rebase(tree, experiment, base_dir)
+    if rebased is not tree:
+        tree, experiment = rebased, _validated(rebased, source)
+    experiment._source, experiment._base_dir, experiment._tree = source, base_dir, tree
+    experiment._files = tuple(files)
+    experiment, experiment._derived = derived.derive(experiment)
+    if check:
+        derived.tell_changes(experiment, seen)
+        problems = [found for one in CHECKS for found in one(experiment)]
+        if problems:
+            raise ConfigError([found.render(tree, source) for found in problems], source)
+    return experiment
+
+
+def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], seen: dict[str, Any]) -> Item:
+    """The tree of a file laid over those it extends; the path of each is appended to `files`, and the derived values
+    that they show, which are not in the tree, are noted in `seen`."""
+    tree = parse(read(path, shown), shown)
+    files.append(os.fspath(path))
+    if tree.value is None:
+        raise ConfigError([f"{shown}: is empty; an experiment needs at least graph, data, model and training"], shown)
+    if not isinstance(tree.value, dict):
+        raise ConfigError([problem(tree.place, "an experiment must be keys and values")], shown)
+    tree, found = derived.take_out(tree, shown)
+    seen.update(found)
+    parent = tree.value.get("extends")
+    if parent is None:
+        return dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
+    if not isinstance(parent.value, str):
+        raise ConfigError([problem(parent.place, "extends must be the path of one file")], shown)
+    chain = (*children, path.resolve())
+    target = path.parent / parent.value
+    if target.resolve() in chain:
+        circle = " -> ".join(p.name for p in (*chain, target.resolve()))
+        raise ConfigError([problem(parent.place, f"extends must not lead back to a file: {circle}")], shown)
+    if not target.is_file():
+        raise ConfigError([problem(parent.place, f"extends: no such file: {target}")], shown)
+    own = dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
+    return merge(_read(target, os.path.normpath(target), chain, files, seen), own, DEFAULT_NAMES)
+
+
+def _make_importable(tree: Item, base_dir: Path) -> None:
+    """Modules that the experiment names are found beside the file that names them, and beside the experiment's."""
+    named = list(_outsiders(tree))
+    if named and (base_dir / CODE).is_dir() and (base_dir / "nodes").is_dir():
+        look_beside(base_dir / CODE, first=True)  # a run's folder: what it imported then, not what lies elsewhere now
+    elif named:
+        for folder in dict.fromkeys([base_dir, *(Path(each.place.source).absolute().parent for each in named
+                                                 if each.place.line)]):  # fmt: skip
+            look_beside(folder)
+
+
+def _outsiders(item: Item) -> Iterator[Item]:
+    """Every value "package.module:Class"."""
+    if isinstance(item.value, dict | list):
+        for below in item.value.values() if isinstance(item.value, dict) else item.value:
+            yield from _outsiders(below)
+    elif isinstance(item.value, str) and re.fullmatch(r"[\w.]+:\w+", item.value):
+        yield item
+
+
+def _with_name(tree: Item, source: str) -> Item:
+    """The file's name as the experiment's when it has none."""
+    if "name" in tree.value:
+        return tree
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).stem).lstrip("._-")[:100] or "run"
+    return dataclasses.replace(tree, value={"name": Item(stem, Location(source)), **tree.value})
+
+
+def _with_present_names(tree: Item) -> Item:
+    """Keys of `RENAMED` under the names that they have now. Raises ConfigError where a section has both."""
+    for old, new in RENAMED.items():
+        section_name, key = old.split(".")
+        found = tree.get(section_name)
+        if found is None or not isinstance(found.value, dict) or key not in found.value:
+            continue
+        place = found.value[key].key or found.value[key].place
+        if new in found.value:
+            raise ConfigError([problem(place, f"{old} is called {section_name}.{new} now; write one of them")], "")
+        logger.warning("%s: %s is called %s.%s now", place, old, section_name, new)
+        values = {new if each == key else each: value for each, value in found.value.items()}
+        tree = replace(tree, (section_name,), dataclasses.replace(found, value=values))
+    return tree
+
+
+def _validated(tree: Item, source: str) -> Experiment:
+    try:
+        return Experiment.model_validate(tree.plain())
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(error, tree, Experiment, source), source) from error
+
+
+def _rebase(tree: Item, experiment: Experiment, base_dir: Path) -> Item:
+    """Relative paths that a parent file, the command line or the environment wrote, as seen from `base_dir`.
+
+    A path in a file is relative to that file; one typed in a shell is relative to the current directory.
+    """
+    for path, value in paths_of(experiment, ()):
+        item: Item | None = tree
+        for part in path:
+            item = item.get(part) if item is not None else None
+        if item is None or value.is_absolute() or path == ("run", "dir"):
+            continue
+        folder = (Path(item.place.source).parent if item.place.line else Path()).absolute()
+        if folder != base_dir:
+            moved = os.path.relpath(folder / value, base_dir)
+            tree = replace(tree, path, dataclasses.replace(item, value=moved))
+    return tree

@@ -1,0 +1,249 @@
+"""The whole experiment as one frozen tree: the rooms' Configs are its sections. `loading.load` makes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import yaml
+from pydantic import AfterValidator, Field, PrivateAttr
+
+from decentnode.communication import COMMUNICATIONS
+from decentnode.communication.base import CommunicationConfig
+from decentnode.config.component import Config, Settings, load_class, section
+from decentnode.config.yaml_source import Item, Location
+from decentnode.data import DATASETS
+from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.graph import build as build_graph
+from decentnode.graph.base import Graph
+from decentnode.mapping import MAPPINGS
+from decentnode.mapping.base import Mapping as NodeMapping
+from decentnode.models import MODELS
+from decentnode.node.config import NodeConfig
+from decentnode.sharing import SHARINGS
+from decentnode.training import TRAININGS
+
+DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full", "communication": "auto"}
+"""The component of a section that is not written, or written without a name."""
+
+DERIVED = "derived"
+"""The key of resolved files that lists the values that follow from others (derived.py)."""
+
+NOT_IN_DIGEST = frozenset(
+    (
+        *("address", "addresses", "bind", "host", "hosts", "interface", "base_port", "port", "ports"),
+        *("device", "devices", "threads", "threads_per_node", "log_level", "logging"),
+    )
+)
+"""Keys that may differ from machine to machine of one run, as may every path."""
+
+
+def _file_safe(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError("must be at most 100 letters, digits, '.', '_' or '-' (it names a folder)")
+    return name
+
+
+class RunConfig(Settings):
+    """Where the results of a run go."""
+
+    dir: Path = Path("runs")
+    """Folder of all runs; written in the file it is relative to the file, else to the current directory."""
+
+
+class Experiment(Settings):
+    """Everything that decides a run; made by `load`."""
+
+    name: Annotated[str, AfterValidator(_file_safe)]
+    """Name of the run's folder; the name of the file when not given."""
+    seed: int = Field(1, ge=0, lt=2**63)
+    """Every random draw of the run derives from it."""
+    graph: Annotated[Config, section(GRAPHS, "graph", implied={"file": "file"})]
+    """Who talks to whom, in which round."""
+    weights: Annotated[Config, section(WEIGHTS, "weights")] | None = None
+    """How much a node listens to each neighbor; when not given, what suits the graph."""
+    mapping: Annotated[Config, section(MAPPINGS, "mapping", DEFAULT_NAMES["mapping"])] = Field(
+        default={"name": DEFAULT_NAMES["mapping"], "machines": 1, "nodes_per_machine": 1}, validate_default=True
+    )
+    """Which machine hosts which node; one machine with all nodes when not given."""
+    data: Annotated[Config, section(DATASETS, "data")]
+    """The dataset, and how its training samples are dealt to the nodes."""
+    model: Annotated[Config, section(MODELS, "model")]
+    """The model that every node trains."""
+    training: Annotated[Config, section(TRAININGS, "training", DEFAULT_NAMES["training"])]
+    """The local work between two exchanges."""
+    sharing: Annotated[Config, section(SHARINGS, "sharing", DEFAULT_NAMES["sharing"])] = Field(
+        default={"name": DEFAULT_NAMES["sharing"]}, validate_default=True
+    )
+    """What leaves a node and how arrivals are mixed."""
+    communication: Annotated[
+        CommunicationConfig, section(COMMUNICATIONS, "communication", DEFAULT_NAMES["communication"])
+    ] = Field(default={"name": DEFAULT_NAMES["communication"]}, validate_default=True)
+    """How payloads move between nodes."""
+    node: NodeConfig = Field(default={}, validate_default=True)
+    """The rounds: how many, in which order, what a failure does."""
+    run: RunConfig = RunConfig()
+    """Where the results go."""
+
+    _source: str = PrivateAttr("")
+    _files: tuple[str, ...] = PrivateAttr(())
+    _base_dir: Path = PrivateAttr(Path())
+    _tree: Item = PrivateAttr(Item({}, Location("")))
+    _derived: tuple[str, ...] = PrivateAttr(())
+    _graph: Graph | None = PrivateAttr(None)
+    _mapping: NodeMapping | None = PrivateAttr(None)
+
+    @property
+    def source(self) -> str:
+        """Path of the file as it was given to `load`."""
+        return self._source
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the file and of those that it extends."""
+        return self._files
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Keys, or sections, whose values nobody gave: `load` found them from the others."""
+        return self._derived
+
+    @property
+    def base_dir(self) -> Path:
+        """Folder of the file, absolute: relative paths of the sections refer to it."""
+        return self._base_dir
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of all runs, absolute."""
+        written = self.origin("run.dir") not in ("default", "--set", "env")
+        return ((self._base_dir if written else Path.cwd()) / self.run.dir).resolve()
+
+    def make_graph(self) -> Graph:
+        """The graph, made once. Raises GraphError."""
+        if self._graph is None:
+            self._graph = build_graph(self.graph, self.weights, self.seed, self._base_dir)
+        return self._graph
+
+    def make_mapping(self) -> NodeMapping:
+        """The mapping, made once. Raises MappingError."""
+        if self._mapping is None:
+            chosen = load_class(self.mapping.name, MAPPINGS, "mapping")
+            self._mapping = chosen(self.mapping, base_dir=self._base_dir)
+        return self._mapping
+
+    def resolved(self) -> dict[str, Any]:
+        """Every value of the run as plain data, in the order of the keys above."""
+        plain: dict[str, Any] = _without_empty_names(self.model_dump(mode="json"))
+        return plain
+
+    def origin(self, key: str) -> str:
+        """Where the value of "a.b.c" comes from: "default", "derived", "file:line", "--set" or "env"."""
+        if any(key == each or key.startswith(f"{each}.") for each in self._derived):
+            return DERIVED
+        item: Item | None = self._tree
+        for part in key.split("."):
+            if item is not None and isinstance(item.value, str) and part == "name":
+                break  # a bare name stands for its section
+            item = item.get(part) if item is not None else None
+        return item.place.origin if item is not None else "default"
+
+    def paths(self) -> dict[str, Path]:
+        """Every path of the experiment by its key, absolute: "graph.file", "run.dir" ..."""
+        found = {".".join(path): self._base_dir / value for path, value in paths_of(self, ())}
+        return {**found, "run.dir": self.run_dir}
+
+    def resolved_yaml(self, places: Mapping[str, str] | None = None) -> str:
+        """`resolved` as YAML that `load` reads back from any folder, each value with its origin as a comment.
+
+        places: what to write for the paths of `paths`; as they are, absolute, when not given.
+        """
+        places = places if places is not None else {key: str(path) for key, path in self.paths().items()}
+        lines = [*self._resolved_lines(_with_places(self.resolved(), places), ())]
+        if self._derived:
+            keys = flow([*self._derived])
+            lines.append(f"{DERIVED}: {keys}  # these follow from the rest, found anew at every load")
+        return "".join(f"{line}\n" for line in lines)
+
+    def written_yaml(self, places: Mapping[str, str]) -> str:
+        """The same with those keys alone that a file, the command line or the environment set, and `run.dir`."""
+        written = {**self._tree.plain(), "run": {"dir": str(self.run_dir)}}
+        return "".join(f"{line}\n" for line in self._resolved_lines(_with_places(written, places), ()))
+
+    def _resolved_lines(self, values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+        for key, value in values.items():
+            label = f"{'  ' * len(path)}{flow(key)}:"
+            if isinstance(value, dict) and value:
+                yield label
+                yield from self._resolved_lines(value, (*path, key))
+            else:
+                yield f"{label} {flow(value)}  # {self.origin('.'.join((*path, key)))}"
+
+    def digest(self) -> str:
+        """16 hex digits that all machines of a run must share: the resolved values and the graph's edges."""
+        return hashlib.blake2b(portable_text(self).encode(), digest_size=8).hexdigest()
+
+
+def portable_text(experiment: Experiment) -> str:
+    """What the digest covers: no paths, ports, hosts or devices, but the edges that the graph came out with.
+
+    Edges of the first rounds stand for a graph that changes; weights stand for themselves only when a file holds
+    them, because computed ones may differ in their last bits.
+    """
+    graph = experiment.make_graph()
+    rounds = range(min(graph.period or 4, 16))
+    edges = [[graph.neighbors(uid, r) for uid in range(graph.num_nodes)] for r in rounds]
+    weights = None
+    if experiment.weights is not None and any(paths_of(experiment.weights, ())):
+        weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
+    content = _portable(experiment.resolved(), {path for path, _ in paths_of(experiment, ())}, ())
+    return json.dumps([content, edges, weights], sort_keys=True, separators=(",", ":"))
+
+
+def _with_places(value: Any, places: Mapping[str, str], at: str = "") -> Any:
+    """The same plain data with the values of some keys replaced by text."""
+    if at in places and isinstance(value, str):
+        return places[at]
+    if isinstance(value, dict):
+        return {key: _with_places(each, places, f"{at}.{key}".lstrip(".")) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_places(each, places, f"{at}.{index}") for index, each in enumerate(value)]
+    return value
+
+
+def _without_empty_names(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_empty_names(v) for key, v in value.items() if (key, v) != ("name", "")}
+
+
+def _portable(value: Any, paths: Collection[tuple[str, ...]], at: tuple[str, ...]) -> Any:
+    """The part of a value that all machines share."""
+    if at in paths:
+        return None
+    if isinstance(value, dict):
+        return {key: _portable(v, paths, (*at, key)) for key, v in value.items() if key not in NOT_IN_DIGEST}
+    if isinstance(value, list):
+        return [_portable(v, paths, (*at, str(index))) for index, v in enumerate(value)]
+    return value
+
+
+def flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def paths_of(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Path]]:
+    if isinstance(value, Path):
+        yield path, value
+    elif isinstance(value, pydantic.BaseModel):
+        for key, child in value:
+            yield from paths_of(child, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, child in enumerate(value):
+            yield from paths_of(child, (*path, str(index)))
