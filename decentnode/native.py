@@ -1,6 +1,6 @@
-"""Loops over memory for which torch has no operation: C, compiled where a compiler is found, kept for later processes.
+"""C loops over memory for which torch has no operation: compiled at first use, and kept for later processes.
 
-Nothing needs them: whoever uses a loop has another way for machines without a compiler.
+They are never required: every caller has torch operations for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ COMPILE_SECONDS = 60
 
 @functools.cache
 def compiled(source: Path) -> ctypes.CDLL | None:
-    """The functions of a C file; None, told once, where there is no compiler or it does not do. Blocking, once.
+    """Returns the functions of a C file; None where there is no compiler or it fails, which is logged once. The first
+    call blocks for up to COMPILE_SECONDS.
 
-    What was compiled is kept in $XDG_CACHE_HOME/decentnode (else ~/.cache/decentnode) for this source, compiler and
+    The compiled file is kept in $XDG_CACHE_HOME/decentnode (else ~/.cache/decentnode) for this source, compiler and
     kind of processor. It is loaded from there only if nobody but the user can have written it.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))), None)
@@ -58,7 +59,8 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 
 def _folder() -> Path:
-    """Made if need be. Raises OSError where others could write into it."""
+    """Returns the folder of compiled files, which is made if need be. Raises OSError where others could write into
+    it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decentnode"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _ours(folder):
@@ -67,6 +69,7 @@ def _folder() -> Path:
 
 
 def _ours(path: Path) -> bool:
+    """Whether a path is this user's own, no link, and can be written by no other user."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -75,7 +78,7 @@ def _ours(path: Path) -> bool:
 
 
 def _key(source: Path, compiler: str) -> str:
-    """What the machine code depends on."""
+    """Returns a hash of all that the machine code depends on: source, flags, compiler, processor."""
     tool = Path(compiler).resolve()
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -99,7 +102,7 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
 
 
 def shares(total: int, threads: int) -> list[tuple[int, int]]:
-    """[a, b) for each of at most so many threads, one at least; together [0, total)."""
+    """Returns a range [a, b) for each of at most `threads` threads; together they cover [0, total)."""
     each = max(1, -(-total // max(1, threads)))
     return [(a, min(a + each, total)) for a in range(0, total, each)]
 
@@ -109,7 +112,7 @@ _own = threading.local()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In this block the calling thread's loops run in it alone."""
+    """In this block, loops that the calling thread begins run in that thread alone."""
     _own.alone = True
     try:
         yield
@@ -118,12 +121,12 @@ def alone() -> Iterator[None]:
 
 
 def threads() -> int:
-    """Among how many threads a loop that the calling thread begins may be spread."""
+    """Returns how many threads may share a loop that the calling thread begins."""
     return 1 if getattr(_own, "alone", False) else torch.get_num_threads()
 
 
 def spread(call: Callable[..., Any], calls: Iterable[tuple[Any, ...]], threads: int) -> None:
-    """call(*arguments) for each of `calls`, by so many threads at once. Blocking."""
+    """Call `call(*arguments)` for each of `calls`, in `threads` threads. Blocking. Raises what a call raises."""
     if threads < 2:
         for arguments in calls:
             call(*arguments)

@@ -1,4 +1,4 @@
-"""What travels between nodes in a round: named tensors, and what receivers must expect of them."""
+"""Payloads: the named tensors and scalars that a node sends to a neighbor, and what receivers may expect of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from torch import Tensor, dtype
 
 SCALAR_BYTES = 8
-"""What a scalar of a payload counts for."""
+"""The bytes that a scalar of a payload counts as."""
 
 
 class PayloadBytes(NamedTuple):
-    """What a payload weighs, however it travels."""
+    """The bytes of a payload by purpose; the same on every transport."""
 
     data: int
     metadata: int
@@ -22,7 +22,7 @@ class PayloadBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Payload:
-    """What a rule sends to a neighbor: named 1-D tensors and small scalars, on the model's device."""
+    """The contents that a sharing rule sends to a neighbor: named 1-D tensors on the model's device, and scalars."""
 
     tensors: Mapping[str, Tensor]
     scalars: Mapping[str, int | float] = field(default_factory=dict)
@@ -30,8 +30,7 @@ class Payload:
     """Names of tensors whose bytes count as metadata (indices, masks, scales); all others are data."""
 
     def bytes(self) -> PayloadBytes:
-        """Of its tensors, by purpose; scalars are metadata of SCALAR_BYTES each. A function of the payload alone: the
-        same number on every transport."""
+        """Returns the bytes of the tensors by purpose; each scalar counts as SCALAR_BYTES of metadata."""
         data, metadata = 0, SCALAR_BYTES * len(self.scalars)
         for name, tensor in self.tensors.items():
             if name in self.metadata:
@@ -43,7 +42,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a payload as receivers must expect it."""
+    """The dtype and size of one tensor of a payload. Receivers allocate and check by it."""
 
     dtype: dtype
     max_elements: int
@@ -53,7 +52,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """One number beside the tensors of a payload as receivers must expect it."""
+    """The type and range of one scalar of a payload. Receivers check by it."""
 
     kind: type[int] | type[float]
     low: float = -math.inf
@@ -64,7 +63,7 @@ class ScalarSpec:
     """Whether NaN and infinity are refused."""
 
     def accepts(self, value: int | float | None) -> bool:
-        """value: None where the payload has none."""
+        """Returns whether a received value is valid. value: None where the payload lacks it."""
         if value is None:
             return self.optional
         if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):

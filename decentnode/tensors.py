@@ -1,4 +1,4 @@
-"""A module's parameters as views of flat storage, and the blocks in which flat tensors are walked."""
+"""A module's parameters as views of flat storage, and the blocks in which flat tensors are processed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.
 
 
 def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Consecutive [a, b) covering [start, stop), cut at multiples of BLOCK_ELEMENTS."""
+    """Yields consecutive ranges [a, b) that cover [start, stop), divided at multiples of BLOCK_ELEMENTS."""
     while start < stop:
         end = min((start // BLOCK_ELEMENTS + 1) * BLOCK_ELEMENTS, stop)
         yield start, end
@@ -27,14 +27,16 @@ def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Returns the bytes of a contiguous CPU tensor, without a copy."""
     plain = tensor.detach() if tensor.requires_grad else tensor
+    # numpy() of a flat tensor is the short way: two views of torch cost more than the rest, once per chunk of a round.
     if plain.dim() == 1 and plain.dtype in _KNOWN_TO_NUMPY and plain.numel():
         return memoryview(plain.numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(plain.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _dense(tensor: Tensor) -> Tensor:
+    """Returns the tensor, or a contiguous copy where its elements overlap or leave gaps in memory."""
     return tensor if torch._debug_has_internal_overlap(tensor) == 0 and _fills(tensor) else tensor.contiguous()
 
 
@@ -52,10 +54,14 @@ class FlatModel:
     """
 
     def __init__(self, module: nn.Module, storage: Tensor | None = None) -> None:
-        """storage: [P] to live in (a row of a stack, shared memory); made here when None. Values are kept.
+        """storage: [P] that holds the parameters from now on (a row of a stack, shared memory); made here when None.
+        The module's values are copied into it.
 
         The last bits of a matrix product depend on the alignment of its operands: for the same bits as with storage
         made here, storage from outside must start at a multiple of 64 bytes.
+
+        Raises ValueError for a module without trainable parameters, with several dtypes or devices, or for storage of
+        another shape or dtype.
         """
         self.module = module
         self._trainable = [p for p in module.parameters() if p.requires_grad]
@@ -73,7 +79,7 @@ class FlatModel:
         if storage is None:
             storage = torch.empty(self.num_parameters, dtype=self.dtype, device=self.device)
         self._homes: dict[int, list[Tensor]] = {}
-        """By address of a storage that the module lives or lived in: its parameters there."""
+        """Address of a storage -> views of it, one per parameter. Of the present storage and the one before."""
         self.parameters = self._adopt(storage, copy=True)
         self.buffers = self._flatten_buffers()
 
@@ -98,7 +104,8 @@ class FlatModel:
         return storage
 
     def _homes_in(self, storage: Tensor) -> list[Tensor]:
-        """Views of a storage, kept for the next time: a model moves to and fro between two places every round."""
+        """Returns a view of the storage per parameter. They are kept: a model alternates between two slots, and making
+        the views of many parameters anew would cost every round."""
         homes, offset = [], storage.storage_offset()
         for p in self._trainable:
             homes.append(storage.as_strided(p.shape, p.stride(), offset))
@@ -109,7 +116,8 @@ class FlatModel:
         return homes
 
     def rebind(self, storage: Tensor) -> None:
-        """Let the module live in other storage [P] whose values stand there already; nothing is copied."""
+        """Let the parameters be views of other storage [P], which has their values already. Nothing is copied. Raises
+        ValueError for another shape or dtype."""
         self.parameters = self._adopt(storage, copy=False)
 
     def _flatten_buffers(self) -> Tensor:
@@ -126,7 +134,8 @@ class FlatModel:
         return flat
 
     def gradients(self, out: Tensor | None = None) -> Tensor:
-        """[P] copy of the current gradients in the order of `parameters`; zero where a parameter has none."""
+        """Returns a copy [P] of the gradients in the order of `parameters`, in `out` where given; zero where a
+        parameter has none."""
         flat = torch.zeros_like(self.parameters) if out is None else out.zero_()
         offset = 0
         for p in self._trainable:
@@ -136,7 +145,8 @@ class FlatModel:
         return flat
 
     def set_gradients(self, flat: Tensor) -> None:
-        """Let the gradients be views of `flat` [P], in the order of `parameters`."""
+        """Let the gradients be views of `flat` [P], in the order of `parameters`. Raises ValueError for another shape
+        or dtype."""
         if flat.shape != self.parameters.shape or flat.dtype != self.dtype or not flat.is_contiguous():
             raise ValueError(
                 f"flat must be contiguous [{self.num_parameters}] {self.dtype}, got {list(flat.shape)} {flat.dtype}"
@@ -148,7 +158,7 @@ class FlatModel:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc reuse freed memory of this process instead of returning it; whether that was possible.
+    """Let glibc keep and reuse freed memory of this process instead of returning it. Returns whether that was possible.
 
     By default every large block (a gradient, an activation) is mapped anew and its pages are cleared by the kernel
     again in each step. Measured on one thread: a step of GN-LeNet at batch 8 takes 2.9 instead of 3.9 ms, one of a

@@ -18,7 +18,7 @@ from decentnode.errors import EnvironmentFault, UsageError
 if TYPE_CHECKING:
     from decentnode.cli.output import OutputKind
     from decentnode.launch.messages import ChildMessage, Facts
-    from decentnode.launch.outcome import Ledger
+    from decentnode.launch.outcome import Durations, Ledger
     from decentnode.node.node import Node
 
 
@@ -37,8 +37,8 @@ def command(
     started = time.monotonic() - start.since_start()
     from decentnode.experiment import load
     from decentnode.launch.messages import Request, Task
-    from decentnode.launch.node_process import run_node
-    from decentnode.launch.outcome import Ledger
+    from decentnode.launch.node_process import Link, run_node
+    from decentnode.launch.outcome import Durations, Ledger
     from decentnode.launch.prepare import facts as facts_of
 
     chosen = start.all_overrides(overrides, run_dir, name, seed)
@@ -52,17 +52,20 @@ def command(
     request = Request(config, chosen, variables, place.machine, join=join)
     facts = facts_of(experiment, request)
     directory = _directory(facts, into, uid)
-    task = Task(request, [uid], -1, str(directory), facts.threads[str(uid)], "", False, 1.0, "", join)
+    task = Task(
+        request=request, uids=[uid], machine=-1, run_dir=str(directory), threads=facts.threads[str(uid)], run_id="",
+        in_process=False, progress_seconds=1.0, socket_dir="", join=join,
+    )
     ledger, told = Ledger(), _Teller(uid, facts, quiet or as_json, join)
 
     def send(message: ChildMessage) -> None:
         told.tell(message)
         _keep(ledger, message)
 
-    code = run_node(task, send, _stop_on_signals, dict)
+    code = run_node(task, Link(send, _stop_on_signals, dict))
     if uid == 0:
         wall = time.monotonic() - started
-        _summarize(facts, ledger, code, directory, told, told.joined_after(started), wall, as_json)
+        _summarize(facts, ledger, code, directory, told, Durations(told.joined_after(started), wall), as_json)
     told.drain()
     ctx.exit(code)
 
@@ -156,8 +159,7 @@ def _keep(ledger: Ledger, message: ChildMessage) -> None:
 
 
 def _summarize(
-    facts: Facts, ledger: Ledger, code: int, directory: Path, told: _Teller, start_seconds: float | None, wall: float,
-    as_json: bool,
+    facts: Facts, ledger: Ledger, code: int, directory: Path, told: _Teller, durations: Durations, as_json: bool
 ) -> None:
     import json
 
@@ -166,7 +168,7 @@ def _summarize(
     from decentnode.metrics import summary as summaries
     from decentnode.report.closing import closing
 
-    found = summary(facts, ledger, code, directory, start_seconds, wall)
+    found = summary(facts, ledger, code, directory, durations)
     with contextlib.suppress(OSError):
         summaries.write(directory / "summary.json", found)
     for line in closing(found):

@@ -1,4 +1,4 @@
-"""Is this machine fit for its share of an experiment, and can it reach the others? Every check ends in time.
+"""Checks whether this machine can run its share of an experiment and can reach the others. Every check has a deadline.
 
 Across machines one doctor runs on each. They listen on the first port of the run itself and ask each other small
 questions: [kind, number, payload] as msgpack, sizes bounded, nothing else is answered.
@@ -42,7 +42,7 @@ MAX_SKEW_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: `ok` is False where a run would fail, None where it would only suffer."""
+    """The result of one check. `ok` is False where a run would fail, None where it would only be slower."""
 
     what: str
     ok: bool | None
@@ -50,7 +50,7 @@ class Finding:
 
 
 def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
-    """What this machine has, against what its nodes will need."""
+    """Yields findings about this machine: cores, memory, shared memory, open files and keys that its nodes need."""
     mapping = experiment.make_mapping()
     uids = mapping.local(machine)
     yield _cores(experiment, uids)
@@ -113,7 +113,8 @@ def _keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:
 
 
 def names(experiment: Experiment, machine: int) -> Finding:
-    """Whether the mapping's hosts are, seen from here, what machines can reach each other by."""
+    """Returns whether machines can reach each other by the mapping's hosts, as they resolve here. Blocking for a few
+    seconds at most."""
     mapping = experiment.make_mapping()
     error, warning = unreachable(mapping, machine)
     if error or warning:
@@ -123,12 +124,12 @@ def names(experiment: Experiment, machine: int) -> Finding:
 
 
 def address_of(host: str, port: int | None) -> str:
-    """"host:port" for people, IPv6 addresses in brackets."""
+    """Returns "host:port", with an IPv6 address in brackets."""
     return endpoint(host, port or 0).removeprefix("tcp://")
 
 
 def ports(experiment: Experiment, machine: int) -> Finding:
-    """Whether every port of this machine's nodes is free."""
+    """Returns whether every port of this machine's nodes is free."""
     mapping = experiment.make_mapping()
     wanted = [(p.bind, p.port + k) for u in mapping.local(machine) if (p := mapping.place(u)).port is not None
               for k in (0, 1)]  # fmt: skip
@@ -148,7 +149,7 @@ def ports(experiment: Experiment, machine: int) -> Finding:
 
 
 class Desk:
-    """Answers the other machines' doctors while this one asks them; used as a context manager."""
+    """Answers the questions of other machines' doctors, in a thread, while the block of this context manager runs."""
 
     def __init__(self, bind: str, port: int, machine: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -159,7 +160,7 @@ class Desk:
         self._machine = machine
         self._over = threading.Event()
         self.done: set[int] = set()
-        """Machines that said they have asked everything."""
+        """Machines that have asked all their questions."""
         self._thread = threading.Thread(target=self._answer, daemon=True)
 
     def __enter__(self) -> Desk:
@@ -199,7 +200,7 @@ def _unpack(data: bytes) -> tuple[str, int, Any] | None:
 
 
 class Patient:
-    """One other machine, asked over one connection."""
+    """A connection to the doctor of one other machine."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -210,7 +211,8 @@ class Patient:
         self._number = 0
 
     def ask(self, kind: str, payload: Any = None, timeout_seconds: float = ASK_SECONDS) -> tuple[Any, float] | None:
-        """(answer, seconds of the round trip), or None when nothing came in time."""
+        """Ask a question. Returns (answer, seconds of the round trip), or None when no answer came in time.
+        Blocking."""
         self._number += 1
         started = time.perf_counter()
         self._socket.send(msgpack.packb([kind, self._number, payload]))
@@ -225,7 +227,8 @@ class Patient:
 
 
 def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterator[Finding]:
-    """The way to every other machine, whose doctor has to run meanwhile. Blocking up to `wait_seconds` for each."""
+    """Yields findings about the connection to every other machine, whose doctor must run at the same time. Blocking for
+    at most `wait_seconds` until they answer."""
     mapping = experiment.make_mapping()
     first = [mapping.place(mapping.local(m)[0]) for m in range(mapping.num_machines)]
     own = first[machine]

@@ -1,4 +1,4 @@
-"""The first lines of every child. Imports nothing heavy: the supervisor imports this module too."""
+"""The functions that children begin with. Imports nothing heavy: the supervisor imports this module too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def die_with_parent() -> None:
 
 
 def protect() -> None:
-    """What a terminal does is the supervisor's business; no child outlives it."""
+    """Ignore the signals of a terminal, which only the supervisor handles, and end with the fork server."""
     die_with_parent()
     gc.enable()
     for number in (signal.SIGINT, signal.SIGHUP, *SUSPENDING):
@@ -46,7 +46,7 @@ def redirect_output(path: Path) -> None:
 def _leave(work: Callable[[Pipe], int], connection: Connection) -> None:
     """End the process with the exit code of `work`, without waiting for threads that a library left behind.
 
-    The supervisor hears the last word first, however long a terminal keeps it stopped; when it is gone, so is this.
+    The supervisor gets the last message first, however long a terminal keeps it suspended, unless it is gone.
     """
     code, channel = 8, Pipe(connection)
     try:

@@ -27,7 +27,7 @@ MALLOC = {
     "MALLOC_TOP_PAD_": str(1 << 16),
     "MALLOC_ARENA_MAX": "1",
 }
-"""glibc maps every block over 32 MiB anew and gives it back, so that each large gradient is paid for in page faults
+"""glibc maps every block over 32 MiB anew and returns it when freed, so that each large gradient costs page faults
 (25,000 for 100 MB). From one heap that is never trimmed the pages are reused: 42 instead of 78 ms for a step of a
 multilayer perceptron with 25 M parameters, batch 8, on one core."""
 
@@ -37,7 +37,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the length of a block; those that the user has set stay."""
+    """Set environment variables in a block; those that the user has set stay as they are."""
     added = [key for key in values if key not in os.environ]
     os.environ.update({key: values[key] for key in added})
     try:
@@ -49,7 +49,8 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """What starts in this block ignores Ctrl-C and Ctrl-Z from its first instruction on: they are the supervisor's."""
+    """Processes that start in this block ignore Ctrl-C and Ctrl-Z from their first instruction on: only the supervisor
+    handles them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -73,7 +74,7 @@ def _take_folder() -> None:
 
 
 def start() -> ForkServerContext:
-    """Start the server if it does not run yet and return at once; it imports while the caller goes on.
+    """Start the server if it does not run yet. Returns at once; the server imports torch while the caller goes on.
 
     The server ends when this process does, and takes its children along.
     """

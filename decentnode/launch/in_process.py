@@ -47,7 +47,7 @@ def run_in_process(
 
 
 def run_task(task: Task, channel: Pipe) -> int:
-    """The whole life of the child that holds all nodes; the exit code."""
+    """Run the child that holds all nodes. Returns the exit code; never raises."""
     reporters: dict[int, Reporter] = {}
     try:
         set_up(task, task.uids[0])

@@ -1,4 +1,4 @@
-"""What passes between the supervisor and its children: small JSON objects on a pipe, nothing pickled."""
+"""The messages between the supervisor and its children: small JSON objects on a pipe, nothing pickled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """Which experiment to load. Every child loads it by itself, so that nothing but text travels."""
+    """The experiment to load. Every child loads it by itself, so that only text is sent."""
 
     config: str
     overrides: list[str] = field(default_factory=list)
@@ -17,12 +17,12 @@ class Request:
     """Number of this machine, "auto" to find it by its addresses, None when all nodes must be on one."""
     in_process: bool = False
     join: bool = False
-    """The run has begun already, and lets this machine's nodes in (node.missing: regroup)."""
+    """Whether the run has begun already, and this machine's nodes ask to join it (node.missing: regroup)."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the supervisor must know of the loaded experiment."""
+    """The properties of the loaded experiment that the supervisor needs."""
 
     name: str
     digest: str
@@ -38,7 +38,7 @@ class Facts:
     start_timeout_seconds: float
     machine: int
     machines: list[list[int]]
-    """uids by machine."""
+    """The uids on each machine."""
     hosts: list[str]
     """Host of each machine."""
     threads: dict[str, int]
@@ -61,7 +61,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Header:
-    """What the console says about the experiment: (label, text) lines."""
+    """The description of the experiment on the console: (label, text) lines."""
 
     lines: list[list[str]]
     modules: dict[str, str] = field(default_factory=dict)
@@ -70,29 +70,31 @@ class Header:
 
 @dataclass(frozen=True)
 class Task:
-    """One child's work: the node `uid`, or all `uids` in one process."""
+    """The work of one child: one node, or all nodes of the run in one process."""
 
     request: Request
     uids: list[int]
     machine: int
     run_dir: str | None
-    """None: nothing is written (a dry run)."""
+    """None for a dry run, which writes nothing."""
     threads: int
     run_id: str
-    """Hex; "" where another machine draws it."""
+    """The run's id in hex; "" where another machine draws it."""
     in_process: bool
-    """All `uids` in one process, stepped in turn."""
+    """Whether all `uids` run in one process, stepped in turn."""
     progress_seconds: float
-    """Rounds are reported at most this often; evaluations always."""
+    """Least time between two reports of rounds; evaluations are always reported."""
     socket_dir: str
     join: bool = False
-    """The run has begun already."""
+    """Whether the run has begun already."""
     endpoints: list[str] = field(default_factory=list)
-    """Where the node listened before, when it is started again."""
+    """Endpoints of the node before it was started again; empty the first time."""
 
 
 @dataclass(frozen=True)
 class Bound:
+    """The node listens at these endpoints."""
+
     uid: int
     control: str
     bulk: str
@@ -100,12 +102,15 @@ class Bound:
 
 @dataclass(frozen=True)
 class NodeJoined:
+    """The node is connected, and its run begins."""
+
     uid: int
 
 
 @dataclass(frozen=True)
 class NodesAbsent:
-    """From uid 0 while nodes join: who has not, and why nodes were refused (by the uid they claimed)."""
+    """From uid 0 while nodes connect: the uids that have not yet, and why nodes were refused, by the uid they
+    claimed."""
 
     uids: list[int]
     refusals: dict[str, str]
@@ -113,31 +118,38 @@ class NodesAbsent:
 
 @dataclass(frozen=True)
 class Progress:
+    """A record of the node's metrics.jsonl."""
+
     uid: int
     record: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Finished:
+    """The node has ended in order."""
+
     uid: int
     figures: dict[str, Any]
     stopped: bool
     """Whether the run was asked to stop before its last round."""
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """From the lowest uid: the closing figures of every node."""
     modules: dict[str, str] = field(default_factory=dict)
     """Modules of the user's own that the node had imported in the end: name -> path."""
 
 
 @dataclass(frozen=True)
 class Failed:
+    """The node, or (uid -1) the child that loads the experiment, has failed."""
+
     uid: int
     exit_code: int
     title: str
-    """One line."""
+    """The failure in one line."""
     text: str
     """The whole message of a DecentnodeError, the whole traceback of anything else."""
     follower: bool = False
-    """The node failed only because another did."""
+    """Whether the node failed only because another did."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +161,13 @@ class Peers:
 
 @dataclass(frozen=True)
 class StopRun:
-    pass
+    """Finish the round under way, then close."""
 
 
 @dataclass(frozen=True)
 class PeerFailure:
+    """Another node of this machine failed."""
+
     uid: int
     reason: str
 

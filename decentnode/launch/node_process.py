@@ -1,4 +1,4 @@
-"""One node in its own process: build, bind, learn where the others are, join, run, save."""
+"""One node in its own process: build it, open its sockets, learn those of the others, join, run, save."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -55,10 +56,11 @@ ABSENT_SECONDS = 1.0
 
 
 class Commands:
-    """What the supervisor says, heard by a thread of its own. Its end is ours."""
+    """Receives the supervisor's messages, in a thread of its own. The process ends when the supervisor is gone."""
 
     def __init__(self, channel: Pipe, join: bool) -> None:
-        """join: the node comes to a run that has begun. Who fails before it is let in fails without it."""
+        """join: whether the node comes to a run that has begun. Failures of other nodes before it is admitted do not
+        concern it."""
         self._channel, self._join = channel, join
         self._peers: queue.SimpleQueue[Peers | PeerFailure | StopRun] = queue.SimpleQueue()
         self._node: Node | None = None
@@ -91,14 +93,15 @@ class Commands:
             node.communication.fail(message.uid, message.reason)
 
     def attach(self, node: Node) -> None:
-        """From now on stops and failures reach the node; those that came before do, too."""
+        """Pass stops and failures to the node from now on, and those that came before."""
         with self._lock:
             self._node = node
             for message in self._early:
                 self._obey(node, message)
 
     def peers(self) -> dict[str, list[str]]:
-        """Blocking: the endpoints of the local nodes. Raises PeerLost when one of them failed, Interrupted."""
+        """Wait for the endpoints of the local nodes: uid -> [control, bulk]. Blocking. Raises PeerLost when one of them
+        failed, Interrupted, NodeFailed after PEERS_SECONDS."""
         try:
             message = self._peers.get(timeout=PEERS_SECONDS)
         except queue.Empty:
@@ -111,7 +114,7 @@ class Commands:
 
 
 def remote_endpoints(experiment: Experiment, machine: int) -> dict[int, tuple[str, str]]:
-    """uid -> (control, bulk) of the nodes on other machines, from the mapping."""
+    """Returns uid -> (control, bulk) endpoints of the nodes on other machines, from the mapping."""
     mapping = experiment.make_mapping()
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     return {
@@ -122,14 +125,15 @@ def remote_endpoints(experiment: Experiment, machine: int) -> dict[int, tuple[st
 
 
 def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence[str] = ()) -> BindPlan:
-    """Unix sockets for the same machine unless tcp is asked for, tcp for others or where the mapping has a port."""
+    """Returns where a node listens: at Unix sockets for the same machine unless tcp is asked for, and at tcp ports for
+    others or where the mapping has a port. again: where it listened before it was started again."""
     place = experiment.make_mapping().place(uid)
     ipc = Path(socket_dir) if experiment.communication.unix_sockets and socket_dir else None
     return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port, again=tuple(again))
 
 
 def limits_of(experiment: Experiment) -> Limits:
-    """When a node counts as gone, and how many it takes to go on without it."""
+    """Returns when a node counts as gone, and how many nodes it takes to go on without it."""
     config, node = experiment.communication, experiment.node
     least = node.min_nodes or experiment.make_mapping().num_nodes // 2 + 1
     return Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds)
@@ -138,6 +142,7 @@ def limits_of(experiment: Experiment) -> Limits:
 def transport_maker(
     experiment: Experiment, task: Task, uid: int
 ) -> Callable[[tuple[Schema, ...]], Communication]:
+    """Returns a function that makes the node's transport from the schemas of its sharing rule."""
     mapping = experiment.make_mapping()
     config = experiment.communication
     transport: type[Communication] = load_class(config.name, COMMUNICATIONS, "communication")
@@ -158,17 +163,26 @@ def transport_maker(
 
 
 def run_task(task: Task, channel: Pipe) -> int:
-    """The whole life of a forked node; the exit code."""
+    """Run a forked node from its start to its end. Returns the exit code."""
     commands = Commands(channel, task.join)
-    return run_node(task, channel.send, commands.attach, commands.peers)
+    return run_node(task, Link(channel.send, commands.attach, commands.peers))
 
 
-def run_node(
-    task: Task, send: Callable[[ChildMessage], None], attach: Callable[[Node], None],
-    peers: Callable[[], dict[str, list[str]]],
-) -> int:
-    """Run `task.uids[0]` to its end and report it through `send`; the exit code. Blocking, never raises."""
-    uid, node, reporter = task.uids[0], None, None
+@dataclass(frozen=True)
+class Link:
+    """The connection of a node to the program that started it."""
+
+    send: Callable[[ChildMessage], None]
+    """Takes a message without waiting. Raises OSError when the receiver is gone."""
+    attach: Callable[[Node], None]
+    """Takes the node, once it can be stopped."""
+    peers: Callable[[], dict[str, list[str]]]
+    """Waits for, and returns, uid -> [control, bulk] endpoints of the nodes on this machine."""
+
+
+def run_node(task: Task, link: Link) -> int:
+    """Run `task.uids[0]` to its end and report it through `link`. Returns the exit code. Blocking; never raises."""
+    uid, node, reporter, send = task.uids[0], None, None, link.send
     live, events = None, None
     try:
         set_up(task, uid)
@@ -181,7 +195,7 @@ def run_node(
             live = StatusWriter(node, folder / "status.json")
             live.start()
         give_back_memory()
-        _join(node, experiment, task, send, peers, attach)
+        _join(node, experiment, task, link)
         if events is not None:
             events("joined")
         node.run()
@@ -213,7 +227,7 @@ def _log_failure(log: EventLog, error: BaseException) -> None:
 
 
 def set_up(task: Task, uid: int) -> None:
-    """Threads, logs, signals and the traceback of a crash, for this process."""
+    """Set threads, the log file and the traceback of a crash, for this process."""
     keep_freed_memory()  # for a node in the foreground; a forked one has it from the server's environment
     torch.set_num_threads(task.threads)
     os.environ["OMP_NUM_THREADS"] = str(task.threads)
@@ -223,30 +237,30 @@ def set_up(task: Task, uid: int) -> None:
 
 
 def give_back_memory() -> None:
-    """Return what reading the data left free to the system; afterwards freed memory is kept (see forkserver.MALLOC)."""
+    """Return memory that reading the data left free to the system. Later freed memory is kept (see
+    forkserver.MALLOC)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _join(
-    node: Node, experiment: Experiment, task: Task, send: Callable[[ChildMessage], None],
-    peers: Callable[[], dict[str, list[str]]], attach: Callable[[Node], None],
-) -> None:
-    transport = node.communication
+def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
+    """Open the node's sockets, learn those of the others, and connect to all. Blocking. Raises AssemblyError and the
+    errors of `Link.peers`."""
+    transport, send = node.communication, link.send
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: node.ask_stop())
     bound = transport.bind()
     if bound is not None:
         send(Bound(node.uid, *bound))
         endpoints = remote_endpoints(experiment, task.machine)
-        endpoints |= {int(uid): (c, b) for uid, (c, b) in peers().items()}
+        endpoints |= {int(uid): (c, b) for uid, (c, b) in link.peers().items()}
         transport.set_peers(endpoints)
     if task.join:
-        transport.join()  # first: before it, a failure elsewhere would be this node's, too
-        attach(node)
+        transport.join()  # before `attach`: until then a failure of another node does not concern this one
+        link.attach(node)
         send(NodeJoined(node.uid))
         return
-    attach(node)
+    link.attach(node)
     joined = threading.Event()
     if node.uid == 0:
         threading.Thread(target=_tell_absent, args=(transport, send, joined), daemon=True).start()
@@ -285,7 +299,7 @@ def _fail(
 
 
 def describe_failure(uid: int, error: BaseException) -> Failed:
-    """What to print of an exception: its message if it was written for users, else the whole traceback."""
+    """Returns the report of an exception: its message if it was written for users, else the whole traceback."""
     if isinstance(error, DecentnodeError):
         return Failed(uid, error.exit_code, str(error).partition("\n")[0], str(error), isinstance(error, PeerLost))
     if isinstance(error, OSError) and error.filename is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +81,13 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbse
     refused = [f"refused: {reason}" for reason in absent.refusals.values()]
     told = "; ".join(filter(None, [", ".join(parts), *refused]))
     return f"{told or 'the word to start to reach every node'} ({waited:.0f} s)"
+
+
+def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
+    """Returns the sentence for a record of kind "generation"."""
+    members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))
+    changes = [f"without node {names(left)}"] if left else []
+    changes += [f"with node {names(joined)} again"] if joined else []
+    number = record.get("generation", 0)
+    what = f"generation {number}: {len(members)} of {num_nodes} nodes go on from round {record['round']}"
+    return " ".join([what, *changes])

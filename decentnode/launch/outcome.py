@@ -1,9 +1,9 @@
-"""What became of a run: exit code, first failure, summary."""
+"""The outcome of a run: exit code, first failure, summary."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from decentnode.metrics.figures import PURPOSES
 
 Figures = dict[str, Any]
 BYTES = tuple(f"bytes_{purpose}" for purpose in PURPOSES)
-"""Keys of nodes' figures that are counted up from the start of a process."""
+"""Keys of figures that count from the start of a node's process."""
 
 
 @dataclass(frozen=True)
@@ -27,39 +27,41 @@ class Outcome:
     followers: tuple[int, ...] = ()
     """Nodes that failed or were stopped only because of `failure`."""
     silent: tuple[int, ...] = ()
-    """Those among them that did not answer any more and had to be killed: where to look when all others timed out."""
+    """Those of them that did not end and had to be killed: a node that hangs is among them when all others timed
+    out."""
 
 
 def first_cause(failures: list[Failed]) -> Failed | None:
-    """The failure to print: the first that is not the echo of another's."""
+    """Returns the failure to report: the first that does not follow from another node's."""
     return next((failed for failed in failures if not failed.follower), failures[0] if failures else None)
 
 
 @dataclass
 class Ledger:
-    """What the nodes have told so far."""
+    """What the local nodes have reported so far."""
 
     latest: dict[int, Figures] = field(default_factory=dict)
-    """Last known figures by uid, from evaluations and rounds: what is left when a node dies."""
+    """Last known figures by uid, from evaluations and rounds: the only ones of a node that dies."""
     finished: dict[int, Finished] = field(default_factory=dict)
     failures: list[Failed] = field(default_factory=list)
     lost: dict[int, Failed] = field(default_factory=dict)
     """Local nodes that the others went on without."""
     restarts: dict[int, int] = field(default_factory=dict)
-    """How often each was started again."""
+    """How often each node was started again."""
     _members: dict[int, list[int]] = field(default_factory=dict)
-    """By node: those of the last generation that it took part in; the one that was told last comes last."""
+    """uid -> members of the last generation that this node took part in, the latest report last."""
     _earlier: Counter[str] = field(default_factory=Counter)
-    """Bytes by figure that processes had sent whose nodes were started again."""
+    """Bytes by figure that earlier processes of restarted nodes had sent."""
 
     def restarted(self, uid: int) -> None:
-        """A node is started again: its new process counts from 0."""
+        """Note that a node is started again: its new process counts bytes from 0."""
         self.restarts[uid] = self.restarts.get(uid, 0) + 1
         known = self.latest.get(uid, {})
         self._earlier.update({key: known.pop(key) for key in BYTES if key in known})
 
     def bytes_beside(self) -> Counter[str]:
-        """Last known bytes that no node's closing figures tell: of earlier processes, and of nodes that left."""
+        """Returns last known bytes that are in no node's closing figures: of earlier processes, and of nodes that
+        left."""
         told, found = self.figures(), Counter(self._earlier)
         for uid, figures in self.latest.items():
             if uid not in told:
@@ -68,7 +70,7 @@ class Ledger:
 
     @property
     def members(self) -> list[int]:
-        """Who took part to the end, as far as it is known; empty where there was but one generation.
+        """The nodes that took part to the end, as far as is known; empty where there was only one generation.
 
         After a stop nodes that lost each other close in generations of their own: the figures of all of them count.
         """
@@ -79,7 +81,7 @@ class Ledger:
         return sorted({*self.finished}.union(*(self._members.get(uid, ()) for uid in self.finished)))
 
     def progress(self, uid: int, record: Mapping[str, Any]) -> None:
-        """Keep what a closing figure could be made of."""
+        """Keep the figures of a record, for nodes that report no closing figures."""
         known = self.latest.setdefault(uid, {"uid": uid, "rounds": 0})
         if record.get("kind") == "round":
             known["rounds"] = record.get("round", -1) + 1
@@ -92,7 +94,7 @@ class Ledger:
             known["evaluated_round"] = record.get("round")
 
     def figures(self) -> dict[int, Figures]:
-        """By uid: closing figures of every node that has told them, else the last known ones."""
+        """Returns by uid the closing figures of every node that has reported them, else the last known ones."""
         found = dict(self.latest)
         for uid, finished in self.finished.items():
             found[uid] = finished.figures
@@ -102,19 +104,31 @@ class Ledger:
             found = {uid: figures for uid, figures in found.items() if uid in self.members}
         return found
 
+    def outside(self, local: Collection[int]) -> set[int]:
+        """Returns local nodes that the others went on without: lost ones, and, before a stop, those that are not
+        members of the last generation. After a stop, such a node may still close with what it has."""
+        return {*self.lost} | (set() if self.stopped else {*local} - {*(self.members or local)})
+
     @property
     def stopped(self) -> bool:
         """Whether a node ended before its last round because somebody asked the run to stop."""
         return any(finished.stopped for finished in self.finished.values())
 
 
-def summary(
-    facts: Facts, ledger: Ledger, exit_code: int, run_dir: Path | None, start_seconds: float | None, wall_seconds: float
-) -> dict[str, Any]:
-    """summary.json of a run.
+@dataclass(frozen=True)
+class Durations:
+    """Seconds since the command."""
 
-    start_seconds: from the command until all nodes were connected; wall_seconds: from the command to the end.
-    """
+    start: float | None
+    """Until all nodes were connected; None where they never were."""
+    wall: float
+    """Until the end of the run."""
+
+
+def summary(
+    facts: Facts, ledger: Ledger, exit_code: int, run_dir: Path | None, durations: Durations
+) -> dict[str, Any]:
+    """Returns the contents of summary.json."""
     failure = first_cause(ledger.failures)
     status = "finished" if exit_code == 0 else "failed" if failure is not None else "interrupted"
     found: dict[str, Any] = {
@@ -125,8 +139,8 @@ def summary(
         "exit_code": exit_code,
         "num_nodes": facts.num_nodes,
         "rounds_planned": facts.rounds,
-        "start_seconds": start_seconds,
-        "wall_seconds": wall_seconds,
+        "start_seconds": durations.start,
+        "wall_seconds": durations.wall,
         **summaries.combine(ledger.figures(), ledger.bytes_beside()),
     }
     if ledger.lost or ledger.members:

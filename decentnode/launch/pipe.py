@@ -1,4 +1,4 @@
-"""The pipe between the supervisor and a child. Whoever sends never waits for whoever reads.
+"""The pipe between the supervisor and a child. The sender never waits for the reader.
 
 A terminal may stop the supervisor (Ctrl-Z), a debugger or the system may stop a child: the other side goes on.
 """
@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from decentnode.launch.messages import KINDS, ChildMessage, NodesAbsent, Progress
 
 KEPT_MESSAGES = 1024
-"""Most messages that wait for a reader; beyond it the oldest go. What is kept comes once per node, generation or run:
-its start, its end, a failure, a stop."""
+"""Most messages that wait for a reader; beyond it the oldest are dropped. The kept kinds are sent once per node,
+generation or run: its start, its end, a failure, a stop."""
 
 
 class Pipe:
@@ -33,11 +33,12 @@ class Pipe:
 
     @property
     def waiting(self) -> bool:
-        """Whether messages wait for the reader; they leave with the next `send` or `flush`."""
+        """Whether messages wait for the reader; the next `send` or `flush` sends them."""
         return bool(self._waiting)
 
     def send(self, message: ChildMessage) -> None:
-        """Not blocking. While the reader does not keep up, progress is dropped and everything else is kept, in order.
+        """Send without waiting. While the reader does not keep up, progress is dropped and other messages are kept, in
+        order.
 
         Raises OSError when the other end is gone. A message of more than some 100 kB may wait for its own rest.
         """
@@ -51,7 +52,8 @@ class Pipe:
                 self._waiting.append(_encode(message))
 
     def flush(self, timeout_seconds: float | None = 0.0) -> bool:
-        """Whether all has left. Blocking for at most so long; None: until the reader has taken it or is gone."""
+        """Send the messages that wait. Blocking for at most `timeout_seconds`, with None until the reader has taken
+        them or is gone. Returns whether none is left."""
         with contextlib.suppress(OSError):
             while self._waiting:
                 if not self._writable.poll(None if timeout_seconds is None else 1000 * timeout_seconds):
@@ -61,13 +63,14 @@ class Pipe:
         return not self._waiting
 
     def _send_waiting(self) -> None:
-        """A Unix socket that poll calls writable has three quarters of its buffer free: a message fits whole."""
+        """Send while the pipe is writable. `poll` calls a Unix socket writable when three quarters of its buffer are
+        free: a message then fits whole, and `send_bytes` does not block."""
         while self._waiting and self._writable.poll(0):
             self.connection.send_bytes(self._waiting[0])
             self._waiting.popleft()
 
     def receive(self) -> ChildMessage:
-        """Blocking. Raises EOFError or OSError when the other end is gone."""
+        """Wait for the next message. Blocking. Raises EOFError or OSError when the other end is gone."""
         kind, fields = json.loads(self.connection.recv_bytes())
         message: ChildMessage = KINDS[kind](**fields)
         return message
@@ -77,7 +80,7 @@ class Pipe:
 
 
 def may_be_dropped(message: ChildMessage) -> bool:
-    """Whether the next message of its kind tells the reader what this one would have."""
+    """Returns whether the next message of this kind makes this one needless."""
     return isinstance(message, NodesAbsent) or (
         isinstance(message, Progress) and message.record.get("kind") in ("round", "evaluation")
     )

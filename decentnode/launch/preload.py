@@ -1,4 +1,4 @@
-"""Imported once by the fork server: what every node needs, so that forked nodes share its memory.
+"""Imports that the fork server makes once for all nodes, so that forked nodes share the memory.
 
 Nothing here may start a thread, run a tensor operation or touch a GPU: forks inherit only the calling thread.
 """
@@ -24,7 +24,7 @@ TABLES = (COMMUNICATIONS, CODECS, DATASETS, PARTITIONS, GRAPHS, WEIGHTS, MAPPING
 
 
 def components() -> list[str]:
-    """The module of every component. One that each node imports by itself costs each node 18 MB: making a pydantic
+    """Returns the modules of all components. One that each node imports by itself costs each 18 MB: making a pydantic
     class walks over all modules and so writes to their reference counts."""
     return sorted({target.partition(":")[0] for table in TABLES for target in table.values()})
 
@@ -48,7 +48,7 @@ MODULES = (
     "networkx",
     "torch._dynamo",  # every optimizer step imports it (torch.optim.optimizer)
 )
-"""Ours before the large ones that come last: pydantic looks through all modules for the source of a new class."""
+"""Our own modules stand before the largest: pydantic looks through all loaded modules for the source of a new class."""
 
 for _module in MODULES:
     try:

@@ -1,4 +1,4 @@
-"""Which machine of a run this is, as torchrun, Slurm or Kubernetes say it: hints, never the authority over uids."""
+"""The number of this machine as torchrun, Slurm or Kubernetes give it. It is a hint: uids follow from the mapping."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from decentnode.errors import UsageError
 
 @dataclass(frozen=True)
 class Hint:
-    """What a scheduler's environment says."""
+    """The number of this machine by a scheduler's environment variables."""
 
     source: str
     machine: int
     machines: int | None
-    """How many there are; None where the scheduler does not tell."""
+    """How many machines there are; None where the scheduler does not say."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ SCHEDULERS = (
     _Scheduler("Slurm", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID"),
     _Scheduler("Kubernetes", "JOB_COMPLETION_INDEX", None, "JOB_COMPLETION_INDEX"),
 )
-"""In the order they are asked: torchrun inside a Slurm step knows more than the step. Kubernetes: indexed jobs."""
+"""In the order in which they are tried: torchrun inside a Slurm step knows more than the step. Kubernetes: indexed
+jobs."""
 
 
 def detect(variables: Mapping[str, str]) -> Hint | None:
-    """The first scheduler that started this process, or None. Raises UsageError for a value that is no number."""
+    """Returns the hint of the first scheduler that started this process, or None. Raises UsageError for a value that is
+    no number."""
     for each in SCHEDULERS:
         if each.present in variables and each.machine in variables:
             machines = _number(variables, each.machines) if each.machines and each.machines in variables else None
@@ -46,7 +48,7 @@ def detect(variables: Mapping[str, str]) -> Hint | None:
 
 
 def machine_of(hint: Hint, num_machines: int) -> int:
-    """The hinted machine of a mapping. Raises UsageError where the two do not fit together."""
+    """Returns the machine that the hint names. Raises UsageError where the mapping has another number of machines."""
     if hint.machines is not None and hint.machines != num_machines:
         raise UsageError(
             f"{hint.source} started {hint.machines} machines, but the mapping has {num_machines}; "

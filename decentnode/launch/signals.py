@@ -1,4 +1,4 @@
-"""Signals as something to wait for: a pipe that becomes readable, and a count of what came."""
+"""Signals that a loop can wait for: a pipe becomes readable when one comes, and they are counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-"""What a terminal stops its processes with: Ctrl-Z, and reading or writing in the background."""
+"""The signals by which a terminal stops processes: on Ctrl-Z, and when a background process reads or writes."""
 
 
 class StopSignals:
@@ -23,12 +23,12 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.suspend = False
-        """Whether the terminal asked this process to stop itself (Ctrl-Z), and it has not yet."""
+        """Whether the terminal asked this process to suspend itself (Ctrl-Z), and it has not yet."""
         self._before: dict[int, object] = {}
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """Readable after a signal, until `clear`."""
+        """A file descriptor that is readable from a signal until `clear`."""
         return self._read
 
     def clear(self) -> None:
@@ -50,10 +50,8 @@ class StopSignals:
             os.write(self._write, b".")
 
     def suspend_if_asked(self, tell: Callable[[], None]) -> bool:
-        """Whether this process was stopped since the last call. Blocking until the shell lets it go on (`fg`, `bg`).
-
-        tell: called before.
-        """
+        """Suspend this process if the terminal asked for it. Blocking until the shell lets it go on (`fg`, `bg`).
+        Returns whether it was suspended. tell: called before."""
         if not self.suspend:
             return False
         self.suspend = False

@@ -24,16 +24,17 @@ PREFIX = "decentnode-"
 LOCK, UNLOCKED = "lock", "lock.new"
 BUFFERS = Path("/dev/shm")
 MAX_PATH_BYTES = 80
-"""Of the folder; the path of a Unix socket may have 107."""
+"""Longest path of the folder; that of a Unix socket may have 107 bytes."""
 UNFINISHED_SECONDS = 3600.0
-"""Age at which a folder without a lock is taken for one whose run was killed while it made it."""
+"""Age from which a folder without a lock counts as left behind by a run that was killed while it made it."""
 
 _RANDOM = re.compile(r"[a-z0-9_]{8}")  # what tempfile.mkdtemp puts behind a prefix
 _BUFFER = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as `path_of` of publish buffers names them
 
 
 class SocketDir:
-    """The folder lives as long as its lock is held, which the system lets go of however the process ends."""
+    """A private folder for Unix sockets. It counts as used while its lock is held; the system releases the lock however
+    the process ends."""
 
     def __init__(self) -> None:
         base = tempfile.gettempdir()
@@ -49,7 +50,7 @@ class SocketDir:
         unlocked.rename(Path(self.path, LOCK))
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove the folder and the publish buffers that bear its name. Idempotent."""
         if self._lock >= 0:
             _remove(Path(self.path))
             os.close(self._lock)
@@ -57,8 +58,8 @@ class SocketDir:
 
 
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError), os.scandir(BUFFERS) as boards:
-        for buffer in boards:
+    with contextlib.suppress(OSError), os.scandir(BUFFERS) as entries:
+        for buffer in entries:
             if buffer.name.startswith(folder.name) and _BUFFER.fullmatch(buffer.name[len(folder.name) :]):
                 with contextlib.suppress(OSError):
                     if buffer.stat(follow_symlinks=False).st_uid == os.getuid():
@@ -75,7 +76,7 @@ def remove_stale(base: Path) -> None:
 
 
 def _own_folders(base: Path) -> Iterator[Path]:
-    """Folders, no links, that this user made and that have names as `SocketDir` gives them."""
+    """Yields folders (not links) of this user whose names are as `SocketDir` makes them."""
     with os.scandir(base) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and _RANDOM.fullmatch(entry.name[len(PREFIX) :]):
@@ -85,7 +86,8 @@ def _own_folders(base: Path) -> Iterator[Path]:
 
 
 def _remove_if_stale(folder: Path) -> None:
-    """Raises OSError where the run lives, or the folder is not what `SocketDir` makes."""
+    """Remove a folder whose run is gone. Raises OSError where the run lives, or the folder is not one of
+    `SocketDir`."""
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(inside).st_uid != os.getuid():

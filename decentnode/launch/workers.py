@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -28,7 +28,7 @@ REAP_SECONDS = 10.0
 
 @dataclass
 class Worker:
-    """One child and what is known of it. `uids` is empty for the child that loads the experiment."""
+    """One child and its state. `uids` is empty for the child that loads the experiment."""
 
     uids: tuple[int, ...]
     process: ForkServerProcess
@@ -38,7 +38,7 @@ class Worker:
     finished: set[int] = field(default_factory=set)
     failed: bool = False
     leaving_since: float | None = None
-    """When it said its last word."""
+    """When its last message came; `time.monotonic()`."""
     open: bool = True
     """Whether its end of the pipe may still hold messages."""
     exit_code: int | None = None
@@ -49,16 +49,16 @@ class Worker:
 
     @property
     def over(self) -> bool:
-        """Nothing more is expected but the end of the process."""
+        """Whether only the end of the process is still to come."""
         return self.failed or self.finished.issuperset(self.uids)
 
     def send(self, message: ChildMessage) -> None:
-        """A child that is gone hears nothing; what it said before is still to be read."""
+        """Send a message, or drop it where the child is gone: its own messages are still to be read."""
         with contextlib.suppress(OSError):
             self.channel.send(message)
 
     def messages(self) -> Iterator[ChildMessage]:
-        """All that has arrived. Not blocking, apart from the rest of a message under way."""
+        """Yields the messages that have arrived. Does not wait, apart from the rest of a message under way."""
         try:
             while self.open and self.channel.connection.poll():
                 yield self.channel.receive()
@@ -70,14 +70,14 @@ class Worker:
             self.process.kill()
 
     def reap(self, timeout_seconds: float = REAP_SECONDS) -> None:
-        """Blocking until the process is gone; afterwards `exit_code` is known."""
+        """Wait until the process is gone; `exit_code` is known then. Blocking."""
         self.process.join(timeout_seconds)
         self.exit_code = self.process.exitcode if self.process.exitcode is not None else -signal.SIGKILL
         self.channel.close()
         self.open = False
 
     def ending(self) -> str:
-        """How the process ended, for people."""
+        """Returns how the process ended, in words."""
         code = self.exit_code or 0
         if code >= 0:
             return f"ended with exit code {code} and no word"
@@ -111,8 +111,17 @@ def _start(context: ForkServerContext, target: Callable[..., None], work: Any, u
     return Worker(uids, process, Pipe(ours))
 
 
+def late_nodes(workers: Sequence[Worker], phase: str) -> list[int]:
+    """Returns the local nodes that a phase of the run (starting, joining, running) waits for."""
+    if phase == "starting":
+        return [uid for w in workers for uid in w.uids if uid not in w.bound]
+    if phase == "joining":
+        return [uid for w in workers for uid in w.uids if uid not in w.joined]
+    return [uid for w in workers if w.alive for uid in w.uids if uid not in w.finished and not w.failed]
+
+
 def end_all(workers: list[Worker]) -> None:
-    """Kill what is left and reap it. Blocking for at most REAP_SECONDS in all."""
+    """Kill and reap all children that live. Blocking for at most REAP_SECONDS in all."""
     for worker in workers:
         worker.kill()
     deadline = time.monotonic() + REAP_SECONDS
@@ -122,7 +131,7 @@ def end_all(workers: list[Worker]) -> None:
 
 
 class LoadError(DecentnodeError):
-    """An error of the child that loads, with its message and exit code."""
+    """An error of the child that loads the experiment, with its message and exit code."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.text)
@@ -130,7 +139,7 @@ class LoadError(DecentnodeError):
 
 
 class LoadConfigError(ConfigError):
-    """The child's ConfigError; its text has all problems already."""
+    """A ConfigError of the child; its text lists all problems already."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__([], "")
@@ -138,14 +147,15 @@ class LoadConfigError(ConfigError):
 
 
 class Loader:
-    """The child that loads. `facts` blocks; the header comes when it is ready."""
+    """The child that loads the experiment, so that the supervisor never imports torch. `facts` waits for the first
+    message, `poll` takes the header when it has come."""
 
     def __init__(self, context: ForkServerContext, request: Request) -> None:
         self.worker = _start(context, entry.prepare, request, ())
 
     def facts(self, observer: Observer, signals: StopSignals) -> Facts:
-        """Blocking. Raises LoadError or LoadConfigError with the child's error,
-        EnvironmentFault after LOAD_SECONDS, Interrupted."""
+        """Wait for the facts. Blocking. Raises LoadError or LoadConfigError with the child's error, NodeFailed when the
+        child died, EnvironmentFault after LOAD_SECONDS, Interrupted."""
         started = time.monotonic()
         while True:
             ready = wait([self.worker.channel.connection, self.worker.process.sentinel, signals.fileno()], timeout=1.0)
@@ -169,7 +179,7 @@ class Loader:
                 observer.waiting(f"loading torch and the experiment ({elapsed:.0f} s)")
 
     def poll(self, tell: Callable[[Header], None]) -> None:
-        """Not blocking: hand over the header if it has come, and reap the child at its end."""
+        """Pass the header to `tell` if it has come, and reap the child once it has ended. Does not wait."""
         for message in self.worker.messages():
             if isinstance(message, Header):
                 tell(message)

@@ -118,9 +118,9 @@ FIGURES = (
     Figure("bytes_sent_per_node", "bytes", "bytes_sent_total / nodes", "report/compare.py", "payload MB/node", 1e-6),
     Figure("bytes_metadata_per_node", "bytes", "bytes_metadata_total / nodes", "report/compare.py",
            "metadata MB/node", 1e-6),
-    Figure("start_seconds", "s", "from the command until all nodes were connected", "launch/supervisor.py",
+    Figure("start_seconds", "s", "from the command until all nodes were connected", "launch/run.py",
            "start s", digits=1),
-    Figure("wall_seconds", "s", "from the command to the end", "launch/supervisor.py", "wall s", digits=1),
+    Figure("wall_seconds", "s", "from the command to the end", "launch/run.py", "wall s", digits=1),
 )  # fmt: skip
 BY_NAME = {figure.name: figure for figure in FIGURES}
 

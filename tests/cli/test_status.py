@@ -53,7 +53,7 @@ def test_without_a_run(tmp_path: Path) -> None:
 
 def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
     """SIGSTOP of one node: the others are seen to wait for it, and the run ends in time with its name."""
-    impatient = "from decentnode.launch import supervisor; supervisor.GRACE_SECONDS = 2.0; "
+    impatient = "from decentnode.launch import run; run.GRACE_SECONDS = 2.0; "
     command = [sys.executable, "-c", impatient + "from decentnode.cli import main; main()", "run",
                str(ROOT / "configs" / "quickstart.yaml"), "--plain", "--run-dir", str(tmp_path),
                "--set", "graph={name: complete, nodes: 4}", "--set", "mapping={name: linear, nodes_per_machine: 4}",

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from decentnode.launch.messages import Failed, Finished
-from decentnode.launch.outcome import Ledger, first_cause, summary
+from decentnode.launch.outcome import Durations, Ledger, first_cause, summary
 from tests.launch.facts import FACTS, FINISHED
 
 
@@ -22,7 +22,7 @@ def test_the_summary_of_a_node_that_died_is_what_it_last_told() -> None:
     ledger.progress(1, {"kind": "evaluation", "round": 4, "accuracy": 0.25})
     ledger.finished[0] = FINISHED
     ledger.failures.append(Failed(1, 8, "boom", "..."))
-    found = summary(FACTS, ledger, 8, None, 1.0, 2.0)
+    found = summary(FACTS, ledger, 8, None, Durations(1.0, 2.0))
     assert (found["status"], found["exit_code"], found["rounds"]) == ("failed", 8, 4)
     assert (found["accuracy_min"], found["bytes_sent_total"], found["bytes_evaluation_total"]) == (0.25, 9, 100)
     assert found["failure"] == {"node": 1, "title": "boom", "exit_code": 8}
@@ -42,7 +42,7 @@ def test_bytes_of_processes_that_are_gone_are_in_the_totals() -> None:
     ledger.progress(0, {"kind": "generation", "members": [0, 1]})
     ledger.finished[0] = Finished(0, {"uid": 0, "rounds": 10, "bytes_data": 1000, "bytes_evaluation": 7}, False)
     ledger.finished[1] = Finished(1, {"uid": 1, "rounds": 10, "bytes_data": 700, "bytes_evaluation": 5}, False)
-    found = summary(FACTS, ledger, 0, None, 1.0, 2.0)
+    found = summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))
     assert sorted(found["nodes"]) == ["0", "1"] and ledger.restarts == {1: 1}
     assert found["bytes_sent_total"] == found["bytes_data_total"] == 1000 + 700 + 300 + 50
     assert found["bytes_evaluation_total"] == 7 + 5 + 1 + 1

@@ -1,0 +1,399 @@
+"""The state of a run on this machine: its nodes as children, what they said, and for whom it waits until when."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interrupted, PeerLost, UsageError
+from decentnode.launch.messages import (
+    Bound,
+    ChildMessage,
+    Facts,
+    Failed,
+    Finished,
+    Header,
+    NodeJoined,
+    NodesAbsent,
+    PeerFailure,
+    Peers,
+    Progress,
+    Request,
+    StopRun,
+    Task,
+)
+from decentnode.launch.observer import Observer, generation_notice, names, waiting_for
+from decentnode.launch.outcome import Durations, Ledger, Outcome, first_cause, summary
+from decentnode.launch.provenance import usable_cores
+from decentnode.launch.run_dir import Records, node_dir
+from decentnode.launch.signals import StopSignals
+from decentnode.launch.sockets import SocketDir
+from decentnode.launch.workers import Worker, end_all, late_nodes, start_node
+
+TICK_SECONDS = 0.25
+NOTICE_SECONDS = 3.0
+"""After a wait this long the observer is told for whom the run waits."""
+ECHO_SECONDS = 0.5
+"""After a failure that follows from another node's: how long the run waits for that one, to report it as the cause."""
+GRACE_SECONDS = 5.0
+"""After a failure: how long the other nodes may take to tell other machines and to close their files."""
+BACK_SECONDS = 2.0
+"""After all others have ended: how long a node that is not back in the run may take to end by itself."""
+TOLD_GENERATIONS = 64
+"""How many reported generations are remembered; nodes report one within seconds of each other."""
+EXIT_SECONDS = 10.0
+"""How long a process may take to end after its last message."""
+FOR_ALL = (UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code)
+"""Exit codes of a node that end the run also where the others could go on: they would fail in the same way."""
+ASSEMBLY_MARGIN_SECONDS = 15.0
+"""How much longer than the nodes themselves the supervisor waits for the start."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a user that runs nodes."""
+
+    request: Request
+    observer: Observer
+    signals: StopSignals
+    started: float
+    """`time.monotonic()` of the command."""
+
+
+class Run:
+    """The nodes of this machine, in the phases starting (fork, load), joining (connect) and running."""
+
+    def __init__(self, command: Command, facts: Facts, records: Records | None) -> None:
+        """records: None for a dry run, which writes nothing."""
+        self.request = command.request
+        self.facts = facts
+        self.records = records
+        self.directory = records.directory if records else None
+        self.observer = command.observer
+        self.signals = command.signals
+        self.started = command.started
+        self.phase = "starting"
+        self.ledger = Ledger()
+        self.workers: list[Worker] = []
+        self.endpoints: dict[str, list[str]] = {}
+        self.start_seconds: float | None = None
+        self.silent: list[int] = []
+        """Nodes that did not end after another's failure and were killed."""
+        self._signals_seen = 0
+        self._killed_by_user = False
+        self._kill_at: float | None = None
+        """When all children are killed, once the run has failed or the user asked for it."""
+        self._first_finish: float | None = None
+        self._cause_told = False
+        self._absent: NodesAbsent | None = None
+        self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
+        self._sockets = SocketDir()
+        self._phase_since = self._noticed = time.monotonic()
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def start(self, context: ForkServerContext) -> None:
+        """Fork the local nodes. Returns before they are ready."""
+        self._context = context
+        self._run_id = secrets.token_hex(8) if 0 in self.facts.local and not self.request.join else ""
+        groups = [list(self.facts.local)] if self.facts.in_process else [[uid] for uid in self.facts.local]
+        self.workers += [start_node(context, self._task(uids, self.request.join)) for uids in groups]
+        self._enter("joining" if self.facts.in_process else "starting")
+
+    def _task(self, uids: list[int], join: bool) -> Task:
+        facts, local = self.facts, self.facts.local
+        share = max(1, usable_cores() // len(local))
+        return Task(
+            request=self.request, uids=uids, machine=facts.machine,
+            run_dir=str(self.directory) if self.directory else None, threads=facts.threads.get(str(uids[0]), share),
+            run_id=self._run_id, in_process=facts.in_process, progress_seconds=max(0.25, len(local) / 50),
+            socket_dir=self._sockets.path, join=join, endpoints=self.endpoints.get(str(uids[0]), []),
+        )  # fmt: skip
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        self._phase_since = self._noticed = time.monotonic()
+
+    def on_header(self, header: Header) -> None:
+        self.observer.header(header.lines)
+        if self.records is not None:
+            self.records.keep_modules(header.modules)
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def loop(self, poll: Callable[[], None]) -> None:
+        """Listen to the children until all are gone. Blocking; `poll` is called at least every TICK_SECONDS."""
+        while any(worker.alive for worker in self.workers):
+            sources = {self.signals.fileno(): None}
+            for worker in self.workers:
+                if worker.alive:
+                    sources[worker.process.sentinel] = None
+                if worker.open:
+                    sources[worker.channel.connection.fileno()] = None
+            ready = set(wait(list(sources), timeout=TICK_SECONDS))
+            if self.signals.fileno() in ready:
+                self.signals.clear()
+            self._on_signals()
+            # Nodes that start wait for the addresses of the others from here, so that Ctrl-Z has to wait, too.
+            if self.phase != "starting" and self.signals.suspend_if_asked(self.observer.suspending):
+                self.observer.resumed()
+                continue
+            for worker in self.workers:
+                self._listen(worker, ready)
+            self._check_time(time.monotonic())
+            poll()
+            self.observer.tick()
+
+    def _listen(self, worker: Worker, ready: Collection[Any]) -> None:
+        if not worker.alive:
+            return
+        gone = worker.process.sentinel in ready
+        worker.channel.flush()
+        for message in worker.messages():
+            self._on_message(worker, message)
+        if gone:
+            worker.reap()
+            self._on_exit(worker)
+
+    def _on_message(self, worker: Worker, message: ChildMessage) -> None:
+        if isinstance(message, Progress):
+            self.ledger.progress(message.uid, message.record)
+            self.observer.progress(message.uid, message.record)
+            if message.record.get("kind") == "generation":
+                self._on_generation(message.record)
+        elif isinstance(message, Bound):
+            worker.bound.add(message.uid)
+            self.endpoints[str(message.uid)] = [message.control, message.bulk]
+            if self.phase == "running":
+                worker.send(Peers(self.endpoints))
+            elif len(self.endpoints) == len(self.facts.local):
+                self._enter("joining")
+                self._tell_all(Peers(self.endpoints))
+        elif isinstance(message, NodeJoined):
+            worker.joined.add(message.uid)
+            everybody = all(worker.joined.issuperset(worker.uids) for worker in self.workers)
+            if everybody and self.phase != "running":
+                self._on_all_joined()
+        elif isinstance(message, NodesAbsent):
+            self._absent = message
+        elif isinstance(message, Finished):
+            worker.finished.add(message.uid)
+            self.ledger.finished[message.uid] = message
+            if self.records is not None:
+                self.records.keep_modules(message.modules)
+            self.ledger.lost.pop(message.uid, None)
+            self._first_finish = self._first_finish or time.monotonic()
+            worker.leaving_since = time.monotonic() if worker.over else None
+            if message.stopped:
+                # also where another machine was asked: a node that is on its way back into the run hears it here
+                self._tell_all(StopRun())
+        elif isinstance(message, Failed):
+            worker.failed, worker.leaving_since = True, time.monotonic()
+            self._on_death(message)
+
+    def _on_all_joined(self) -> None:
+        self._enter("running")
+        self.start_seconds = time.monotonic() - self.started
+        (self.observer.asks_to_join if self.request.join else self.observer.joined)(self.start_seconds)
+        if self.records is not None:
+            self.records.start()
+
+    def _on_exit(self, worker: Worker) -> None:
+        if not worker.over and not self._killed_by_user and self._kill_at is None:
+            uid = worker.uids[0] if not self.facts.in_process else min(set(worker.uids) - worker.finished)
+            title = f"node {uid} {worker.ending()}"
+            worker.failed = True
+            self._on_death(Failed(uid, 8, title, title))
+        elif worker.finished.issuperset(worker.uids) and worker.exit_code not in (0, Interrupted.exit_code):
+            uid = worker.uids[0]
+            self._on_failure(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
+        self._start_again(worker)
+
+    def _tell_all(self, message: ChildMessage) -> None:
+        for worker in self.workers:
+            if worker.alive and not worker.over:
+                worker.send(message)
+
+    # -- generations of members -------------------------------------------------------------------------------
+
+    def _on_death(self, failed: Failed) -> None:
+        """A node died: the others go on without it where the config allows it, else the run fails."""
+        begun = any(worker.joined for worker in self.workers)
+        may = self.facts.regroup and begun and self._kill_at is None
+        comes_back = failed.uid in self.ledger.lost  # what ends a node on its way back in ends nothing else
+        if not may or (failed.exit_code in FOR_ALL and not comes_back):
+            self._on_failure(failed)
+            return
+        self._tell_all(PeerFailure(failed.uid, failed.title))
+        if failed.exit_code == Interrupted.exit_code:  # the stop found it outside of the run
+            self.ledger.lost.setdefault(failed.uid, failed)
+            return
+        self.ledger.lost[failed.uid] = failed
+        never_in = self.request.join and not self.ledger.members
+        self.observer.notice(failed.title if never_in else f"{failed.title}: the others go on")
+
+    def _start_again(self, worker: Worker) -> None:
+        """Start a node again that the others go on without, as often as the config says."""
+        uid = worker.uids[0]
+        count = self.ledger.restarts.get(uid, 0)
+        if uid not in self.ledger.lost or count >= self.facts.restarts or self.signals.received or self._first_finish:
+            return
+        self.ledger.restarted(uid)
+        self.observer.notice(f"node {uid} is started again ({count + 1} of {self.facts.restarts} times)")
+        self.workers[self.workers.index(worker)] = start_node(self._context, self._task([uid], join=True))
+
+    def _on_generation(self, record: Mapping[str, Any]) -> None:
+        """A node entered a generation: the observer hears of it once, from whichever node says it first."""
+        name = (record.get("generation", 0), record.get("origin", ""))
+        if name in self._told_generations:
+            return
+        self._told_generations.append(name)
+        for uid in record.get("joined", []):
+            self.ledger.lost.pop(uid, None)
+        self.observer.notice(generation_notice(record, self.facts.num_nodes))
+
+    # -- failures and signals ---------------------------------------------------------------------------------
+
+    def _on_failure(self, failed: Failed) -> None:
+        self.ledger.failures.append(failed)
+        if len(self.ledger.failures) == 1:
+            self._tell_all(PeerFailure(failed.uid, failed.title))
+            self._kill_at = time.monotonic() + (GRACE_SECONDS if self.phase == "running" else 1.0)
+        if not failed.follower:
+            self._tell_cause()
+
+    def _tell_cause(self) -> None:
+        """Report the cause of the failure, once. A failure that follows from another node's waits for that one."""
+        cause = first_cause(self.ledger.failures)
+        if cause is None or self._cause_told:
+            return
+        self._cause_told = True
+        log = node_dir(self.directory, cause.uid) if self.directory else None
+        self.observer.failed(cause, log if log is not None and log.is_dir() else None)
+
+    def _on_signals(self) -> None:
+        while self._signals_seen < len(self.signals.received):
+            number = self.signals.received[self._signals_seen]
+            self._signals_seen += 1
+            if self._signals_seen > 1 or self.phase != "running" or self._kill_at is not None:
+                self._killed_by_user = True
+                self._kill_at = time.monotonic()
+            else:
+                self.observer.stopping(signal.Signals(number).name)
+                self._tell_all(StopRun())
+
+    def _check_time(self, now: float) -> None:
+        """End waits whose deadline has passed, and say for whom a long one waits."""
+        limit = self.facts.start_timeout_seconds
+        waited = now - self._phase_since
+        late = late_nodes(self.workers, self.phase)
+        if self._kill_at is not None:
+            if now >= self._kill_at - GRACE_SECONDS + ECHO_SECONDS:
+                self._tell_cause()
+            if now >= self._kill_at:
+                self._kill_all()
+            return
+        if self.phase == "starting" and late and waited > limit:
+            self._give_up(late, AssemblyError.exit_code, f"not ready within {limit:g} s")
+        elif self.phase == "joining" and late and waited > limit + ASSEMBLY_MARGIN_SECONDS:
+            self._give_up(late, AssemblyError.exit_code, f"not connected within {waited:.0f} s")
+        elif self._first_finish is not None and late and self._only_they_are_left(late, now):
+            self._end_without(late)
+        elif self._first_finish is not None and late and now - self._first_finish > self.facts.timeout_seconds:
+            seconds = now - self._first_finish
+            if self.facts.regroup:
+                self._leave_behind(late, f"silent for {seconds:.0f} s after other nodes had finished")
+                return
+            self._give_up(late, PeerLost.exit_code, f"silent for {seconds:.0f} s after other nodes had finished")
+        elif self.phase != "running" and late and now - self._noticed > NOTICE_SECONDS:
+            self._noticed = now - NOTICE_SECONDS + 1.0
+            self.observer.waiting(waiting_for(self.facts, self.phase, late, self._absent, waited))
+        for worker in self.workers:
+            if worker.alive and worker.leaving_since is not None and now - worker.leaving_since > EXIT_SECONDS:
+                worker.kill()
+
+    def _kill_all(self) -> None:
+        for worker in self.workers:
+            if worker.alive and not worker.over and not self._killed_by_user:
+                self.silent += [uid for uid in worker.uids if uid not in self.silent]
+            worker.kill()
+
+    @property
+    def _ended(self) -> float:
+        """When the latest of the last messages of nodes came; `time.monotonic()`."""
+        return max((worker.leaving_since or 0.0 for worker in self.workers), default=0.0)
+
+    def _leave_behind(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:
+        for worker in self.workers:
+            if worker.alive and worker.uids[0] in late:
+                title = f"node {worker.uids[0]}: {what}"
+                worker.failed = True
+                self._on_death(Failed(worker.uids[0], exit_code, title, title))
+                worker.kill()
+
+    def _only_they_are_left(self, late: list[int], now: float) -> bool:
+        """Returns whether the others went on without the nodes `late`, and all others ended BACK_SECONDS ago."""
+        return self.ledger.outside(self.facts.local).issuperset(late) and now - self._ended > BACK_SECONDS
+
+    def _end_without(self, late: list[int]) -> None:
+        """End these nodes: all others have ended, and none is left that could let them in."""
+        if self.ledger.stopped:
+            self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
+            return
+        for worker in self.workers:
+            if worker.alive and worker.uids[0] in late:
+                uid, before = worker.uids[0], self.ledger.lost.get(worker.uids[0])
+                since = f"node {uid}: left behind" if before is None else f"{before.title}; started again"
+                title = f"{since}, it was not back in time before the run was over"
+                worker.failed = True
+                self.ledger.lost[uid] = Failed(uid, PeerLost.exit_code, title, title)
+                self.observer.notice(title)
+                worker.kill()
+
+    def _give_up(self, late: list[int], exit_code: int, what: str) -> None:
+        title = f"node {names(late)}: {what}"
+        self._on_failure(Failed(late[0], exit_code, title, title))
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Kill and reap every child, and remove the socket folder. Idempotent."""
+        end_all(self.workers)
+        self._sockets.remove()
+
+    def conclude(self) -> Outcome:
+        """Write the summary and decide the exit code. To be called after `close`."""
+        self._tell_cause()
+        if self.ledger.lost and not self.ledger.finished:  # nobody was left to go on
+            lost = self.ledger.lost.values()
+            self.ledger.failures += [failed for failed in lost if failed.exit_code != Interrupted.exit_code]
+            self._tell_cause()
+        cause = first_cause(self.ledger.failures)
+        gone = {*self.ledger.finished, *self.ledger.lost}
+        done = bool(self.ledger.finished) and gone.issuperset(self.facts.local) and not self.ledger.stopped
+        if self._killed_by_user:
+            exit_code = self.signals.exit_code
+        elif cause is not None:
+            exit_code = cause.exit_code or 8
+        elif done:
+            exit_code = 0
+        else:
+            exit_code = self.signals.exit_code if self.signals.received else 130
+        wall = time.monotonic() - self.started
+        found = summary(self.facts, self.ledger, exit_code, self.directory, Durations(self.start_seconds, wall))
+        if self.records is not None:
+            whole = 0 in self.facts.local or any(finished.reports for finished in self.ledger.finished.values())
+            if not self.records.finish(found, whole):
+                exit_code = exit_code or EnvironmentFault.exit_code
+            for notice in self.records.notices:
+                self.observer.notice(notice)
+        ended = {cause.uid if cause else -1, *self.ledger.finished}
+        followers = tuple(uid for uid in self.facts.local if uid not in ended) if cause else ()
+        return Outcome(exit_code, self.directory, found, cause, followers, tuple(self.silent))
