@@ -71,8 +71,8 @@ def machines_of(mapping: Mapping) -> list[tuple[int, ...]]:
 
 def schemas_of(sharing: Sharing, model: FlatModel) -> tuple[Schema, ...]:
     """What every phase of a round exchanges: the rule's own, then float buffers where the model has any."""
-    own = Schema(model.num_parameters, sharing.payload_schema(model.num_parameters, model.dtype), sharing.elementwise)
-    schemas = [own] * sharing.phases
+    tensors = sharing.payload_schema(model.num_parameters, model.dtype)
+    schemas = [Schema(model.num_parameters, tensors, sharing.requirements.elementwise)] * sharing.requirements.phases
     if model.buffers.numel():
         count = model.buffers.numel()
         schemas.append(Schema(count, {"x": TensorSpec(model.buffers.dtype, count)}, True))
@@ -103,7 +103,7 @@ def build(
 
     sharing = make_rule()
     communication = make_communication(schemas_of(sharing, model))
-    if not sharing.overrides_topology:
+    if not sharing.requirements.overrides_topology:
         communication.partners = graph.partners(uid)
     node_parts = NodeParts(graph, training, sharing, communication, make_rule)
     return Node(uid, experiment.node, node_parts, seed=experiment.seed, record=record)

@@ -20,7 +20,7 @@ from decentnode.config.component import load_class
 from decentnode.config.problems import Problem, raised
 from decentnode.data import DATASETS, shares
 from decentnode.data.base import Dataset
-from decentnode.errors import UsageError
+from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -30,6 +30,7 @@ from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import exchange_rounds, unheard
 from decentnode.sharing.step_size import largest_step
 from decentnode.training.statistics import needs_two
@@ -185,25 +186,28 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("training", "lr_schedule", *key), message, hint, other=("node", "rounds"))
 
 
+def sharing_is_a_rule(experiment: Experiment) -> Iterator[Problem]:
+    if _rule_class(experiment) is None:
+        message = f"must name a class derived from decentnode.sharing.base.Sharing, got {experiment.sharing.name}"
+        yield Problem(("sharing", "name"), message)
+
+
 def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
     """Names the property of the mixing matrix that a rule needs and the graph does not give, and one that does."""
-    rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
-    name = experiment.sharing.name
-    graph = _graph(experiment)
-    if getattr(rule, "needs_sequential", False) and experiment.node.schedule != "sequential":
+    needs, graph, name = _requirements(experiment), _graph(experiment), experiment.sharing.name
+    if needs.sequential and experiment.node.schedule != "sequential":
         message = f": {name} works with schedule: sequential only, got {experiment.node.schedule}"
         yield Problem(("node", "schedule"), message, other=("sharing",))
     if graph is None:
         return
-    for message in _misses(rule, graph):
+    for message in _misses(needs, graph):
         yield Problem(("sharing",), f": {name} {message}", other=("graph",))
 
 
 def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
     """For rules with groups: of one size, with every node once, and all of a group give every other group the same."""
-    rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
     graph, mapping = _graph(experiment), _mapping(experiment)
-    if not getattr(rule, "needs_groups", False) or graph is None or mapping is None:
+    if not _requirements(experiment).groups or graph is None or mapping is None:
         return
     chosen: Any = experiment.sharing
     members = members_of(chosen.groups, [mapping.local(machine) for machine in range(mapping.num_machines)])
@@ -223,15 +227,16 @@ def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
                           f"{misfit}; {instead} would do", other=("graph",))  # fmt: skip
 
 
-def _misses(rule: type, graph: Graph) -> Iterator[str]:
-    if getattr(rule, "needs_static", False) and graph.period != 1:
-        instead = "{name: tree}" if getattr(rule, "needs_tree", False) else "{name: ring}"
+def _misses(needs: Requirements, graph: Graph) -> Iterator[str]:
+    """What the graph lacks of what a rule needs, each with a graph or weights that have it."""
+    if needs.static and graph.period != 1:
+        instead = "{name: tree}" if needs.tree else "{name: ring}"
         yield f"needs a static graph, got one that changes over the rounds; {instead} would do"
         return
-    if getattr(rule, "needs_symmetric", False) and graph.directed:
+    if needs.symmetric and graph.directed:
         yield "needs an undirected graph, got a directed one; {name: ring} would do"
         return
-    if getattr(rule, "needs_tree", False):
+    if needs.tree:
         edges = sum(len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)) // 2
         if edges != graph.num_nodes - 1:
             yield f"needs a tree, got {edges} edges for {graph.num_nodes} nodes; {{name: tree}} would do, or line"
@@ -239,7 +244,7 @@ def _misses(rule: type, graph: Graph) -> Iterator[str]:
     if graph.num_nodes > MAX_CHECKED_NODES:
         return
     rounds = range(min(graph.period or 4, 16))
-    if getattr(rule, "needs_doubly_stochastic", False):
+    if needs.doubly_stochastic:
         for r in rounds:
             columns = graph.matrix(r).sum(axis=0)
             if abs(columns - 1).max() > 1e-9:
@@ -248,7 +253,7 @@ def _misses(rule: type, graph: Graph) -> Iterator[str]:
                        f"{columns[worst]:.3f} in round {r}; weights: {{name: metropolis_hastings}} on an undirected "
                        "graph would do")  # fmt: skip
                 return
-    least = getattr(rule, "smallest_eigenvalue", None)
+    least = needs.smallest_eigenvalue
     if least is not None and not graph.directed and graph.period == 1:
         lowest = float(np.linalg.eigvalsh(graph.matrix(0)).min())
         if lowest < least - 1e-9:
@@ -285,8 +290,7 @@ def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
 
 def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
     """Some recursions never recover from one payload that does not come; then no run may go on without one."""
-    rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
-    if getattr(rule, "forgets_losses", True):
+    if _requirements(experiment).tolerates_missing:
         return
     never = f"{experiment.sharing.name} never recovers from one payload that does not come"
     if experiment.node.missing == "return_weight":
@@ -303,11 +307,12 @@ def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
     step, graph = getattr(config, "step_size", None), _graph(experiment)
     if step is None or graph is None:
         return
-    rule = load_class(config.name, SHARINGS, "sharing")
+    rule = _rule_class(experiment)
     with contextlib.suppress(UsageError):
-        largest = largest_step(rule, config, graph)
-        if largest is not None and step > largest:
-            default = rule.step_search(config).default(largest)
+        largest = None if rule is None else largest_step(rule, config, graph)
+        search = None if rule is None or largest is None else rule.step_search(config)
+        if largest is not None and search is not None and step > largest:
+            default = search.default(largest)
             logger.warning(
                 "sharing.step_size %g of %s is more than %g, the largest that brought nodes together on this graph "
                 "with this compression; without the key it is %g", step, config.name, largest, default,
@@ -315,17 +320,34 @@ def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
     yield from ()
 
 
+def _rule_class(experiment: Experiment) -> type[Sharing] | None:
+    """The class that the section names; None where it is no sharing rule (`sharing_is_a_rule`)."""
+    rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
+    return rule if issubclass(rule, Sharing) else None
+
+
+def _requirements(experiment: Experiment) -> Requirements:
+    """Those of the rule as its config makes it; those of its class where it cannot be made here."""
+    rule = _rule_class(experiment)
+    if rule is None:
+        return Requirements()
+    try:
+        return rule(experiment.sharing).requirements
+    except (UsageError, ValueError, EnvironmentFault):
+        return rule.requirements
+
+
 def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
-    """The rule without its compression, told of the machines; None where another check has its problem."""
-    mapping = _mapping(experiment)
-    if mapping is None or mapping.num_nodes != graph.num_nodes:
+    """The rule without its compression, which knows the machines; None where another check reports the problem."""
+    rule, mapping = _rule_class(experiment), _mapping(experiment)
+    if rule is None or mapping is None or mapping.num_nodes != graph.num_nodes:
         return None
     try:
-        rule: Sharing = load_class(experiment.sharing.name, SHARINGS, "sharing")(experiment.sharing)
-        rule.set_machines([mapping.local(machine) for machine in range(mapping.num_machines)])
+        made = rule(experiment.sharing)
+        made.set_machines([mapping.local(machine) for machine in range(mapping.num_machines)])
     except (UsageError, ValueError):
         return None
-    return rule
+    return made
 
 
 def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
@@ -374,6 +396,7 @@ CHECKS: tuple[Check, ...] = (
     model_takes_the_data,
     batches_suit_the_model,
     schedule_lasts,
+    sharing_is_a_rule,
     sharing_suits_the_graph,
     groups_suit_the_graph,
     everybody_hears_of_everybody,

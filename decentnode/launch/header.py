@@ -156,7 +156,8 @@ def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstima
 
     def messages(uid: int, round: int) -> int:
         seen = rule_view(rule, graph, uid, round, experiment.seed)
-        return sum(len(rule.plan(replace(seen, phase=phase)).neighbors) for phase in range(rule.phases))
+        phases = range(rule.requirements.phases)
+        return sum(len(rule.plan(replace(seen, phase=phase)).neighbors) for phase in phases)
 
     nodes = range(graph.num_nodes)
     first = next((r for r in itertools.islice(exchange_rounds(rule), LOOKED_AT) if messages(0, r)), 0)

@@ -29,7 +29,7 @@ class BufferExchange:
         payload = Payload({"x": schedule.model.buffers})
         outgoing = dict.fromkeys(view.neighbors, payload)
         group = AveragingGroup(view.averaging, payload) if schedule.averaging_groups and view.averaging else None
-        phase = schedule.sharing.phases
+        phase = schedule.sharing.requirements.phases
         self._exchange = schedule.communication.exchange(view.round, outgoing, view.sources, phase, group)
 
     def mix(self, view: RoundView, schedule: Schedule) -> None:
@@ -37,7 +37,7 @@ class BufferExchange:
         if self._exchange is None:
             return
         flat, exchange = schedule.model.buffers, self._exchange
-        for arrival in exchange.arrivals(schedule.timeout_seconds(schedule.sharing.phases - 1)):
+        for arrival in exchange.arrivals(schedule.timeout_seconds(schedule.sharing.requirements.phases - 1)):
             part = flat[arrival.start : arrival.stop]
             if arrival.total is not None:
                 schedule.sharing.mix_sum(part, part, arrival.total, view)

@@ -69,8 +69,9 @@ class Node:
         self._take_rule(parts.sharing)
         self._buffers = BufferExchange(averaged=config.buffers == "average")
         self._evaluator = Evaluator(
-            self.training, self.communication, recompute=config.buffers == "recompute", phases=self.sharing.phases
-        )
+            self.training, self.communication, recompute=config.buffers == "recompute",
+            phases=self.sharing.requirements.phases,
+        )  # fmt: skip
         self.round = 0
         """How many rounds are finished."""
         self.merged: Tensor | None = None
@@ -150,7 +151,7 @@ class Node:
             self.communication.enter(self.round)
             self.begin_round(self.round)
             yield
-            for phase in range(1, self.sharing.phases):
+            for phase in range(1, self.sharing.requirements.phases):
                 self.next_phase(phase)
                 yield
             self.finish_round(self.round)
@@ -214,7 +215,7 @@ class Node:
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
         fresh = self.uid in generation.fresh
         pending = self.communication.mean("generation/model", torch.zeros_like(own) if fresh else own, closing=True)
-        yield from steps_until_ready(pending, self.sharing.phases)
+        yield from steps_until_ready(pending, self.sharing.requirements.phases)
         mean, contributors = pending.wait(self.communication.config.timeout_seconds)
         if fresh:
             mean = (mean * (contributors / (contributors - len(generation.fresh)))).to(own.device)
@@ -231,16 +232,16 @@ class Node:
         self._plans = self._planned(round)
         self._missing: frozenset[int] = frozenset()
         self._update = self.schedule.begin(self._plans[0], lambda: self._check_finite(round))
-        if self.sharing.phases == 1:
+        if self.sharing.requirements.phases == 1:
             self._buffers.send(self._plans[-1], self.schedule)
         return self._update
 
     def next_phase(self, phase: int) -> None:
         """Wait for the neighbors of the phase before, mix, and send the payload of `phase` (1 or later). Blocking."""
-        self.doing = f"exchange, phase {phase} of {self.sharing.phases}"
+        self.doing = f"exchange, phase {phase} of {self.sharing.requirements.phases}"
         self._account_missing(self._plans[phase - 1], self.schedule.mix(self._plans[phase - 1]))
         self.schedule.send(self._plans[phase])
-        if phase == self.sharing.phases - 1:
+        if phase == self.sharing.requirements.phases - 1:
             self._buffers.send(self._plans[-1], self.schedule)
 
     def _planned(self, round: int) -> list[RoundView]:
@@ -249,7 +250,7 @@ class Node:
         All are known before the first phase sends (H2 in communication/hybrid/transport.py).
         """
         seen, rule = replace(self._seen(round), lr=self.training.learning_rate), self.sharing
-        plans = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.phases)]
+        plans = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.requirements.phases)]
         plans.append(plans[0] if len(plans) == 1 else rule.plan_buffers(seen))
         members = self.generation.members
         return plans if len(members) == self.graph.num_nodes else [plan.among(members) for plan in plans]

@@ -164,7 +164,7 @@ class Schedule(abc.ABC):
         started = time.perf_counter()
         self._outgoing = self.sharing.outgoing(model, view)
         group = None
-        if self.averaging_groups and view.averaging and not self.sharing.scalars:
+        if self.averaging_groups and view.averaging and not self.sharing.requirements.scalars:
             group = AveragingGroup(view.averaging, self.sharing.own_contribution(model, view))
         exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase, group)
         self.times.send += time.perf_counter() - started
@@ -174,7 +174,7 @@ class Schedule(abc.ABC):
         started = time.perf_counter()
         rule = self.sharing
         update = self.training.local_update(
-            view.round, (lambda gradient: rule.direction(gradient, view)) if rule.needs_gradient else None
+            view.round, (lambda gradient: rule.direction(gradient, view)) if rule.requirements.gradient else None
         )
         self.times.train += time.perf_counter() - started
         return update
@@ -190,7 +190,7 @@ class Schedule(abc.ABC):
                 missing, now = arrival.missing, view.without(arrival.missing)
             if arrival.total is not None:
                 yield _Slice(arrival.start, arrival.stop, {}, now, exchange, arrival.total)
-            elif self.sharing.elementwise:
+            elif self.sharing.requirements.elementwise:
                 cuts = list(blocks(arrival.start, arrival.stop))
                 if len(cuts) == 1:
                     yield _Slice(arrival.start, arrival.stop, arrival.received, now, exchange)
@@ -220,7 +220,7 @@ class Schedule(abc.ABC):
                 logger.debug("what was raised of it", exc_info=fault)
                 self.communication.counters.fault(fault.reason, uid, str(fault))
                 self._refused |= {uid}
-                if not self.sharing.forgets_losses:
+                if not self.sharing.requirements.tolerates_missing:
                     raise PeerLost(f"node {view.uid}: node {uid} sent in round {view.round} what cannot be read, and "
                                    f"the sharing rule cannot go on without it: {fault}", [uid]) from fault
         return found
@@ -229,7 +229,7 @@ class Schedule(abc.ABC):
         """Returns a slot of the publish buffer that the mixed model may be written to, so that the transport need not
         copy it next time; None where the payload is not the model itself. Blocking until neighbors have read the
         slot."""
-        if not self.sharing.elementwise or model.device.type != "cpu":
+        if not self.sharing.requirements.elementwise or model.device.type != "cpu":
             return None
         if not any(payload.tensors["x"].data_ptr() == model.data_ptr() for payload in self._outgoing.values()):
             return None
@@ -306,13 +306,13 @@ class Overlapped(Schedule):
     def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
         self.times = RoundTimes()
         self._before = self.model.parameters
-        if not self.sharing.elementwise:  # such a rule may keep views of what it sends until it mixes
+        if not self.sharing.requirements.elementwise:  # such a rule may keep views of what it sends until it mixes
             self._before = self._before.clone()
         self._exchange = self._send(self._before, view)
         place, started = self._place(self._before), time.perf_counter()
         if place is not None:
             self.model.rebind(place.copy_(self._before))
-        elif self.sharing.elementwise:
+        elif self.sharing.requirements.elementwise:
             self._before = self._before.clone()
         self.times.send += time.perf_counter() - started
         if self._mixes_in_background:
@@ -324,8 +324,8 @@ class Overlapped(Schedule):
     @functools.cached_property
     def _mixes_in_background(self) -> bool:
         """Decided in the first round: nothing that it depends on changes within a generation."""
-        rule, model = self.sharing, self.model.parameters
-        if rule.phases > 1 or rule.needs_gradient or not supported(self.communication, model):
+        needs, model = self.sharing.requirements, self.model.parameters
+        if needs.phases > 1 or needs.gradient or not supported(self.communication, model):
             return False
         return worthwhile(self.communication, model) if self.in_background is None else self.in_background
 
@@ -378,7 +378,7 @@ class Overlapped(Schedule):
         assert mixed is not None
         with torch.no_grad():
             for start, stop, view in self._spans:
-                for a, b in blocks(start, stop) if self.sharing.elementwise else [(start, stop)]:
+                for a, b in blocks(start, stop) if self.sharing.requirements.elementwise else [(start, stop)]:
                     delta = model[a:b] - before[a:b]
                     self.sharing.advance(model[a:b].copy_(mixed[a:b]), delta, view)
         self.times.mix += time.perf_counter() - joined

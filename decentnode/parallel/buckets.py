@@ -215,7 +215,7 @@ class Bucket:
 
     def one_pass(self, view: RoundView | None) -> bool:
         """Whether compiled loops mix what `view` names."""
-        suits = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.linear
+        suits = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.requirements.linear
         return suits and (view is None or len(view.sources) <= MOST_ARRIVALS)
 
     def _mixing(self, piece: slice, view: RoundView) -> Mixing:
@@ -242,7 +242,7 @@ class Bucket:
             in_one = self._hashes or (len(theirs) == 1 and not written)
             self._count(flat, 2 + len(theirs) + written - cached if in_one else 2 + written + 3 * len(theirs))
             arrived = dict(zip(view.sources, theirs, strict=True))
-            if self.rule.linear:
+            if self.rule.requirements.linear:
                 self._mix_linearly(flat, sent if written else None, arrived, view.weights, view.uid)
             elif not written:
                 self.rule.mix(flat, {uid: Payload({"x": x}) for uid, x in arrived.items()}, view)
@@ -269,7 +269,7 @@ class Bucket:
 
         step -1: before the first exchange. lr: of the optimizer's last step, whose result was mixed.
         """
-        if self.rule.needs_sequential:
+        if self.rule.requirements.sequential:
             if step >= 0:
                 self.rule.finish(self.flat, replace(plan.view(step), lr=lr))
             self.rule.begin(self.flat, replace(plan.view(step + 1), lr=lr))

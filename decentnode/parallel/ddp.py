@@ -117,7 +117,7 @@ class DecentralizedDataParallel(Module):
         self._part_of: dict[Tensor, int] = {p: number for number, part in enumerate(parts) for p in part.params}
         self._adam = {part: AdamSteps(part.params) for part in parts if part.even}
         self._part_by_part = param_as_bucket_view and all(
-            bucket.flat.device.type == "cpu" and not bucket.rule.needs_sequential for bucket in self._buckets
+            bucket.flat.device.type == "cpu" and not bucket.rule.requirements.sequential for bucket in self._buckets
         )
         self._average_buffers = sync_buffer_in_global_avg
         self._factor = 1.0

@@ -35,7 +35,7 @@ def sharing_named(given: SharingRule) -> Sharing:
     if isinstance(given, Sharing):
         rule = given
     elif isinstance(given, type):
-        rule = given(given.Config())  # type: ignore[call-arg]
+        rule = given(given.Config())
     else:
         section = {"name": given} if isinstance(given, str) else dict(given)
         cls = load_class(section.get("name", "full"), SHARINGS, "sharing")
@@ -43,10 +43,11 @@ def sharing_named(given: SharingRule) -> Sharing:
         if getattr(config, "compression", None) is not None:
             raise ValueError(f"sharing must have no compression here: buckets travel as they are, got {section}")
         rule = cls(config)
+    needs = rule.requirements
     lacks = next((why for bad, why in (
-        (not rule.elementwise, "is not elementwise: it cannot mix one bucket after the other"),
-        (rule.phases != 1, f"has {rule.phases} exchanges per round"),
-        (rule.needs_gradient, "needs gradients"),
+        (not needs.elementwise, "is not elementwise: it cannot mix one bucket after the other"),
+        (needs.phases != 1, f"has {needs.phases} exchanges per round"),
+        (needs.gradient, "needs gradients"),
         (type(rule).adjust is not Sharing.adjust, "needs the loss of the step"),
     ) if bad), None)  # fmt: skip
     if lacks is not None:
@@ -74,13 +75,13 @@ class Plan:
         self._check()
 
     def _check(self) -> None:
-        rule, graph = self.rule, self.graph
+        rule, needs, graph = self.rule, self.rule.requirements, self.graph
         matrices = [graph.matrix(r) for r in range(min(graph.period or 4, CHECKED_ROUNDS))]
         for needed, word, good in (
-            (rule.needs_static, "static", graph.period == 1),
-            (rule.needs_symmetric, "symmetric", all(np.allclose(w, w.T) for w in matrices)),
-            (rule.needs_doubly_stochastic, "doubly stochastic", all(np.allclose(w.sum(0), 1) for w in matrices)),
-            (rule.needs_column_stochastic, "column stochastic", all(np.allclose(w.sum(0), 1) for w in matrices)),
+            (needs.static, "static", graph.period == 1),
+            (needs.symmetric, "symmetric", all(np.allclose(w, w.T) for w in matrices)),
+            (needs.doubly_stochastic, "doubly stochastic", all(np.allclose(w.sum(0), 1) for w in matrices)),
+            (needs.column_stochastic, "column stochastic", all(np.allclose(w.sum(0), 1) for w in matrices)),
         ):
             if needed and not good:
                 raise ValueError(f"topology must be {word} for {type(rule).__name__}")
@@ -139,7 +140,7 @@ class Plan:
 
     def _find_clique(self, step: int, rank: int) -> RankGroup | None:
         members = {rank, *self.view(step, rank=rank).sources}
-        if len(members) <= 2 or not self.rule.linear:
+        if len(members) <= 2 or not self.rule.requirements.linear:
             return None
         weights = []
         for each in members:

@@ -26,14 +26,10 @@ class AdaptiveConsensus(Full):
     """x <- x + a_t (W x - x) with a_t going from `factor` to `final` (DSGD-AC, arXiv 2602.02899)."""
 
     Config: ClassVar[type[component.Config]] = ACConfig
-
-    def __init__(self, config: component.Config) -> None:
-        super().__init__(config)
-        assert isinstance(config, ACConfig)
-        self._config = config
+    config: ACConfig
 
     def plan(self, view: RoundView) -> RoundView:
-        config = self._config
+        config = self.config
         a = config.factor + (config.final - config.factor) * min(1.0, view.round / config.rounds)
         weights = {uid: a * w for uid, w in view.weights.items()}
         weights[view.uid] += 1.0 - a

@@ -17,6 +17,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.operator import Operator, add_at
+from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.step_size import Compress, Search
 from decentnode.tensors import as_bytes
 
@@ -41,19 +42,15 @@ class Choco(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = ChocoConfig
-    needs_static: ClassVar[bool] = True
-    needs_symmetric: ClassVar[bool] = True
-    needs_doubly_stochastic: ClassVar[bool] = True
-    compresses: ClassVar[bool] = True
-    scalars: ClassVar[Mapping[str, ScalarSpec]] = {
-        "start": ScalarSpec(int, low=0, high=(1 << 32) - 1, optional=True),
-        "ask": ScalarSpec(int, low=0, high=1, optional=True),
-    }
+    requirements = Requirements(
+        static=True, symmetric=True, doubly_stochastic=True, compresses=True,
+        scalars={"start": ScalarSpec(int, low=0, high=(1 << 32) - 1, optional=True),
+                 "ask": ScalarSpec(int, low=0, high=1, optional=True)},
+    )  # fmt: skip
 
-    def __init__(self, config: component.Config) -> None:
-        assert isinstance(config, ChocoConfig)
+    def __init__(self, config: ChocoConfig) -> None:
+        super().__init__(config)
         codec = make_codec(config.compression) if config.compression else None
-        self.config: component.Config = config
         self.operator = self.make_operator(config, codec)
         self.step_size = config.step_size or self.step_search(config).without_graph()
         self.public: Tensor | None = None

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from decentnode import rng
 from decentnode.compression.base import Codec, make_codec
+from decentnode.config import component
 from decentnode.config.component import load_class
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.wrapper import Wrapper
 
 COUNT = ".count"
 """Ending of the scalar that says how many values a tensor of free length had."""
@@ -31,7 +34,7 @@ def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing
     made: Sharing = load_class(config.name, SHARINGS, "sharing")(config)
     if machines:
         made.set_machines(machines)
-    if made.compresses or getattr(config, "compression", None) is None:
+    if made.requirements.compresses or getattr(config, "compression", None) is None:
         return made
     return Compressed(made, make_codec(config.compression))
 
@@ -44,64 +47,41 @@ def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Gener
     return torch.Generator(device).manual_seed(rng.torch_seed(view.seed, view.uid, purpose, view.round))
 
 
-class Compressed(Sharing):
-    """The floating-point tensors of a rule's payload that are no metadata travel coded; the rule sees them decoded.
+class Compressed(Wrapper):
+    """A rule whose payloads are sent coded, and decoded again before the rule sees them.
 
-    What a lossy codec takes away is lost: the mean over the nodes is kept up to the codec's error only, and nodes
-    agree no closer than it. `choco` is the rule for coarse codecs.
+    Floating-point tensors are coded, all others are sent as they are. What a lossy codec takes away is lost: the mean
+    over the nodes is kept up to the codec's error only, and nodes agree no closer than that. `choco` is the rule for
+    coarse codecs.
     """
 
-    Config: ClassVar[type[SharingConfig]] = SharingConfig
+    Config: ClassVar[type[component.Config]] = SharingConfig
 
     def __init__(self, rule: Sharing, codec: Codec) -> None:
-        self.rule = rule
         self.codec = codec
-        for name in ("needs_symmetric", "needs_doubly_stochastic", "needs_column_stochastic", "needs_static",
-                     "smallest_eigenvalue", "forgets_losses", "needs_gradient", "phases", "needs_sequential",
-                     "needs_tree", "overrides_topology", "needs_groups", "scalars"):  # fmt: skip
-            setattr(self, name, getattr(rule, name))
-        self.elementwise = rule.elementwise and codec.elementwise  # type: ignore[misc]
         self._specs: dict[str, TensorSpec] = {}
+        """The rule's own schema."""
+        self._counts: dict[str, ScalarSpec] = {}
+        """Lengths that are sent beside coded tensors of no fixed length, by name."""
         self._own: Payload | None = None
-        """What this node sent, as its neighbors read it, until it is mixed."""
+        """What this node sent in the present phase, as its neighbors read it; None where the rule does not need it."""
+        super().__init__(rule)
 
-    def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
-        self.rule.set_machines(machines)
+    def changed(self, inner: Requirements) -> Requirements:
+        """Not linear: the sum of coded tensors is not the coded sum."""
+        return replace(inner, elementwise=inner.elementwise and self.codec.elementwise, linear=False,
+                       scalars={**inner.scalars, **self._counts})  # fmt: skip
 
-    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        self.rule.set_parameter_shapes(shapes)
-
-    def exchange_number(self, round: int) -> int | None:
-        return self.rule.exchange_number(round)
-
-    def plan(self, view: RoundView) -> RoundView:
-        return self.rule.plan(view)
-
-    def plan_buffers(self, view: RoundView) -> RoundView:
-        return self.rule.plan_buffers(view)
-
-    def begin(self, model: Tensor, view: RoundView) -> None:
-        self.rule.begin(model, view)
-
-    def direction(self, gradient: Tensor, view: RoundView) -> Tensor:
-        return self.rule.direction(gradient, view)
-
-    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
-        self.rule.adjust(model, view, loss)
-
-    def finish(self, model: Tensor, view: RoundView) -> None:
-        self.rule.finish(model, view)
-
-    def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:
-        self.rule.advance(model, update, view)
+    def own_contribution(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        """As linear: every payload is needed."""
+        return
 
     def _coded(self, name: str) -> bool:
         return self._specs[name].dtype.is_floating_point
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        self._specs = self.rule.payload_schema(elements, dtype)
+        self._specs, self._counts = self.rule.payload_schema(elements, dtype), {}
         found: dict[str, TensorSpec] = {}
-        counts: dict[str, ScalarSpec] = {}
         for name, spec in self._specs.items():
             if not self._coded(name):
                 found[name] = spec
@@ -109,12 +89,12 @@ class Compressed(Sharing):
             for part, coded in self.codec.schema(spec.max_elements, spec.dtype).items():
                 found[self._name(name, part)] = coded if spec.exact else replace(coded, exact=False)
             if not spec.exact:
-                counts[name + COUNT] = ScalarSpec(int, low=0, high=spec.max_elements)
-        self.scalars = {**self.rule.scalars, **counts}  # type: ignore[misc]
+                self._counts[name + COUNT] = ScalarSpec(int, low=0, high=spec.max_elements)
+        self.requirements = self.changed(self.rule.requirements)
         return found
 
     def _name(self, name: str, part: str) -> str:
-        return name if self.elementwise else f"{name}.{part}"
+        return name if self.requirements.elementwise else f"{name}.{part}"
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         if not self._specs:
@@ -127,7 +107,8 @@ class Compressed(Sharing):
             if id(payload) not in packed:
                 packed[id(payload)] = self._packed(payload, draws)
             out[uid] = packed[id(payload)]
-        self._own = self._decoded(next(iter(out.values()))) if out and self.rule.includes_self(view) else None
+        own = view.phase in self.requirements.includes_self and out
+        self._own = self.unpack(next(iter(out.values())), view.uid, view) if own else None
         return out
 
     def _packed(self, payload: Payload, draws: torch.Generator | None) -> Payload:
@@ -168,28 +149,24 @@ class Compressed(Sharing):
     def _slice(self, payload: Payload) -> Payload:
         """One slice of a payload whose codec works element by element; weighted sums widen it block by block."""
         dtype = self._specs["x"].dtype
-        if self.rule.linear and payload.tensors["x"].is_floating_point():
+        if self.rule.requirements.linear and payload.tensors["x"].is_floating_point():
             return payload
         return Payload({"x": payload.tensors["x"].to(dtype)}, payload.scalars)
 
-    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        if self.elementwise:
+    def _received(self, received: Mapping[int, Payload], view: RoundView) -> Mapping[int, Payload]:
+        """What the rule mixes of what arrived."""
+        if self.requirements.elementwise:
             received = {uid: self._slice(payload) for uid, payload in received.items()}
-        if self._own is not None and self.rule.includes_self(view):
-            received, self._own = {**received, view.uid: self._own}, None
-        self.rule.mix(model, received, view)
+        if self._own is not None and view.uid not in received:
+            received = {**received, view.uid: self._own}
+        return received
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        self.rule.mix(model, self._received(received, view), view)
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        if self.elementwise:
-            received = {uid: self._slice(payload) for uid, payload in received.items()}
-        self.rule.mix_into(out, model, received, view)
+        self.rule.mix_into(out, model, self._received(received, view), view)
 
     def undelivered(self, uid: int, payload: Payload) -> None:
         """The rule gets what would have arrived."""
         self.rule.undelivered(uid, self._decoded(payload))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.rule.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rule.load_state_dict(state)

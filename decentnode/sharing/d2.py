@@ -6,6 +6,7 @@ x_t - u_t. With plain SGD u_t = lr g_t; a changing learning rate and several loc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -25,12 +26,8 @@ class D2(Tensors, Full):
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
-    needs_sequential: ClassVar[bool] = True
-    forgets_losses: ClassVar[bool] = False
-    needs_static: ClassVar[bool] = True
-    needs_symmetric: ClassVar[bool] = True
-    needs_doubly_stochastic: ClassVar[bool] = True
-    smallest_eigenvalue: ClassVar[float | None] = -1 / 3
+    requirements = replace(Full.requirements, sequential=True, tolerates_missing=False, static=True, symmetric=True,
+                           doubly_stochastic=True, smallest_eigenvalue=-1 / 3)  # fmt: skip
     TENSORS: ClassVar[tuple[str, ...]] = ("x", "old_x", "old_update")
 
     def __init__(self, config: component.Config) -> None:

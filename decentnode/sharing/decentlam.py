@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -20,8 +21,7 @@ class DecentLaM(QuasiGlobalMomentum):
     """
 
     Config: ClassVar[type[component.Config]] = MildMomentumConfig
-    needs_static: ClassVar[bool] = True
-    needs_symmetric: ClassVar[bool] = True
+    requirements = replace(QuasiGlobalMomentum.requirements, static=True, symmetric=True)
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
         return

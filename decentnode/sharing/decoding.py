@@ -1,4 +1,4 @@
-"""The one boundary at which what a peer sent becomes what a rule mixes, or a PeerFault."""
+"""The one place where what a peer sent becomes what a rule mixes, or a PeerFault."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MALFORMED = "malformed_payload"
 
 
 def decode(rule: Sharing, payload: Payload, uid: int, view: RoundView) -> Payload:
-    """What `rule.mix` gets of a payload that came from `uid`, whose tensors fit the rule's schema.
+    """Returns what `rule.mix` receives for a payload from `uid`, whose tensors already fit the rule's schema.
 
-    Raises PeerFault for everything else: numbers that do not fit `rule.scalars`, bytes that `rule.unpack` refuses, and
-    whatever it or a library below it raises of them, with that as its cause. Errors of our own (DecentnodeError, a
-    failed assertion, no memory) are not taken for a peer's fault.
+    Raises PeerFault for numbers that do not fit the rule's requirements, for bytes that `rule.unpack` refuses, and for
+    whatever else `unpack` or a library below it raises, with that as its cause. Errors of this program
+    (DecentnodeError, a failed assertion, no memory) pass through: they are not the peer's fault.
     """
-    for name, spec in rule.scalars.items():
+    for name, spec in rule.requirements.scalars.items():
         value = payload.scalars.get(name)
         if not spec.accepts(value):
             raise PeerFault(MALFORMED, f"{name} of {value} from {uid}")

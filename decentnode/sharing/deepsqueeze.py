@@ -15,6 +15,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.operator import Operator, add_at
+from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.step_size import Compress, Search
 
 
@@ -35,13 +36,11 @@ class DeepSqueeze(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = DeepSqueezeConfig
-    needs_doubly_stochastic: ClassVar[bool] = True
-    compresses: ClassVar[bool] = True
+    requirements = Requirements(doubly_stochastic=True, compresses=True)
 
-    def __init__(self, config: component.Config) -> None:
-        assert isinstance(config, DeepSqueezeConfig)
+    def __init__(self, config: DeepSqueezeConfig) -> None:
         search = self.step_search(config)
-        self.config = config
+        super().__init__(config)
         self.operator = search.operator
         self.step_size = config.step_size or search.without_graph()
         self.error: Tensor | None = None

@@ -13,6 +13,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
 from decentnode.sharing.forces import elastic_pull_, toward
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
+from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.state import Tensors
 
 
@@ -39,15 +40,11 @@ class Elastic(Tensors, LocalSGD):
     """
 
     Config: ClassVar[type[component.Config]] = ElasticConfig
-    elementwise: ClassVar[bool] = False
-    linear: ClassVar[bool] = False
-    needs_sequential: ClassVar[bool] = True
-    needs_doubly_stochastic: ClassVar[bool] = True
+    requirements = Requirements(sequential=True, doubly_stochastic=True)
     TENSORS: ClassVar[tuple[str, ...]] = ("center", "x")
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: ElasticConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, ElasticConfig)
         self.pull = config.pull
         self.center_pull = config.pull if config.center_pull is None else config.center_pull
         self.force = config.force

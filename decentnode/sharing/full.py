@@ -13,6 +13,7 @@ from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.requirements import Requirements
 
 
 class FullConfig(SharingConfig):
@@ -23,11 +24,7 @@ class Full(Sharing):
     """x_i <- sum_j W_ij x_j (D-PSGD, Lian et al. 2017, arXiv 1705.09056, algorithm 1)."""
 
     Config: ClassVar[type[component.Config]] = FullConfig
-    elementwise: ClassVar[bool] = True
-    linear: ClassVar[bool] = True
-
-    def __init__(self, config: component.Config) -> None:
-        self.config = config
+    requirements = Requirements(elementwise=True, linear=True)
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         payload = Payload({"x": model})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -12,6 +13,7 @@ from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.state import Tensors
 
 
@@ -32,16 +34,13 @@ class GradientTracking(Tensors, Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = TrackingConfig
-    needs_sequential: ClassVar[bool] = True
-    forgets_losses: ClassVar[bool] = False
-    needs_doubly_stochastic: ClassVar[bool] = True
+    requirements = Requirements(sequential=True, tolerates_missing=False, doubly_stochastic=True)
     TENSORS: ClassVar[tuple[str, ...]] = ("tracked", "old_gradient", "x", "momentum")
 
-    def __init__(self, config: component.Config) -> None:
-        assert isinstance(config, TrackingConfig)
-        self.config = config
+    def __init__(self, config: TrackingConfig) -> None:
+        super().__init__(config)
         self.form = config.form
-        self.phases = 2 if config.form == "atc" else 1  # type: ignore[misc]
+        self.requirements = replace(self.requirements, phases=2 if config.form == "atc" else 1)
         self.tracked: Tensor | None = None
         self.old_gradient: Tensor | None = None
         self.x: Tensor | None = None

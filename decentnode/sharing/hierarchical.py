@@ -16,6 +16,7 @@ from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.requirements import Requirements
 
 REDUCE, BETWEEN, GATHER = range(3)
 """The phases of a round."""
@@ -45,13 +46,12 @@ class Hierarchical(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = HierarchicalConfig
-    phases: ClassVar[int] = 3
-    needs_groups: ClassVar[bool] = True
-    overrides_topology: ClassVar[bool] = True
+    config: HierarchicalConfig
+    requirements = Requirements(phases=3, groups=True, overrides_topology=True, includes_self=frozenset({GATHER}))
+    """The owner of a shard keeps it as the others of its group read it in the last phase, lossy codec or not."""
 
-    def __init__(self, config: component.Config) -> None:
-        assert isinstance(config, HierarchicalConfig)
-        self.config = config
+    def __init__(self, config: HierarchicalConfig) -> None:
+        super().__init__(config)
         self._groups: Groups | None = None
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
@@ -65,7 +65,7 @@ class Hierarchical(Sharing):
     @property
     def groups(self) -> Groups:
         """Known from `set_machines` on."""
-        assert self._groups is not None, "locate comes before everything else"
+        assert self._groups is not None, "set_machines comes before everything else"
         return self._groups
 
     def plan(self, view: RoundView) -> RoundView:
@@ -105,10 +105,6 @@ class Hierarchical(Sharing):
         weights = {uid: alive.get(uid, 0.0) for uid in sorted((view.uid, *sources))}
         return replace(view, neighbors=neighbors, sources=sources, weights=weights, averaging_group=(),
                        out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), 1.0 / (1 + len(neighbors))))
-
-    def includes_self(self, view: RoundView) -> bool:
-        """In the last phase: the owner of a shard keeps it as the others of its group read it, lossy codec or not."""
-        return view.phase == GATHER
 
     def own_contribution(self, model: Tensor, view: RoundView) -> Payload | None:
         if view.phase != REDUCE:

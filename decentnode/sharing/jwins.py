@@ -33,11 +33,10 @@ class JWINS(Wavelet):
     """
 
     Config: ClassVar[type[component.Config]] = JWINSConfig
+    config: JWINSConfig
 
     def fraction(self, view: RoundView) -> float:
-        assert isinstance(self.config, JWINSConfig)
         return self.config.fractions[int(view.rng("jwins").integers(len(self.config.fractions)))]
 
     def largest_fraction(self) -> float:
-        assert isinstance(self.config, JWINSConfig)
         return max(self.config.fractions)

@@ -14,6 +14,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.forces import leader_of, toward_
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
+from decentnode.sharing.requirements import Requirements
 
 
 class LeaderConfig(LocalSGDConfig):
@@ -34,14 +35,10 @@ class Leader(LocalSGD):
     """
 
     Config: ClassVar[type[component.Config]] = LeaderConfig
-    elementwise: ClassVar[bool] = False
-    linear: ClassVar[bool] = False
-    needs_sequential: ClassVar[bool] = True
-    scalars: ClassVar[Mapping[str, ScalarSpec]] = {"loss": ScalarSpec(float, finite=False)}
+    requirements = Requirements(sequential=True, scalars={"loss": ScalarSpec(float, finite=False)})
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: LeaderConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, LeaderConfig)
         self.pull, self.average = config.pull, config.average
         self._losses: list[float] = []
 

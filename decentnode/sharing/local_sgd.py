@@ -21,9 +21,8 @@ class LocalSGD(Full):
 
     Config: ClassVar[type[component.Config]] = LocalSGDConfig
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: LocalSGDConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, LocalSGDConfig)
         self.every = config.every
 
     def meets(self, round: int) -> bool:

@@ -27,9 +27,8 @@ class MomentumTracking(GradientTracking):
 
     Config: ClassVar[type[component.Config]] = MomentumTrackingConfig
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: MomentumTrackingConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, MomentumConfig)
         self.beta = config.momentum
 
     def smoothed(self, gradient: Tensor) -> Tensor:

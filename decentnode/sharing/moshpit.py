@@ -26,11 +26,10 @@ class Moshpit(Full):
     """
 
     Config: ClassVar[type[component.Config]] = MoshpitConfig
-    overrides_topology: ClassVar[bool] = True
+    requirements = replace(Full.requirements, overrides_topology=True)
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: MoshpitConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, MoshpitConfig)
         self.dimensions = config.dimensions
 
     def plan(self, view: RoundView) -> RoundView:

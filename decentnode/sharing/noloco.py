@@ -15,6 +15,7 @@ from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
+from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.state import Tensors
 
 
@@ -35,15 +36,11 @@ class NoLoCo(Tensors, LocalSGD):
     """
 
     Config: ClassVar[type[component.Config]] = NoLoCoConfig
-    elementwise: ClassVar[bool] = False
-    linear: ClassVar[bool] = False
-    needs_sequential: ClassVar[bool] = True
-    overrides_topology: ClassVar[bool] = True
+    requirements = Requirements(sequential=True, overrides_topology=True)
     TENSORS: ClassVar[tuple[str, ...]] = ("slow", "momentum")
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: NoLoCoConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, NoLoCoConfig)
         self.beta, self.pull = config.momentum, config.pull
         self.slow: Tensor | None = None
         self.momentum: Tensor | None = None

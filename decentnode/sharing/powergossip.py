@@ -17,6 +17,7 @@ from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.requirements import Requirements
 
 
 class PowerGossipConfig(Config):
@@ -55,13 +56,10 @@ class PowerGossip(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = PowerGossipConfig
-    needs_symmetric: ClassVar[bool] = True
-    compresses: ClassVar[bool] = True
-    scalars: ClassVar[Mapping[str, ScalarSpec]] = {"turn": ScalarSpec(int, low=0)}
+    requirements = Requirements(symmetric=True, compresses=True, scalars={"turn": ScalarSpec(int, low=0)})
 
-    def __init__(self, config: component.Config) -> None:
-        assert isinstance(config, PowerGossipConfig)
-        self.config = config
+    def __init__(self, config: PowerGossipConfig) -> None:
+        super().__init__(config)
         self.rank = config.rank
         self.matrices: list[Matrix] = []
         self.plain: list[tuple[int, int]] = []

@@ -13,6 +13,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import FullConfig
+from decentnode.sharing.requirements import Requirements
 
 
 class PushSum(Sharing):
@@ -24,11 +25,10 @@ class PushSum(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
-    needs_column_stochastic: ClassVar[bool] = True
-    scalars: ClassVar[Mapping[str, ScalarSpec]] = {"w": ScalarSpec(float, low=0.0)}
+    requirements = Requirements(column_stochastic=True, scalars={"w": ScalarSpec(float, low=0.0)})
 
     def __init__(self, config: component.Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.weight = 1.0
         self._back: list[Payload] = []
         self._start: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -29,13 +30,11 @@ class QuasiGlobalMomentum(Tensors, Full):
     """
 
     Config: ClassVar[type[component.Config]] = MomentumConfig
-    needs_sequential: ClassVar[bool] = True
-    needs_doubly_stochastic: ClassVar[bool] = True
+    requirements = replace(Full.requirements, sequential=True, doubly_stochastic=True)
     TENSORS: ClassVar[tuple[str, ...]] = ("x", "momentum")
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: MomentumConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, MomentumConfig)
         self.beta = config.momentum
         self.x: Tensor | None = None
         self.momentum: Tensor | None = None

@@ -13,6 +13,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import FullConfig
+from decentnode.sharing.requirements import Requirements
 
 
 class RelaySGD(Sharing):
@@ -23,13 +24,11 @@ class RelaySGD(Sharing):
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
-    needs_static: ClassVar[bool] = True
-    needs_symmetric: ClassVar[bool] = True
-    needs_tree: ClassVar[bool] = True
-    scalars: ClassVar[Mapping[str, ScalarSpec]] = {"count": ScalarSpec(int, low=1, high=1 << 31)}
+    requirements = Requirements(static=True, symmetric=True, tree=True,
+                                scalars={"count": ScalarSpec(int, low=1, high=1 << 31)})  # fmt: skip
 
     def __init__(self, config: component.Config) -> None:
-        self.config = config
+        super().__init__(config)
         self._sums: dict[int, Tensor] = {}
         self._counts: dict[int, int] = {}
 

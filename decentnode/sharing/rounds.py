@@ -46,13 +46,13 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0) -> tuple[int, int] | Non
     rule has weights of its own.
     """
     nodes = range(graph.num_nodes)
-    own_weights = rule.needs_column_stochastic or rule.needs_tree
+    own_weights = rule.requirements.column_stochastic or rule.requirements.tree
     hears: list[set[int]] = [set() for _ in nodes]
     most = max(EXCHANGES, 16 * (graph.period or 0))
     for round in itertools.islice(exchange_rounds(rule), most):
         for uid in nodes:
             seen = rule_view(rule, graph, uid, round, seed)
-            for phase in range(rule.phases):
+            for phase in range(rule.requirements.phases):
                 planned = rule.plan(replace(seen, phase=phase) if phase else seen)
                 hears[uid].update(j for j in planned.sources if own_weights or planned.weights[j] > 0)
         if _unreached(hears, 0) is None and _unreached(_reversed(hears), 0) is None:

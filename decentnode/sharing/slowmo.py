@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -30,15 +31,14 @@ class SlowMo(Tensors, LocalSGD):
     """
 
     Config: ClassVar[type[component.Config]] = OuterConfig
-    needs_sequential: ClassVar[bool] = True
+    requirements = replace(LocalSGD.requirements, sequential=True)
     nesterov: ClassVar[bool] = False
     gradient_units: ClassVar[bool] = True
     """Whether what happened between two exchanges is divided by the learning rate."""
     TENSORS: ClassVar[tuple[str, ...]] = ("start", "momentum")
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: OuterConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, OuterConfig)
         self.lr, self.beta = config.outer_lr, config.outer_momentum
         self.start: Tensor | None = None
         self.momentum: Tensor | None = None

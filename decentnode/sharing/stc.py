@@ -72,8 +72,7 @@ class STC(Choco):
 
     Config: ClassVar[type[component.Config]] = STCConfig
 
-    def __init__(self, config: component.Config) -> None:
-        assert isinstance(config, STCConfig)
+    def __init__(self, config: STCConfig) -> None:
         super().__init__(_as_choco(config))
         self.config = config
 

@@ -30,10 +30,10 @@ class Subsample(Sharing):
     """Sends a random part of the model; which one follows from seed, sender and round, so that no indices travel."""
 
     Config: ClassVar[type[component.Config]] = SubsampleConfig
+    config: SubsampleConfig
 
-    def __init__(self, config: component.Config) -> None:
-        assert isinstance(config, SubsampleConfig)
-        self.config = config
+    def __init__(self, config: SubsampleConfig) -> None:
+        super().__init__(config)
         self._sizes: tuple[int, ...] = ()
         self._elements = 0
 

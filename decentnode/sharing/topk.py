@@ -66,10 +66,10 @@ class TopK(Tensors, Sharing):
 
     Config: ClassVar[type[component.Config]] = TopKConfig
     TENSORS: ClassVar[tuple[str, ...]] = ("reference", "changes", "previous")
+    config: TopKConfig
 
-    def __init__(self, config: component.Config) -> None:
-        assert isinstance(config, TopKConfig)
-        self.config = config
+    def __init__(self, config: TopKConfig) -> None:
+        super().__init__(config)
         self.accumulate = config.accumulate
         self.reference: Tensor | None = None
         """Coefficients of the mixed model when each was last sent; with training or none, those of the last round."""

@@ -26,9 +26,8 @@ class Wavelet(TopK):
 
     Config: ClassVar[type[component.Config]] = WaveletConfig
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: WaveletConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, WaveletConfig)
         self._dwt = DWT(config.wavelet, config.level)
 
     def transform(self, model: Tensor) -> Tensor:

@@ -103,11 +103,12 @@ def rule(options: dict[str, object], shapes: list[tuple[int, ...]], model: Tenso
         payload = Payload({k: t.clone() for k, t in theirs.tensors.items()}, theirs.scalars, theirs.metadata)
         size = sum(t.numel() * t.element_size() for t in sent[0][1].tensors.values())
         got: list[Payload] = []
-        take = nodes[0].unpack if not nodes[0].elementwise else lambda p, *_: p
+        slices = nodes[0].requirements.elementwise
+        take = nodes[0].unpack if not slices else lambda p, *_: p
         received = timed(lambda: got.append(take(payload, 1, seen[0])))  # noqa: B023
         mixed = timed(lambda: nodes[0].mix(models[0], {1: got[0]}, seen[0]))  # noqa: B023
         theirs = sent[0][1]
-        nodes[1].mix(models[1], {0: theirs if nodes[1].elementwise else nodes[1].unpack(theirs, 0, seen[1])}, seen[1])
+        nodes[1].mix(models[1], {0: theirs if slices else nodes[1].unpack(theirs, 0, seen[1])}, seen[1])
         if r:  # the first round begins copies and replicas
             encode.append(seconds)
             decode.append(received)

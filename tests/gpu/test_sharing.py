@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 def after_rounds(name: str, device: str) -> list[Tensor]:
     models = [model.to(device) for model in draw(4, 500)]
-    graph = make("line" if RULES[name]().needs_tree else "ring", nodes=4)
+    graph = make("line" if RULES[name]().requirements.tree else "ring", nodes=4)
     rules = bound(RULES[name], models)
     for r in range(3):
         one_round(rules, models, graph, r)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 class Halved(Full):
     """Full sharing of nodes that go half as far."""
 
-    needs_gradient = True
+    requirements = replace(Full.requirements, gradient=True)
 
     def direction(self, gradient: Tensor, view: RoundView) -> Tensor:
         assert view.neighbors
@@ -27,7 +28,7 @@ class Halved(Full):
 
 
 class Unasked(Halved):
-    needs_gradient = False
+    requirements = Full.requirements
 
 
 def run(schedule: str, *sets: str) -> Tensor:

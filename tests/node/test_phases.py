@@ -22,6 +22,7 @@ from decentnode.node.node import Node, NodeParts
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import Full
+from decentnode.sharing.requirements import Requirements
 from tests.communication.contract import BATCHED, NETWORKED, nodes, together
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic, stacked
@@ -30,7 +31,7 @@ from tests.node.fakes import Quadratic, stacked
 class Twice(Full):
     """x <- W W x, slice by slice; the second exchange rests in odd rounds."""
 
-    phases = 2
+    requirements = replace(Full.requirements, phases=2)
 
     def plan(self, view: RoundView) -> RoundView:
         if view.phase == 1 and view.round % 2:
@@ -41,7 +42,7 @@ class Twice(Full):
 class Relay(Sharing):
     """Three phases of whole payloads: what a node hears of its next one in one phase, it tells in the following."""
 
-    phases = 3
+    requirements = Requirements(phases=3)
 
     def __init__(self) -> None:
         self.config = component.Config()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,8 @@ def test_no_fallback_where_none_is_needed(caplog: pytest.LogCaptureFixture) -> N
     ({"name": "noloco"}, "NoLoCo, which is not elementwise"), ("leader", "Leader, which is not elementwise"),
     ("relaysgd", "must be an elementwise rule"), ("push_sum", "must be an elementwise rule"),
     ("full_", "did you mean 'full'"), ({"name": "ac", "factor": 2}, "factor"), (type("Mine", (Full,), {
-        "adjust": lambda *_: None}), "needs the loss"), (type("Tree", (Full,), {"phases": 2}), "2 exchanges"),
+        "adjust": lambda *_: None}), "needs the loss"), (type("Tree", (Full,), {
+        "requirements": replace(Full.requirements, phases=2)}), "2 exchanges"),
 ])  # fmt: skip
 def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
     with pytest.raises((ValueError, UsageError), match=says):
@@ -72,7 +74,7 @@ def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
 
 
 def test_a_rule_says_what_it_needs_of_the_topology() -> None:
-    picky = type("Picky", (Full,), {"needs_static": True})
+    picky = type("Picky", (Full,), {"requirements": replace(Full.requirements, static=True)})
     with pytest.raises(ValueError, match="topology must be static for Picky"):
         Plan(make_topology("ring", 4, 4), sharing_named(picky), 0)
     assert Plan(make_topology("complete", 4, 4), sharing_named(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625

@@ -108,14 +108,15 @@ def shapes_of(elements: int) -> list[tuple[int, ...]]:
 
 def suited(each: Sharing, nodes: int, otherwise: str = "ring", **options: object) -> Topology:
     """A graph that a rule takes: a line for relays, one that treats machines alike for groups, else `otherwise`."""
-    if each.needs_tree or each.needs_groups:
-        return make("line" if each.needs_tree else "complete", nodes=nodes)
+    if each.requirements.tree or each.requirements.groups:
+        return make("line" if each.requirements.tree else "complete", nodes=nodes)
     return make(otherwise, nodes=nodes, **options)
 
 
 def _copy(payload: Payload, rule: Sharing) -> Payload:
-    assert payload.scalars.keys() <= rule.scalars.keys()
-    assert all(spec.accepts(payload.scalars.get(name)) for name, spec in rule.scalars.items())
+    specs = rule.requirements.scalars
+    assert payload.scalars.keys() <= specs.keys()
+    assert all(spec.accepts(payload.scalars.get(name)) for name, spec in specs.items())
     return Payload({k: t.clone() for k, t in payload.tensors.items()}, payload.scalars, payload.metadata)
 
 
@@ -180,7 +181,7 @@ def check_alone_is_local_training(make_rule: Make) -> None:
 def check_slices_equal_the_whole(make_rule: Make) -> None:
     models = draw(4, 100)
     each = bound(make_rule, models)[0]
-    if not each.elementwise:
+    if not each.requirements.elementwise:
         pytest.skip("is never given slices")
     seen = view(make("complete", nodes=4), 0, 0, 1)
     wire = each.payload_schema(100, torch.float32)["x"].dtype
@@ -197,7 +198,7 @@ def check_schema_fits(make_rule: Make) -> None:
         for dtype in (torch.float32, torch.float64):
             each = bound(make_rule, draw(4, elements, dtype))[0]
             schema = each.payload_schema(elements, dtype)
-            for phase in range(each.phases):
+            for phase in range(each.requirements.phases):
                 seen = each.plan(replace(view(make("ring", nodes=4), 0, 0, 1), phase=phase))
                 assert seen.phase == phase and sum(seen.weights.values()) == pytest.approx(1)
                 outgoing = each.outgoing(draw(1, elements, dtype)[0], seen)
@@ -221,7 +222,8 @@ def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
         pytest.skip("a value may be further off after being coded than the models are apart")
     if name_of(make_rule) in NOT_CONVEX:
         pytest.skip("goes in the direction of others without ending among them")
-    if make_rule().needs_tree or make_rule().overrides_topology or make_rule().needs_column_stochastic:
+    needs = make_rule().requirements
+    if needs.tree or needs.overrides_topology or needs.column_stochastic:
         pytest.skip("relays sums, has pairs of its own, or shares that do not come back by themselves")
     gossip(make_rule, make("complete", nodes=5), models, 1, frozenset({2}))
     for model in models:
@@ -257,7 +259,7 @@ def check_repeats_bit_for_bit(make_rule: Make) -> None:
     for _ in range(2):
         models = draw(6, 50)
         each = make_rule()
-        graph = suited(each, 6) if each.needs_static else suited(each, 6, "random_regular", degree=3)
+        graph = suited(each, 6) if each.requirements.static else suited(each, 6, "random_regular", degree=3)
         gossip(make_rule, graph, models, 4)
         runs.append(models)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
@@ -290,7 +292,7 @@ def one_round(
     """One round in place, by hand. missing: sent nothing. step: local work; else toward a target of each node."""
     phases = [
         [each.plan(replace(rule_view(each, graph, uid, r, 1), phase=phase, lr=lr)) for uid, each in enumerate(rules)]
-        for phase in range(rules[0].phases)
+        for phase in range(rules[0].requirements.phases)
     ]
     for uid, (each, model, seen) in enumerate(zip(rules, models, phases[0], strict=True)):
         each.begin(model, seen)
@@ -315,7 +317,9 @@ def one_phase(
     ]
     for uid, (each, model) in enumerate(zip(rules, models, strict=True)):
         here = [j for j in views[uid].sources if j not in missing]
-        received = {j: sent[j][uid] if each.elementwise else each.unpack(sent[j][uid], j, views[uid]) for j in here}
+        received = {j: sent[j][uid] for j in here}
+        if not each.requirements.elementwise:
+            received = {j: each.unpack(payload, j, views[uid]) for j, payload in received.items()}
         each.mix(model, received, views[uid].without(missing & set(views[uid].sources)))
 
 

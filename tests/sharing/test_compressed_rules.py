@@ -329,8 +329,8 @@ def test_half_values_are_mixed_in_single_precision() -> None:
 
 def test_elementwise_codecs_keep_the_slices() -> None:
     each = rule("full", compression={"name": "float16"})()
-    assert each.elementwise and each.payload_schema(10, torch.float32)["x"].dtype == torch.float16
-    assert not rule("full", compression={"name": "int8"})().elementwise
+    assert each.requirements.elementwise and each.payload_schema(10, torch.float32)["x"].dtype == torch.float16
+    assert not rule("full", compression={"name": "int8"})().requirements.elementwise
 
 
 def test_an_operator_with_a_codec_decodes_what_it_encodes() -> None:

@@ -18,6 +18,7 @@ from decentnode.node.schedule import Sequential
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.decoding import decode
 from decentnode.sharing.full import Full
+from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import rule_view
 from tests.conftest import scale
 from tests.node.fakes import Quadratic
@@ -25,7 +26,8 @@ from tests.sharing.contract import RULES, bound, suited
 
 ELEMENTS = 150
 NODES = 4
-VIA_UNPACK = [name for name, each in RULES.items() if not bound(each, [torch.zeros(ELEMENTS)])[0].elementwise]
+VIA_UNPACK = [name for name, each in RULES.items()
+              if not bound(each, [torch.zeros(ELEMENTS)])[0].requirements.elementwise]  # fmt: skip
 MUTATIONS = scale(2000, 200_000) // len(VIA_UNPACK) + 1
 """Per rule; every payload is a mutation of what the sender's own rule made."""
 SCALARS = (0, 1, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, -0.5, 1e308, float("nan"), float("inf"), -float("inf"))
@@ -70,7 +72,7 @@ class Run:
     def step(self, change: Any = lambda payload, _schema: payload) -> frozenset[int]:
         """One round in which `change` makes of a source's payload what arrives; the sources that were refused."""
         missing: frozenset[int] = frozenset()
-        for phase in range(self.rules[0].phases):
+        for phase in range(self.rules[0].requirements.phases):
             views = [each.plan(replace(rule_view(each, self.graph, uid, self.round, 1), phase=phase))
                      for uid, each in enumerate(self.rules)]  # fmt: skip
             for uid in range(1, NODES):
@@ -82,7 +84,7 @@ class Run:
             out = [{} if uid == 0 else each.outgoing(self.trainings[uid].model.parameters, views[uid])
                    for uid, each in enumerate(self.rules)]  # fmt: skip
             self.line.sent = {uid: change(out[uid][0], self.schema) for uid in views[0].sources}
-            last = phase == self.rules[0].phases - 1
+            last = phase == self.rules[0].requirements.phases - 1
             self.schedule.begin(views[0], lambda: None) if phase == 0 else self.schedule.send(views[0])
             mixed = self.schedule.finish(views[0]) if last else self.schedule.mix(views[0])
             missing |= mixed.missing
@@ -135,14 +137,14 @@ def test_any_payload_is_mixed_or_refused(name: str) -> None:
             run = Run(name)  # values may be anything: a run that took NaN in shows it, and is over
             run.line.counters = faults
             assert run.step() == frozenset()
-    can_tell = any(not spec.exact for spec in run.schema.values()) or run.rules[0].scalars
+    can_tell = any(not spec.exact for spec in run.schema.values()) or run.rules[0].requirements.scalars
     assert refused or not can_tell
 
 
 class Broken(Full):
     """Raises what it is told to."""
 
-    elementwise = False
+    requirements = Requirements()
     error: Exception = ValueError("zip() argument 2 is longer than argument 1")
 
     def unpack(self, payload: Payload, uid: int, view: object) -> Payload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from decentnode.payload import Payload
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.d2 import D2
 from decentnode.sharing.full import Full
+from decentnode.sharing.requirements import Requirements
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, bound, one_round, suited
 
@@ -37,7 +39,7 @@ def after_a_loss(name: str, lost: bool) -> tuple[float, float]:
     models = [torch.zeros(SIZE, dtype=torch.float64) for _ in range(N)]
     rules = bound(RULES[name], models)
     graph = suited(rules[0], N)
-    if rules[0].smallest_eigenvalue is not None:
+    if rules[0].requirements.smallest_eigenvalue is not None:
         graph = make("ring", nodes=N, weights=MetropolisHastings(MetropolisHastingsConfig(lazy=True)))
     means = []
     for lr, rounds in ((LR, 120), (0.0, 20), (0.0, 20)):
@@ -55,7 +57,7 @@ def after_a_loss(name: str, lost: bool) -> tuple[float, float]:
 def test_one_loss_is_forgotten_or_the_rule_says_that_it_is_not(name: str) -> None:
     error, moved = after_a_loss(name, lost=False)
     error_after, moved_after = after_a_loss(name, lost=True)
-    assert RULES[name]().forgets_losses == (name not in NEVER_RECOVER)
+    assert RULES[name]().requirements.tolerates_missing == (name not in NEVER_RECOVER)
     if name not in NEVER_RECOVER:
         assert error_after <= 1.5 * error + 0.03 and moved_after <= 2 * moved + 0.02
     elif name in ("d2", "exact_diffusion"):
@@ -78,8 +80,7 @@ def test_runs_that_would_go_on_without_a_payload_are_refused(sharing: str) -> No
 class Picky(Full):
     """Cannot read what node 1 sends, and notes the weights that it mixes with."""
 
-    elementwise = False
-    linear = False
+    requirements = Requirements()
 
     def __init__(self, config: object) -> None:
         super().__init__(config)  # type: ignore[arg-type]
@@ -96,7 +97,7 @@ class Picky(Full):
 
 
 class PickyD2(Picky, D2):
-    pass
+    requirements = replace(D2.requirements, elementwise=False, linear=False)
 
 
 def picky(name: str) -> list[dict[int, float]]:

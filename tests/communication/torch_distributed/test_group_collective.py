@@ -84,7 +84,7 @@ def run(
             each = built[communication.uid]
             for r in range(rounds):
                 each.begin_round(r)
-                for phase in range(1, rules[0].phases):
+                for phase in range(1, rules[0].requirements.phases):
                     each.next_phase(phase)
                 each.finish_round(r)
 

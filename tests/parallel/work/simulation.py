@@ -13,6 +13,7 @@ from decentnode.graph.base import Graph, RoundView
 from decentnode.parallel.plan import Plan, sharing_named
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full
+from decentnode.sharing.requirements import Requirements
 from tests.parallel.work.models import SGD, batch, flat, model
 
 
@@ -41,7 +42,7 @@ def simulate(graph: Graph, n: int, steps: int, factors: Sequence[float] = ()) ->
 class Clipped(Full):
     """A user's own rule that is not linear: no neighbor moves an element by more than 0.01."""
 
-    linear = False
+    requirements = Requirements(elementwise=True)
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         before = model.clone()

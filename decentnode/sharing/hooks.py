@@ -1,0 +1,141 @@
+"""What a sharing rule may add: methods that are called in a round and do nothing, or the usual, unless overridden."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from decentnode.graph.base import EQUAL, RoundView
+from decentnode.mixing import mix_into
+from decentnode.payload import Payload
+from decentnode.sharing.requirements import Requirements
+
+if TYPE_CHECKING:
+    from decentnode.sharing.step_size import Search
+
+
+class Hooks:
+    """The second level of `Sharing` (base.py): a rule overrides what it needs of these, most rules nothing."""
+
+    requirements: Requirements
+
+    @abc.abstractmethod
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        """See `Sharing.mix`."""
+
+    # -- before the first round
+
+    @classmethod
+    def step_search(cls, config: Any) -> Search | None:  # noqa: ARG003
+        """Returns how a default for the key `step_size` is searched for (step_size.py); None without such a key."""
+        return None
+
+    def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
+        """Called once, before everything else. machines: the uids on every machine, ascending."""
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Called once, before `payload_schema`. shapes: of the parameters, in their order in the model."""
+
+    # -- who exchanges with whom, and when
+
+    def exchange_number(self, round: int) -> int | None:
+        """Returns the number of the exchange in `round`, counted from 0, or None for a round without an exchange.
+
+        The graph is asked for its edges by this number, not by the round: a rule that exchanges in every k-th round
+        thereby uses all edges of a periodic graph, whatever k is. Every node must compute the same answer.
+        """
+        return round
+
+    def plan(self, view: RoundView) -> RoundView:
+        """Returns the view with the neighbors, sources and weights that this phase of the rule uses.
+
+        Every node must compute matching answers from the view alone: the plans of a whole round are made before
+        anything of the round is sent.
+        """
+        return view
+
+    def plan_buffers(self, view: RoundView) -> RoundView:
+        """Returns the view for the exchange of the model's float buffers; called for rules of several phases only."""
+        return view
+
+    # -- around the local steps
+
+    def begin(self, model: Tensor, view: RoundView) -> None:
+        """Called before the local steps. model: [P], as the last round left it."""
+
+    def direction(self, gradient: Tensor, view: RoundView) -> Tensor:  # noqa: ARG002
+        """Returns what the optimizer gets instead of the gradient in a local step. Needs `Requirements.gradient`.
+
+        gradient: [P] mean over the step's samples, clipped; may be modified. Rules that correct what all local steps of
+        a round did together, whatever the optimizer is, use `begin` and `adjust` instead.
+        """
+        return gradient
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
+        """Called after the local steps and before `outgoing`; changes model [P] in place. loss: the round's mean."""
+
+    def finish(self, model: Tensor, view: RoundView) -> None:
+        """Called after the last phase was mixed; changes the whole model [P] in place."""
+
+    def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        """Adds a local update, computed while the exchange was under way, to the mixed model in place.
+
+        Called by overlapped schedules only. model, update: [P], or the same slice of both.
+        """
+        model.add_(update)
+
+    # -- payloads
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
+        """Checks and decodes a payload from `uid`, and returns what `mix` receives in its place.
+
+        Everything that a peer may have written wrongly is found here (or by `Requirements.scalars`), and not in `mix`,
+        which would leave a half-mixed model behind. Raises PeerFault for bytes that no such rule made: the source then
+        counts as missing. Every other exception is taken as a PeerFault, too (decoding.py). The values themselves may
+        be anything, also NaN and infinity. Not called for elementwise rules.
+        """
+        return payload
+
+    def undelivered(self, uid: int, payload: Payload) -> None:
+        """Called when a payload certainly did not reach `uid`: the rule can take back what it carried."""
+
+    # -- other ways to mix
+
+    def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        """As `mix`, but writes the result to `out`, which shares no memory with `model`; `model` stays as it is."""
+        self.mix(out.copy_(model), received, view)
+
+    def own_contribution(self, model: Tensor, view: RoundView) -> Payload | None:  # noqa: ARG002
+        """Returns what this node adds to a sum over `view.averaging_group`, or None where mixing needs every payload.
+
+        The sum is that of all members of the group, this node included, and `mix_sum` gets it instead of payloads.
+        Either all members return a payload, or all return None.
+        """
+        return Payload({"x": model}) if self.requirements.linear else None
+
+    def mix_sum(self, out: Tensor, model: Tensor, total: Tensor, view: RoundView) -> None:
+        """As `mix_into`, from the sum of the group's tensors "x": x <- (w_ii - w) x + w sum, w the others' weight.
+
+        out: where the result is written; may be `model`. total: the sum, not modified. Called only after
+        `own_contribution` returned a payload.
+        """
+        own, other = view.weights[view.uid], max(w for uid, w in view.weights.items() if uid != view.uid)
+        if abs(own - other) <= EQUAL:
+            torch.mul(total, other, out=out)
+        else:
+            mix_into(out, model, own - other, [(total, other)])
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all that the rule keeps between rounds: tensors, numbers and text, in dicts and lists."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned. Raises ValueError for the state of another rule."""
+        if state:
+            raise ValueError(f"state must be empty for {type(self).__name__}, got {sorted(state)}")

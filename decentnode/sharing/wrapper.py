@@ -1,0 +1,91 @@
+"""A sharing rule around another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.requirements import Requirements
+
+
+class Wrapper(Sharing):
+    """Does what the rule inside it does: a subclass overrides what it changes, and loses nothing that it does not name.
+
+    Requirements are the inner rule's, as `changed` returns them; every method calls the inner rule's.
+    """
+
+    def __init__(self, rule: Sharing) -> None:
+        self.rule = rule
+        self.requirements = self.changed(rule.requirements)
+
+    def changed(self, inner: Requirements) -> Requirements:
+        """Returns the wrapper's requirements: `dataclasses.replace(inner, ...)` with what differs."""
+        return inner
+
+    def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
+        self.rule.set_machines(machines)
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.rule.set_parameter_shapes(shapes)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        schema = self.rule.payload_schema(elements, dtype)
+        self.requirements = self.changed(self.rule.requirements)  # a wrapper's numbers follow from the model's size
+        return schema
+
+    def exchange_number(self, round: int) -> int | None:
+        return self.rule.exchange_number(round)
+
+    def plan(self, view: RoundView) -> RoundView:
+        return self.rule.plan(view)
+
+    def plan_buffers(self, view: RoundView) -> RoundView:
+        return self.rule.plan_buffers(view)
+
+    def begin(self, model: Tensor, view: RoundView) -> None:
+        self.rule.begin(model, view)
+
+    def direction(self, gradient: Tensor, view: RoundView) -> Tensor:
+        return self.rule.direction(gradient, view)
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
+        self.rule.adjust(model, view, loss)
+
+    def finish(self, model: Tensor, view: RoundView) -> None:
+        self.rule.finish(model, view)
+
+    def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:
+        self.rule.advance(model, update, view)
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        return self.rule.outgoing(model, view)
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
+        return self.rule.unpack(payload, uid, view)
+
+    def undelivered(self, uid: int, payload: Payload) -> None:
+        self.rule.undelivered(uid, payload)
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        self.rule.mix(model, received, view)
+
+    def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        self.rule.mix_into(out, model, received, view)
+
+    def own_contribution(self, model: Tensor, view: RoundView) -> Payload | None:
+        return self.rule.own_contribution(model, view)
+
+    def mix_sum(self, out: Tensor, model: Tensor, total: Tensor, view: RoundView) -> None:
+        self.rule.mix_sum(out, model, total, view)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rule.load_state_dict(state)
