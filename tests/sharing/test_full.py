@@ -1,23 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 
 from decentnode.graph.base import view
 from decentnode.payload import Payload
-from decentnode.sharing import SHARINGS
 from decentnode.sharing.full import Full
 from tests.graph.contract import make
 from tests.sharing import contract
-
-
-@pytest.mark.parametrize("name", contract.RULES)
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
-def test_contract(name: str, check: Callable[[contract.Make], None]) -> None:
-    check(contract.RULES[name])
 
 
 @pytest.mark.parametrize("family", ["ring", "regular", "one_peer_exponential", "exponential", "base_k_plus_1"])
@@ -41,9 +32,3 @@ def test_three_lines_of_arithmetic() -> None:
 def test_one_payload_for_all_is_encoded_once() -> None:
     outgoing = Full(Full.Config()).outgoing(torch.ones(3), view(make("star", nodes=5), 0, 0))
     assert len({id(payload) for payload in outgoing.values()}) == 1
-
-
-def test_every_rule_has_its_name() -> None:
-    for name, make_rule in contract.RULES.items():
-        found = contract.name_of(make_rule)
-        assert found in SHARINGS and name.startswith(found), (name, found)

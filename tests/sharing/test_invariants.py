@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,37 +12,13 @@ from decentnode.build import build_in_process, step_all
 from decentnode.config.component import Config
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.graph.topology import Topology
 from decentnode.models.base import Model
 from tests.conftest import scale
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, Make, bound, draw, name_of, one_round, rule, suited
+from tests.sharing.contract import RULES, bound, draw, name_of, one_round, rule, suited
+from tests.sharing.helpers import Quadratics
 
 ROOT = Path(__file__).parents[2]
-
-
-class Quadratics:
-    """f_i(x) = (x - c_i)^T H_i (x - c_i) / 2, diagonal H_i (docs/explanation/algorithms.rst, "Known errors")."""
-
-    def __init__(self, n: int = 16, size: int = 10) -> None:
-        generator = np.random.default_rng(0)
-        self.h = torch.from_numpy(generator.uniform(0.5, 1.5, (n, size)))
-        self.c = torch.from_numpy(generator.normal(size=(n, size)))
-        self.best = (self.h * self.c).sum(0) / self.h.sum(0)
-
-    def error(self, make_rule: Make, graph: Topology, rounds: int, lr: float, momentum: float = 0.0) -> float:
-        """mean ||x_i - x*||^2 after so many rounds of one gradient step each. momentum: the local optimizer's."""
-        models, velocities = ([torch.zeros_like(c) for c in self.c] for _ in range(2))
-        rules = bound(make_rule, models)
-
-        def step(uid: int, x: Tensor) -> None:
-            x.sub_(velocities[uid].mul_(momentum).add_(self.h[uid] * (x - self.c[uid])), alpha=lr)
-
-        for r in range(rounds):
-            one_round(rules, models, graph, r, step=step)
-        return float(torch.stack([(x - self.best).square().sum() for x in models]).mean())
-
-
 RING = make("ring", nodes=16)
 
 
@@ -63,13 +38,6 @@ def test_stated_errors_on_a_ring(options: dict[str, object], lr: float, low: flo
     assert low / slack <= error <= high * slack
 
 
-def test_exact_diffusion_with_momentum_is_exact() -> None:
-    """EDM: 1.6e-10 after 3000 rounds; the default run is on the way there."""
-    rounds = scale(600, 3000)
-    error = Quadratics().error(rule("exact_diffusion"), RING, rounds, 0.005, momentum=0.9)
-    assert error <= (1.7e-10 if rounds == 3000 else 1e-7)
-
-
 def test_the_overlapped_form_of_plain_gossip_has_the_larger_bias() -> None:
     """x <- W x - lr g(x) (docs/explanation/round.rst, "Overlapped"): 0.283 where the sequential one has 0.226."""
     quadratics, w = Quadratics(), torch.from_numpy(RING.matrix(0))
@@ -77,14 +45,6 @@ def test_the_overlapped_form_of_plain_gossip_has_the_larger_bias() -> None:
     for _ in range(3000):
         x = w @ x - 0.05 * quadratics.h * (x - quadratics.c)
     assert float((x - quadratics.best).square().sum(1).mean()) == pytest.approx(0.283, abs=5e-4)
-
-
-def test_relays_are_exact_on_a_line() -> None:
-    """Delayed by hops but not biased, where gossip on the same line and step is."""
-    line, quadratics, rounds = make("line", nodes=8), Quadratics(8), scale(1000, 6000)
-    assert quadratics.error(rule("relaysgd"), line, rounds, 0.02) < 1e-5 < 1e-2 < quadratics.error(
-        rule("full"), line, 600, 0.02
-    )
 
 
 def test_stated_errors_on_one_peer_graphs() -> None:
@@ -159,16 +119,6 @@ def test_half_models(name: str, dtype: torch.dtype) -> None:
         one_round(rules, models, graph, r)
     for model in models:
         assert model.dtype == dtype and bool(model.isfinite().all())
-
-
-@pytest.mark.parametrize("graph", ["ring", "directed_one_peer_exponential", "star"])
-def test_overlapped_push_sum_learns(graph: str) -> None:
-    sets = ["sharing={name: push_sum}", f"graph={{name: {graph}, nodes: 8}}", "mapping.nodes_per_machine=8",
-            "weights={name: uniform}", "node={rounds: 40, evaluate_every: 0, schedule: overlapped}"]  # fmt: skip
-    nodes = build_in_process(load(ROOT / "configs" / "quickstart.yaml", sets))
-    step_all(nodes)
-    assert sum(node.sharing.weight for node in nodes) == pytest.approx(8)  # type: ignore[attr-defined]
-    assert float(nodes[0].figures()["accuracy_mean"]) > 0.8
 
 
 class Normed(Model):

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from decentnode.build import build_in_process, step_all
-from decentnode.experiment import load
-from decentnode.graph.base import RoundView
-from decentnode.graph.topology import Topology
-from decentnode.sharing.full import Full
 from tests.graph.contract import make
-from tests.sharing.contract import bound, one_round, rule
+from tests.sharing.helpers import ROUNDS, START, N, gradient, models_after
 
-ROOT = Path(__file__).parents[2]
-N, SIZE, ROUNDS = 9, 5, 60
-DRAWS = np.random.default_rng(4)
-CURVATURE, TARGET = DRAWS.uniform(0.5, 1.5, (N, SIZE)), DRAWS.normal(size=(N, SIZE))
-START = DRAWS.normal(size=SIZE) + np.zeros((N, SIZE))
 FALLS = {"constant": 1.0, "ten": 0.1, "hundred": 0.01}
-
-
-def gradient(x: np.ndarray) -> np.ndarray:
-    return CURVATURE * (x - TARGET)
 
 
 def rates(fall: float) -> list[float]:
@@ -108,43 +91,13 @@ CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np
 }  # fmt: skip
 
 
-def ours(options: dict[str, object], graph: Topology, lrs: list[float]) -> np.ndarray:
-    models = [torch.from_numpy(x.copy()) for x in START]
-    rules = bound(rule(**options), models)  # type: ignore[arg-type]
-    h, c = torch.from_numpy(CURVATURE), torch.from_numpy(TARGET)
-    for r, lr in enumerate(lrs):
-        def step(uid: int, x: Tensor, lr: float = lr) -> None:
-            x.sub_(h[uid] * (x - c[uid]), alpha=lr)
-
-        one_round(rules, models, graph, r, step=step, lr=lr)
-    return torch.stack(models).numpy()
-
-
 @pytest.mark.parametrize("fall", FALLS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_its_paper_s_recursion(name: str, fall: str) -> None:
     graph = make("torus", nodes=N)
     options, recursion = CASES[name]
     lrs = rates(FALLS[fall])
-    np.testing.assert_allclose(ours(options, graph, lrs), recursion(graph.matrix(0), lrs), atol=1e-11, rtol=0)
-
-
-def test_easgd_s_center_and_nodes() -> None:
-    """Equations 5 and 6 with one center, alpha = .05 and beta = n alpha, round by round; the form with forces of what
-    the local steps made ends elsewhere."""
-    graph, a, b, lr = make("complete", nodes=N), 0.05, 0.4, 0.2
-    models = [torch.from_numpy(x.copy()) for x in START]
-    rules = bound(rule("elastic", pull=a, center_pull=b), models)
-    x, c = START.copy(), START[0].copy()
-    h, t = torch.from_numpy(CURVATURE), torch.from_numpy(TARGET)
-    for r in range(30):
-        one_round(rules, models, graph, r, step=lambda u, m: m.sub_(h[u] * (m - t[u]), alpha=lr), lr=lr)
-        x, c = x - lr * gradient(x) - a * (x - c), (1 - b) * c + b * x.mean(0)
-        np.testing.assert_allclose(torch.stack(models).numpy(), x, atol=1e-12, rtol=0)
-        for each in rules:
-            np.testing.assert_allclose(each.center.numpy(), c, atol=1e-12, rtol=0)  # type: ignore[attr-defined]
-    after = ours({"name": "elastic", "pull": a, "center_pull": b, "force": "after"}, graph, [lr] * 30)
-    assert np.abs(after - x).max() > 1e-3
+    np.testing.assert_allclose(models_after(options, graph, lrs), recursion(graph.matrix(0), lrs), atol=1e-11, rtol=0)
 
 
 @pytest.mark.parametrize("fall", [0.1, 0.01])
@@ -153,54 +106,7 @@ def test_a_rate_that_falls_is_felt_at_once(name: str, fall: float) -> None:
     """On a complete graph the mean goes as much slower as the rate is smaller, momentum and all."""
     options, every = CASES[name][0], 3 if name == "slowmo" else 1
     graph = make("complete", nodes=N)
-    means = [ours(options, graph, [0.01] * 12 + [0.01 * fall] * more).mean(0) for more in (0, every)]
-    before = ours(options, graph, [0.01] * (12 - every)).mean(0)
+    means = [models_after(options, graph, [0.01] * 12 + [0.01 * fall] * more).mean(0) for more in (0, every)]
+    before = models_after(options, graph, [0.01] * (12 - every)).mean(0)
     slower = np.linalg.norm(means[1] - means[0]) / np.linalg.norm(means[0] - before)
     assert slower == pytest.approx(fall, rel=0.5)
-
-
-class Told(Full):
-    """Notes what it is told of the learning rate, and by which hook."""
-
-    def __init__(self, config: object) -> None:
-        super().__init__(config)  # type: ignore[arg-type]
-        self.rates: list[tuple[str, float]] = []
-
-    def begin(self, model: Tensor, view: RoundView) -> None:
-        self.rates.append(("begin", view.lr))
-
-    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
-        self.rates.append(("adjust", view.lr))
-
-    def finish(self, model: Tensor, view: RoundView) -> None:
-        self.rates.append(("finish", view.lr))
-
-
-def test_rules_learn_the_rate_of_the_round(tmp_path: Path) -> None:
-    records: list[dict[str, object]] = []
-    nodes = build_in_process(load(ROOT / "configs" / "quickstart.yaml", [
-        "sharing={name: 'tests.sharing.test_recursions:Told'}", "graph={name: ring, nodes: 4}",
-        "mapping.nodes_per_machine=4", "node={rounds: 5, evaluate_every: 0}",
-        "training.lr_schedule={name: multistep, milestones: [2, 4], gamma: 0.1, warmup: 1, warmup_factor: 0.0}",
-    ]), lambda uid, record: records.append(record) if uid == 0 else None)  # fmt: skip
-    step_all(nodes)
-    trained = [float(r["lr"]) for r in records if r["kind"] == "round"]  # type: ignore[arg-type]
-    assert trained == pytest.approx([0.0, 0.1, 0.1, 0.01, 0.01])
-    told = nodes[0].sharing.rates  # type: ignore[attr-defined]
-    assert told == [(hook, lr) for lr in trained for hook in ("begin", "adjust", "finish")]
-
-
-@pytest.mark.parametrize(("sharing", "least"), [
-    ("{name: qg_momentum}", 0.8), ("{name: slowmo}", 0.8), ("{name: decentlam}", 0.8),
-    ("{name: gradient_tracking}", 0.8), ("{name: gradient_tracking, form: dsgt}", 0.5),
-    ("{name: momentum_tracking, form: atc}", 0.8),
-])  # fmt: skip
-def test_a_rate_of_zero_and_a_rate_that_falls_by_a_hundred_in_a_whole_run(sharing: str, least: float) -> None:
-    nodes = build_in_process(load(ROOT / "configs" / "quickstart.yaml", [
-        f"sharing={sharing}", "graph={name: ring, nodes: 4}", "mapping.nodes_per_machine=4",
-        "node={rounds: 40, evaluate_every: 0}", "training.optimizer={name: sgd, lr: 0.1}",
-        "training.lr_schedule={name: multistep, milestones: [20], gamma: 0.01, warmup: 2, warmup_factor: 0.0}",
-    ]))  # fmt: skip
-    step_all(nodes)
-    assert all(bool(node.training.model.parameters.isfinite().all()) for node in nodes)
-    assert float(nodes[0].figures()["accuracy_mean"]) > least

@@ -1,7 +1,8 @@
-"""What each rule promises beyond the contract, on quadratics where every node wants something else."""
+"""What rules promise beside each other, the learning rate that they see, and which graphs they refuse."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,33 +11,17 @@ import torch
 from torch import Tensor
 
 from decentnode.build import build_in_process, step_all
+from decentnode.config.component import load_class
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.graph.base import view
-from decentnode.graph.topology import Topology
-from decentnode.payload import Payload
+from decentnode.graph.base import RoundView
 from decentnode.sharing import SHARINGS
-from decentnode.sharing.base import Sharing
+from decentnode.sharing.full import Full
 from tests.graph.contract import make
-from tests.sharing.contract import bound, draw, one_round, rule
+from tests.sharing.contract import draw, one_round, rule
+from tests.sharing.helpers import quadratics
 
 ROOT = Path(__file__).parents[2]
-
-
-def quadratics(name: str, graph: Topology, rounds: int, lr: float, **options: object) -> float:
-    """mean ||x_i - x*||^2 after gossip gradient descent on f_i = |a_i (x - b_i)|^2 / 2 with unequal a_i and b_i."""
-    n, size = graph.num_nodes, 5
-    generator = torch.Generator().manual_seed(1)
-    a = torch.rand(n, size, generator=generator, dtype=torch.float64) + 0.5
-    b = 2 * torch.randn(n, size, generator=generator, dtype=torch.float64)
-    best = (a * a * b).sum(0) / (a * a).sum(0)
-    models = [torch.zeros(size, dtype=torch.float64) for _ in range(n)]
-    rules = bound(rule(name, **options), models)
-    for r in range(rounds):
-        one_round(rules, models, graph, r, step=lambda uid, model: model.sub_(a[uid] ** 2 * (model - b[uid]), alpha=lr))
-    return float(torch.stack([(model - best).square().sum() for model in models]).mean())
-
-
 RING = make("ring", nodes=16)
 
 
@@ -62,69 +47,6 @@ def test_tracking_works_on_one_peer_sequences_and_d2_is_refused_there() -> None:
         assert not diverged < 1e-3, "this is why it is refused"
 
 
-def test_the_tracked_mean_is_the_mean_update() -> None:
-    rules: list[Sharing] = [rule("gradient_tracking")() for _ in range(6)]
-    models = draw(6, 9, torch.float64)
-    for r in range(5):
-        before = [m.clone() for m in models]
-        one_round(rules, models, make("ring", nodes=6), r)
-        updates = torch.stack([0.1 * (x - float(uid)) for uid, x in enumerate(before)])
-        tracked = torch.stack([each.tracked for each in rules])  # type: ignore[attr-defined]
-        torch.testing.assert_close(tracked.mean(0), updates.mean(0))
-
-
-@pytest.mark.parametrize("family", ["directed_one_peer_exponential", "exponential", "star"])
-def test_push_sum_keeps_mass_and_finds_the_mean(family: str) -> None:
-    graph, models = make(family, nodes=8), draw(8, 11, torch.float64)
-    mean = torch.stack(models).mean(0)
-    rules = [rule("push_sum")() for _ in models]
-    for r in range(60):
-        one_round(rules, models, graph, r, pull=0.0)
-        total = sum(m * each.weight for m, each in zip(models, rules, strict=True))  # type: ignore[attr-defined]
-        assert sum(each.weight for each in rules) == pytest.approx(8)  # type: ignore[attr-defined]
-        torch.testing.assert_close(total / 8, mean)
-    for model in models:
-        torch.testing.assert_close(model, mean, atol=1e-6, rtol=0)
-
-
-def test_push_sum_takes_back_what_did_not_arrive() -> None:
-    graph, models = make("ring", nodes=4), draw(4, 5, torch.float64)
-    rules = [rule("push_sum")() for _ in models]
-    views = [view(graph, uid, 0) for uid in range(4)]
-    sent = [each.outgoing(model, seen) for each, model, seen in zip(rules, models, views, strict=True)]
-    frozen = [{to: Payload({"x": p.tensors["x"].clone()}, p.scalars) for to, p in out.items()} for out in sent]
-    mean = torch.stack(models).mean(0)
-    rules[1].undelivered(2, frozen[1][2])
-    for uid, each in enumerate(rules):
-        received = {j: frozen[j][uid] for j in views[uid].sources if (j, uid) != (1, 2)}
-        each.mix(models[uid], received, views[uid])
-    total = sum(m * each.weight for m, each in zip(models, rules, strict=True))  # type: ignore[attr-defined]
-    torch.testing.assert_close(total / 4, mean)
-
-
-def test_relays_are_exact_after_the_tree_s_width() -> None:
-    graph, models = make("line", nodes=6), draw(6, 7, torch.float64)
-    start = [m.clone() for m in models]
-    rules = [rule("relaysgd")() for _ in models]
-    for r in range(6):
-        for model, constant in zip(models, start, strict=True):
-            model.copy_(constant)
-        one_round(rules, models, graph, r, pull=0.0)
-    for model in models:
-        torch.testing.assert_close(model, torch.stack(start).mean(0))
-
-
-@pytest.mark.parametrize(("n", "dimensions"), [(9, 2), (8, 3), (16, 2), (5, 1)])
-def test_a_full_grid_agrees_after_its_dimensions(n: int, dimensions: int) -> None:
-    models = draw(n, 6, torch.float64)
-    mean = torch.stack(models).mean(0)
-    rules = [rule("moshpit", dimensions=dimensions)() for _ in models]
-    for r in range(dimensions):
-        one_round(rules, models, make("complete", nodes=n), r, pull=0.0)
-    for model in models:
-        torch.testing.assert_close(model, mean)
-
-
 def run(name: str, rounds: int, **options: object) -> list[Tensor]:
     models = draw(6, 10, torch.float64)
     rules = [rule(name, **options)() for _ in models]
@@ -147,63 +69,6 @@ def test_infrequent_rules_reduce_to_each_other() -> None:
     assert close(rested, alone)
 
 
-def test_push_sum_is_not_biased_by_an_irregular_graph() -> None:
-    """Updates scaled by the weights would move the optimum, however small the learning rate."""
-    star = make("star", nodes=8)
-    errors = [quadratics("push_sum", star, rounds, lr) for rounds, lr in ((2000, 0.02), (6000, 0.005))]
-    assert errors[1] < errors[0] / 4
-
-
-@pytest.mark.parametrize("n", [5, 6])
-def test_noloco_moves_the_mean_like_one_outer_optimizer(n: int) -> None:
-    """Pairing does not matter to the mean: m <- b m + a mean(D), p <- p + m for the means of all."""
-    models = draw(n, 4, torch.float64)
-    rules = [rule("noloco", every=2, momentum=0.5, pull=0.7)() for _ in models]
-    slow = torch.stack(models).mean(0)
-    momentum = torch.zeros_like(slow)
-    for r in range(8):
-        one_round(rules, models, make("ring", nodes=n), r)
-        if r % 2 == 0:
-            grown = torch.stack(models)
-            grown = grown - 0.1 * (grown - torch.arange(float(n), dtype=torch.float64)[:, None])
-            continue
-        momentum = 0.5 * momentum + 0.7 * (grown.mean(0) - slow)
-        slow = slow + momentum
-        torch.testing.assert_close(torch.stack(models).mean(0), slow)
-
-
-def test_elastic_ties_keep_nodes_and_centers() -> None:
-    models = draw(6, 8, torch.float64)
-    rules = [rule("elastic", every=1, pull=0.3)() for _ in models]
-    for each, model in zip(rules, models, strict=True):
-        each.begin(model, view(make("ring", nodes=6), 0, 0))
-    total = 2 * torch.stack(models).sum(0)
-    for r in range(40):
-        one_round(rules, models, make("ring", nodes=6), r, pull=0.0)
-        centers = torch.stack([each.center for each in rules])  # type: ignore[attr-defined]
-        torch.testing.assert_close(torch.stack(models).sum(0) + centers.sum(0), total)
-    assert float(torch.stack(models).std(0).max()) < 1e-2
-
-
-def test_the_leader_of_a_neighborhood_stays() -> None:
-    models = draw(4, 5, torch.float64)
-    rules = [rule("leader", every=1, pull=0.5, average=0)() for _ in models]
-    before = [m.clone() for m in models]
-    one_round(rules, models, make("complete", nodes=4), 0, pull=0.0)  # the loss of node u is u
-    assert torch.equal(models[0], before[0])
-    for uid in (1, 2, 3):
-        torch.testing.assert_close(models[uid], (before[uid] + before[0]) / 2)
-
-
-@pytest.mark.parametrize(("every", "mean"), [(1, 2.0), (2, 1.5), (3, 4.0)])
-def test_a_leader_is_chosen_by_the_losses_since_the_last_exchange(every: int, mean: float) -> None:
-    each, seen = rule("leader", every=every)(), view(make("ring", nodes=4), 0, 0, 1)
-    for loss in (50.0, 9.0, 1.0, 2.0):
-        each.adjust(torch.zeros(1), seen, loss)
-    (payload,) = {id(p): p for p in each.outgoing(torch.zeros(1), seen).values()}.values()
-    assert payload.scalars["loss"] == mean
-
-
 @pytest.mark.parametrize(("sharing", "graph", "says"), [
     ("d2", "{name: one_peer_exponential, nodes: 8}", "static graph.*name: ring"),
     ("relaysgd", "{name: ring, nodes: 8}", "needs a tree, got 8 edges for 8 nodes"),
@@ -213,30 +78,6 @@ def test_a_graph_that_does_not_suit_is_refused_with_one_that_would(sharing: str,
     sets = [f"sharing={{name: {sharing}}}", f"graph={graph}", "mapping.nodes_per_machine=8"]
     with pytest.raises(ConfigError, match=says):
         load(ROOT / "configs" / "quickstart.yaml", sets)
-
-
-@pytest.mark.parametrize("name", ["d2", "exact_diffusion"])
-def test_the_smallest_eigenvalue_decides(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At -1/3 (rings of even size) with a warning, above in silence, below refused until the weights are lazy."""
-    sets = [f"sharing={{name: {name}}}", "mapping={name: linear, nodes_per_machine: 8}"]
-    load(ROOT / "configs" / "quickstart.yaml", [*sets, "graph={name: ring, nodes: 8}"])
-    assert "smallest eigenvalue of the mixing matrix is -0.333" in caplog.text
-    caplog.clear()
-    load(ROOT / "configs" / "quickstart.yaml", [*sets, "graph={name: complete, nodes: 8}"])
-    assert not caplog.text
-    heavy = np.roll(np.eye(8), 1, 0) / 2 + np.roll(np.eye(8), -1, 0) / 2  # eigenvalues cos(2 pi k / 8)
-    np.savetxt(tmp_path / "heavy.txt", heavy)
-    sets += ["graph={name: ring, nodes: 8}", f"weights={{name: file, path: {tmp_path}/heavy.txt}}"]
-    with pytest.raises(ConfigError, match=r"eigenvalues below -0.333, the smallest is -1.000; weights: .*lazy: true"):
-        load(ROOT / "configs" / "quickstart.yaml", sets)
-    assert ConfigError.exit_code == 2
-
-
-def test_rules_that_need_the_round_in_order_refuse_to_overlap() -> None:
-    with pytest.raises(ConfigError, match="d2 works with schedule: sequential only"):
-        load(ROOT / "configs" / "quickstart.yaml", [
-            "sharing={name: d2}", "graph={name: ring, nodes: 16}", "node.schedule=overlapped",
-        ])  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in SHARINGS if name != "full"])
@@ -255,3 +96,56 @@ def test_every_rule_trains_the_quickstart_on_a_ring(name: str) -> None:
     which = "accuracy_merged" if name == "elastic" else "accuracy"
     accuracy = float(np.mean([node.figures()[which] for node in nodes]))  # type: ignore[arg-type]
     assert accuracy > 0.8, accuracy
+
+
+def test_the_table_of_rules_is_sorted_by_file() -> None:
+    for name, target in SHARINGS.items():
+        found: Callable[..., object] = load_class(name, SHARINGS, "sharing")
+        assert found.__module__ == target.partition(":")[0] and (found.__doc__ or "").strip(), name
+
+
+class Told(Full):
+    """Notes what it is told of the learning rate, and by which hook."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)  # type: ignore[arg-type]
+        self.rates: list[tuple[str, float]] = []
+
+    def begin(self, model: Tensor, view: RoundView) -> None:
+        self.rates.append(("begin", view.lr))
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
+        self.rates.append(("adjust", view.lr))
+
+    def finish(self, model: Tensor, view: RoundView) -> None:
+        self.rates.append(("finish", view.lr))
+
+
+def test_rules_learn_the_rate_of_the_round(tmp_path: Path) -> None:
+    records: list[dict[str, object]] = []
+    nodes = build_in_process(load(ROOT / "configs" / "quickstart.yaml", [
+        "sharing={name: 'tests.sharing.test_rules:Told'}", "graph={name: ring, nodes: 4}",
+        "mapping.nodes_per_machine=4", "node={rounds: 5, evaluate_every: 0}",
+        "training.lr_schedule={name: multistep, milestones: [2, 4], gamma: 0.1, warmup: 1, warmup_factor: 0.0}",
+    ]), lambda uid, record: records.append(record) if uid == 0 else None)  # fmt: skip
+    step_all(nodes)
+    trained = [float(r["lr"]) for r in records if r["kind"] == "round"]  # type: ignore[arg-type]
+    assert trained == pytest.approx([0.0, 0.1, 0.1, 0.01, 0.01])
+    told = nodes[0].sharing.rates  # type: ignore[attr-defined]
+    assert told == [(hook, lr) for lr in trained for hook in ("begin", "adjust", "finish")]
+
+
+@pytest.mark.parametrize(("sharing", "least"), [
+    ("{name: qg_momentum}", 0.8), ("{name: slowmo}", 0.8), ("{name: decentlam}", 0.8),
+    ("{name: gradient_tracking}", 0.8), ("{name: gradient_tracking, form: dsgt}", 0.5),
+    ("{name: momentum_tracking, form: atc}", 0.8),
+])  # fmt: skip
+def test_a_rate_of_zero_and_a_rate_that_falls_by_a_hundred_in_a_whole_run(sharing: str, least: float) -> None:
+    nodes = build_in_process(load(ROOT / "configs" / "quickstart.yaml", [
+        f"sharing={sharing}", "graph={name: ring, nodes: 4}", "mapping.nodes_per_machine=4",
+        "node={rounds: 40, evaluate_every: 0}", "training.optimizer={name: sgd, lr: 0.1}",
+        "training.lr_schedule={name: multistep, milestones: [20], gamma: 0.01, warmup: 2, warmup_factor: 0.0}",
+    ]))  # fmt: skip
+    step_all(nodes)
+    assert all(bool(node.training.model.parameters.isfinite().all()) for node in nodes)
+    assert float(nodes[0].figures()["accuracy_mean"]) > least
