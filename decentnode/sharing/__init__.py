@@ -1,4 +1,4 @@
-"""Sharing rules: what leaves a node and how arrivals are mixed."""
+"""Sharing rules: what a node sends in a round, and how it mixes what arrives into its model."""
 
 SHARINGS: dict[str, str] = {
     "full": "decentnode.sharing.full:Full",

@@ -1,4 +1,4 @@
-"""Adaptive consensus: mixing that grows weaker or stronger over the rounds."""
+"""Adaptive consensus: the strength of mixing changes over the rounds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ACConfig(SharingConfig):
     factor: float = Field(1.0, ge=0, le=1)
     """Strength of mixing in the first round."""
     final: float = Field(0.1, ge=0, le=1)
-    """Strength that it comes to."""
+    """Strength of mixing from round `rounds` on."""
     rounds: int = Field(100, ge=1)
-    """Rounds on the way, in even steps."""
+    """Rounds over which the strength changes linearly from `factor` to `final`."""
 
 
 class AdaptiveConsensus(Full):

@@ -1,4 +1,4 @@
-"""CHOCO-SGD: gossip on public copies of the models, which compressed differences keep up to date."""
+"""CHOCO-SGD: nodes gossip on public copies of their models, which compressed differences keep up to date."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from decentnode.tensors import as_bytes
 
 class ChocoConfig(SharingConfig):
     fraction: float = Field(0.1, gt=0, le=1)
-    """Part of the entries of a difference that is sent."""
+    """Fraction of the entries of a difference that is sent."""
     choose: Literal["largest", "random", "all"] = "largest"
-    """Which entries: the largest, random ones, or all (for a compression of values alone)."""
+    """Which entries are sent: the largest, random ones, or all (to compress only their values)."""
     step_size: float | None = Field(None, gt=0, le=1)
-    """How far a node goes toward its neighbors' public copies in a round (gamma). Left out: four fifths of the largest
-    step that brings nodes together on this graph with this compression (sharing/step_size.py)."""
+    """How far a node moves toward its neighbors' public copies in a round (gamma). Default: four fifths of the largest
+    step with which nodes reach consensus on this graph with this compression (sharing/step_size.py)."""
 
 
 class Choco(Sharing):
     """q_i = C(x_i - h_i) is sent; h_j += q_j for all; x_i += gamma sum_j W_ij (h_j - h_i) (arXiv 1902.00340, alg. 2).
 
-    h_i is what everybody knows of x_i. With a static doubly stochastic W the mean is kept whatever C is, and nodes
-    agree exactly in the end. Memory: a copy per neighbor and two more. Copies begin with the initial model, which is
-    the same everywhere (a checksum in the first messages says so); who missed a message of a neighbor leaves that
-    neighbor out and asks it for its whole copy.
+    h_i, the public copy, is the estimate of x_i that all neighbors of i hold. With a static doubly stochastic W the
+    mean of the models is kept whatever C is, and the models converge to it exactly. Memory: one copy per neighbor and
+    two more.
+
+    Copies start as the initial model, which is the same on all nodes; first payloads carry its checksum. A node that
+    missed a payload of neighbor j no longer knows h_j: it leaves j out of its mixing and asks j for all of h_j.
     """
 
     Config: ClassVar[type[component.Config]] = ChocoConfig
@@ -54,17 +56,17 @@ class Choco(Sharing):
         self.operator = self.make_operator(config, codec)
         self.step_size = config.step_size or self.step_search(config).without_graph()
         self.public: Tensor | None = None
-        """h_i [P]."""
+        """h_i [P], this node's own public copy."""
         self.copies: dict[int, Tensor] = {}
-        """h_j [P] of each neighbor that this node is up to date with."""
+        """h_j [P] of each neighbor of which no payload was missed."""
         self.pull: Tensor | None = None
         """sum_j W_ij (h_j - h_i) [P] over `pulled`."""
         self.pulled: dict[int, float] = {}
-        """Neighbors in `pull`, with their weights."""
+        """Neighbors whose copies are in `pull`, with the weights that they have there."""
         self.asked: set[int] = set()
-        """Neighbors that need the whole of h_i."""
+        """Neighbors that asked for the whole of h_i, or missed a payload of this node."""
         self.started = False
-        """Whether first messages have left, with the initial model's checksum."""
+        """Whether the first payloads, which carry the checksum of the initial model, were sent."""
         self._sent: tuple[Tensor, Tensor] | None = None
         self._start = -1
 
@@ -74,7 +76,8 @@ class Choco(Sharing):
 
     @classmethod
     def step_search(cls, config: Any) -> Search:
-        """Nodes begin alike, with zeros as public copies, and are apart from then on."""
+        """The search starts from different models with public copies of zeros: the worst case of a run, whose models
+        start equal."""
         codec = make_codec(config.compression) if config.compression else None
         return Search(_all_at_once, cls.make_operator(config, codec))
 
@@ -94,6 +97,7 @@ class Choco(Sharing):
         add_at(self.public, at, values)
         self._sent, self.started = (at, values), True
         nothing = model.new_empty(0)
+        # All neighbors get one object, which is encoded once, except those that ask or are asked for a whole copy.
         usual = Payload({**coded, "whole": nothing}, scalars, self.operator.metadata)
         out = {}
         for uid in view.neighbors:
@@ -125,9 +129,11 @@ class Choco(Sharing):
         changes: dict[int, tuple[Tensor, Tensor] | None] = {}
         for uid, payload in received.items():
             changes[uid] = self._take(uid, payload)
-        for uid in self.copies.keys() - received.keys():  # a change of theirs is lost: only the whole copy helps
+        for uid in self.copies.keys() - received.keys():  # q_j is lost, so h_j is unknown until j sends all of it
             del self.copies[uid]
         pulling = {uid: view.weights[uid] for uid in sorted(received) if uid in self.copies}
+        # The pull sum_j W_ij (h_j - h_i) is summed anew only where a weight, or a copy other than by q, changed.
+        # Otherwise the sparse changes are added to it, which costs K entries per neighbor instead of P.
         fresh = self.pull is None or pulling != self.pulled or None in changes.values()
         if fresh:
             self.pull = torch.zeros_like(self.public)
@@ -145,14 +151,15 @@ class Choco(Sharing):
         model.add_(self.pull, alpha=self.step_size)
 
     def _take(self, uid: int, payload: Payload) -> tuple[Tensor, Tensor] | None:
-        """Bring the copy of `uid` up to date; its change, or None when it is not a change to what was known."""
+        """Updates the copy of `uid`. Returns the change q_j as (positions, values), or None where h_j was replaced or
+        is not known."""
         if payload.scalars.get("ask"):
             self.asked.add(uid)
         if "whole" in payload.tensors:
             self.copies[uid] = payload.tensors["whole"].clone()
             return None
         if "start" in payload.scalars and payload.scalars["start"] != self._start:
-            self.copies.pop(uid, None)  # began with another model, and finds the same of this one
+            self.copies.pop(uid, None)  # j started from another model, and learns the same of this node's checksum
             self.asked.add(uid)
         if uid not in self.copies:
             return None
@@ -183,6 +190,7 @@ class Choco(Sharing):
 
 
 def _all_at_once(models: Tensor, public: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
+    """A round of all nodes without gradients, for the search of a step. pull: W - I."""
     public.add_(compress(models - public))
     models.add_(pull @ public, alpha=step)
 

@@ -1,4 +1,4 @@
-"""Any rule with its values compressed on the way."""
+"""Any sharing rule with its values compressed by a codec."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.wrapper import Wrapper
 
 COUNT = ".count"
-"""Ending of the scalar that says how many values a tensor of free length had."""
+"""Suffix of the scalar that carries the number of values of a tensor whose length is not fixed by the schema."""
 
 
 def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing:
-    """The rule of a section, within its compression where it does not compress by itself.
+    """Returns the rule of a YAML section, wrapped in `Compressed` where it does not apply its compression itself.
 
-    machines: the uids on every machine; without them the rule is still to be told (`set_machines`).
+    machines: the uids on every machine; without them the caller has to call `set_machines`.
     Raises EnvironmentFault when a codec's library is not installed.
     """
     made: Sharing = load_class(config.name, SHARINGS, "sharing")(config)
@@ -40,7 +40,7 @@ def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing
 
 
 def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
-    """The codec's draws of this node, round and phase; None where it makes none."""
+    """Returns the random generator of a codec for this node, round and phase; None for codecs that draw nothing."""
     if not codec.unbiased:
         return None
     purpose = f"compression, phase {view.phase}" if view.phase else "compression"
@@ -60,20 +60,20 @@ class Compressed(Wrapper):
     def __init__(self, rule: Sharing, codec: Codec) -> None:
         self.codec = codec
         self._specs: dict[str, TensorSpec] = {}
-        """The rule's own schema."""
+        """The schema of the rule inside."""
         self._counts: dict[str, ScalarSpec] = {}
-        """Lengths that are sent beside coded tensors of no fixed length, by name."""
+        """The scalars with the lengths of coded tensors whose length is not fixed."""
         self._own: Payload | None = None
-        """What this node sent in the present phase, as its neighbors read it; None where the rule does not need it."""
+        """This node's own payload of the present phase, as neighbors decode it; None where the rule does not mix it."""
         super().__init__(rule)
 
     def changed(self, inner: Requirements) -> Requirements:
-        """Not linear: the sum of coded tensors is not the coded sum."""
+        """Not linear, because a sum of coded tensors is not the coded sum."""
         return replace(inner, elementwise=inner.elementwise and self.codec.elementwise, linear=False,
                        scalars={**inner.scalars, **self._counts})  # fmt: skip
 
     def own_contribution(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        """As linear: every payload is needed."""
+        """Returns None: every payload must be decoded before it is added."""
         return
 
     def _coded(self, name: str) -> bool:
@@ -130,7 +130,7 @@ class Compressed(Wrapper):
         return self.rule.unpack(self._decoded(payload), uid, view)
 
     def _decoded(self, payload: Payload) -> Payload:
-        """The rule's payload as receivers see it. Raises PeerFault for bytes that no encoder made."""
+        """Returns the inner rule's payload as receivers see it. Raises PeerFault for bytes that no encoder made."""
         tensors: dict[str, Tensor] = {}
         scalars = dict(payload.scalars)
         for name, spec in self._specs.items():
@@ -147,14 +147,18 @@ class Compressed(Wrapper):
         return Payload(tensors, scalars, payload.metadata)
 
     def _slice(self, payload: Payload) -> Payload:
-        """One slice of a payload whose codec works element by element; weighted sums widen it block by block."""
+        """Returns one slice of a payload in the dtype that the rule mixes.
+
+        Linear rules take float16 and bfloat16 as they are: their weighted sum converts block by block in a cache,
+        which saves a pass over memory for the converted tensor.
+        """
         dtype = self._specs["x"].dtype
         if self.rule.requirements.linear and payload.tensors["x"].is_floating_point():
             return payload
         return Payload({"x": payload.tensors["x"].to(dtype)}, payload.scalars)
 
     def _received(self, received: Mapping[int, Payload], view: RoundView) -> Mapping[int, Payload]:
-        """What the rule mixes of what arrived."""
+        """Returns the payloads that the rule mixes: slices in its dtype, and its own payload where it needs that."""
         if self.requirements.elementwise:
             received = {uid: self._slice(payload) for uid, payload in received.items()}
         if self._own is not None and view.uid not in received:
@@ -168,5 +172,5 @@ class Compressed(Wrapper):
         self.rule.mix_into(out, model, self._received(received, view), view)
 
     def undelivered(self, uid: int, payload: Payload) -> None:
-        """The rule gets what would have arrived."""
+        """Passes on what would have arrived, decoded."""
         self.rule.undelivered(uid, self._decoded(payload))

@@ -1,7 +1,8 @@
-"""D2 and exact diffusion: the bias of gossip on unequal data corrected with the last round's update.
+"""D2 and exact diffusion: gossip whose bias on unequal data is corrected by the update of the last round.
 
-In this and the other correcting rules u_t is the update that the local steps of round t applied: x after them is
-x_t - u_t. With plain SGD u_t = lr g_t; a changing learning rate and several local steps are thereby accounted for.
+Here and in the other rules that correct local steps, u_t is the update that the local steps of round t made together:
+the model after them is x_t - u_t. With one step of plain SGD u_t = lr g_t. Written with u_t, a rule also holds for
+learning rates that change, several local steps and other optimizers.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from decentnode.sharing.state import Tensors
 class D2(Tensors, Full):
     """x_{t+1} = W (2 x_t - x_{t-1} - (u_t - u_{t-1})): D2 (arXiv 1803.07068, algorithm 1), exact diffusion.
 
-    With momentum in the local optimizer it is EDM. Exact on unequal data; needs a static symmetric W without
-    eigenvalues at or below -1/3. One payload that only its receiver does without moves the mean, and as the recursion
-    repeats the last move, it would do so in every round from there: runs that go on without a payload are refused.
+    With momentum in the local optimizer it is EDM. It converges to the exact optimum on unequal data, and needs a
+    static symmetric W whose eigenvalues are above -1/3.
+
+    A payload that is missing at one receiver moves the mean of the models. The recursion repeats the last move
+    x_t - x_{t-1}, so that the mean would drift in every later round: runs that go on without a payload are refused.
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
@@ -40,6 +43,7 @@ class D2(Tensors, Full):
         self.x = model.clone()
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
+        """x_t - u_t becomes 2 x_t - x_{t-1} - u_t + u_{t-1}; in the first round it stays as it is."""
         assert self.x is not None
         update = self.x - model
         if self.old_x is not None and self.old_update is not None:

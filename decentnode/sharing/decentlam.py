@@ -1,4 +1,4 @@
-"""DecentLaM: momentum of the mixed step."""
+"""DecentLaM: momentum of the whole step, mixing included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decentnode.sharing.qg_momentum import QuasiGlobalMomentum
 class DecentLaM(QuasiGlobalMomentum):
     """m <- b m + (x - W (x - u_t)) / lr_t,  x <- x - lr_t m (arXiv 2104.11981, algorithm 2); for static symmetric W.
 
-    As in qg_momentum.py m is in units of gradients. In a round with rate 0 nodes only mix.
+    The momentum m has the unit of gradients, as in qg_momentum.py. In a round with learning rate 0 nodes only mix.
     """
 
     Config: ClassVar[type[component.Config]] = MildMomentumConfig

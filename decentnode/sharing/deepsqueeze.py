@@ -1,4 +1,4 @@
-"""DeepSqueeze: compressed models with error feedback."""
+"""DeepSqueeze: nodes send compressed models, with error feedback."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from decentnode.sharing.step_size import Compress, Search
 
 class DeepSqueezeConfig(SharingConfig):
     fraction: float = Field(0.7, gt=0, le=1)
-    """Part of the entries that is sent."""
+    """Fraction of the entries that is sent."""
     choose: Literal["largest", "random", "all"] = "largest"
-    """Which entries: the largest, random ones, or all (for a compression of values alone)."""
+    """Which entries are sent: the largest, random ones, or all (to compress only their values)."""
     step_size: float | None = Field(None, gt=0, le=1)
-    """How far a node goes toward the average in a round (gamma). Left out: four fifths of the largest step that brings
-    nodes together on this graph with this compression (sharing/step_size.py)."""
+    """How far a node moves toward the average in a round (gamma). Default: four fifths of the largest step with which
+    nodes reach consensus on this graph with this compression (sharing/step_size.py)."""
 
 
 class DeepSqueeze(Sharing):
     """v = x + e, c = C(v), e = v - c; x += gamma (sum_j W_ij c_j - c_i) (arXiv 1907.07346, algorithm 1).
 
-    Compresses models with error feedback and keeps no copies, so that W may change from round to round.
+    The error e is what compression has taken away so far; it is added to the next model before that is compressed. A
+    node keeps no copies of its neighbors, so that W may change from round to round.
     """
 
     Config: ClassVar[type[component.Config]] = DeepSqueezeConfig
@@ -49,8 +50,9 @@ class DeepSqueeze(Sharing):
 
     @classmethod
     def step_search(cls, config: Any) -> Search:
-        """What is left of a distance is never less than about step size times the operator's error of the models
-        themselves: a tenth is taken, with models that are as large as they are apart."""
+        """The models never come closer than about step size times the compression error of the models themselves. A
+        step therefore passes when a tenth of the distance is left, measured on models that have as much in common as
+        they differ."""
         codec = make_codec(config.compression) if config.compression else None
         return Search(_all_at_once, Operator(config.fraction, config.choose, codec), enough=0.1, common=1.0)
 
@@ -60,7 +62,7 @@ class DeepSqueeze(Sharing):
         coded, at, values = self.operator.encode(whole, view)
         self._sent = at, values
         if at.numel() == whole.numel():
-            self.error = whole - values  # the payload may be `whole` itself
+            self.error = whole - values  # not in place: without a codec the payload is `whole` itself
         else:
             add_at(whole, at, values, -1.0)
             self.error = whole
@@ -89,6 +91,7 @@ class DeepSqueeze(Sharing):
 
 
 def _all_at_once(models: Tensor, error: Tensor, pull: Tensor, step: float, compress: Compress) -> None:
+    """A round of all nodes without gradients, for the search of a step. pull: W - I."""
     whole = models + error
     sent = compress(whole)
     torch.sub(whole, sent, out=error)

@@ -1,4 +1,4 @@
-"""DiLoCo: an outer Nesterov optimizer over rare exchanges."""
+"""DiLoCo: an outer Nesterov optimizer, one step per exchange, with many rounds between two exchanges."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from decentnode.sharing.slowmo import OuterConfig, SlowMo
 
 class DiLoCoConfig(OuterConfig):
     every: int = Field(10, ge=1)
-    """Rounds from one exchange to the next."""
+    """Rounds per exchange: nodes exchange in the last of every so many."""
     outer_lr: float = Field(0.7, gt=0)
-    """Step of the outer optimizer."""
+    """Learning rate of the outer optimizer."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """Nesterov momentum of the outer optimizer."""
 
@@ -22,7 +22,7 @@ class DiLoCoConfig(OuterConfig):
 class DiLoCo(SlowMo):
     """SlowMo with an outer Nesterov step (arXiv 2311.08105, algorithm 1); the inner optimizer keeps its state.
 
-    Its outer gradient is the change of the model itself, whatever the inner learning rate was.
+    Its outer gradient is the change of the model between two exchanges, not divided by the inner learning rate.
     """
 
     Config: ClassVar[type[component.Config]] = DiLoCoConfig

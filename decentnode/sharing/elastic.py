@@ -1,4 +1,4 @@
-"""Elastic averaging with a center per node."""
+"""Elastic averaging: every node is pulled toward a center of its own, and the centers gossip."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from decentnode.sharing.state import Tensors
 
 class ElasticConfig(LocalSGDConfig):
     every: int = Field(1, ge=1)
-    """Rounds from one exchange to the next."""
+    """Rounds per exchange: nodes exchange in the last of every so many."""
     pull: float = Field(0.5, gt=0, lt=1)
     """How far a node moves toward its center at an exchange (alpha)."""
     center_pull: float | None = Field(None, gt=0, le=1)
-    """How far a center moves toward its neighborhood's mean (beta); when not given, as far as `pull`. The paper has n
-    times `pull`, .9 together."""
+    """How far a center moves toward the models of its neighborhood (beta). Default: the value of `pull`. The paper has
+    n times `pull`, 0.9 in all."""
     force: Literal["before", "after"] = "before"
-    """Of which model both forces are: before, x(t), from which the round's local steps start, as in the paper; after,
-    what the local steps have made of it."""
+    """The model that both elastic forces use: before, the model x(t) from which the round's local steps start, as in
+    the paper; after, the model after the local steps."""
 
 
 class Elastic(Tensors, LocalSGD):
-    """Elastic averaging without a center node: every node has its own center c_i, and the centers gossip.
+    """x_i <- x_i - u_i - a (x_i - c_i),  c_i <- sum_j W_ij (c_j + b (x_j - c_j)) in rounds with an exchange.
 
-    With u_i what the local steps of the round of an exchange did from x_i: x_i <- x_i - u_i - a (x_i - c_i), and
-    c_i <- sum_j W_ij (c_j + b (x_j - c_j)), all of the round's start. With a complete graph and equal centers this is
-    EASGD (arXiv 1412.6651, equations 5 and 6). With b = a and without local steps sum_i (x_i + c_i) is kept. Its mean
-    contracts for a + b < 2.
+    u_i is the update that the round's local steps made from x_i; every x and c on the right is that of the round's
+    start. There is no center node: on a complete graph with equal centers this is EASGD (arXiv 1412.6651, equations 5
+    and 6). With b = a and without local steps sum_i (x_i + c_i) is kept. The distance between the mean model and the
+    mean center contracts for a + b < 2.
     """
 
     Config: ClassVar[type[component.Config]] = ElasticConfig
@@ -50,7 +50,7 @@ class Elastic(Tensors, LocalSGD):
         self.force = config.force
         self.center: Tensor | None = None
         self.x: Tensor | None = None
-        """x(t) [P] of the round under way, where the forces are of that."""
+        """x(t) [P] of a round with an exchange, with `force: before`."""
 
     def begin(self, model: Tensor, view: RoundView) -> None:
         if self.center is None:
@@ -62,7 +62,7 @@ class Elastic(Tensors, LocalSGD):
         return dict.fromkeys(view.neighbors, Payload({"x": self._pulled_center(model)}))
 
     def _pulled_center(self, model: Tensor) -> Tensor:
-        """c + b (x - c) [P], a tensor of its own."""
+        """Returns c + b (x - c) [P] as a new tensor."""
         self.center = model.clone() if self.center is None else self.center
         return toward(self.center, model if self.x is None else self.x, self.center_pull)
 

@@ -1,4 +1,4 @@
-"""Top-k of Fourier coefficients."""
+"""Top-k in the frequency domain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentnode.sharing.topk import TopK, TopKConfig
 
 class FFTConfig(TopKConfig):
     fraction: float = Field(0.3, gt=0, le=1)
-    """Part of the coefficients that is sent."""
+    """Fraction of the coefficients that is sent."""
 
 
 class FFT(TopK):
@@ -34,7 +34,7 @@ class FFT(TopK):
         return elements // 2 + 1
 
     def score(self, change: Tensor) -> Tensor:
-        """Squared magnitudes, which rank alike and cost a third."""
+        """Squared magnitudes: they have the order of magnitudes, and cost a third of the time (no square root)."""
         real, imaginary = torch.view_as_real(change).unbind(-1)
         return real.square().addcmul_(imaginary, imaginary)
 

@@ -1,4 +1,4 @@
-"""Full sharing: every node sends its whole model and takes the weighted mean."""
+"""Full sharing: every node sends its whole model and takes the weighted mean of what arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient tracking: every node follows the mean of all gradients."""
+"""Gradient tracking: every node descends along an estimate of the mean gradient of all nodes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from decentnode.sharing.state import Tensors
 
 class TrackingConfig(SharingConfig):
     form: Literal["semi_atc", "dsgt", "atc"] = "semi_atc"
-    """What is mixed before and what after the step. semi_atc: x <- W (x - lr y), y <- W y + g' - g (Pu and Nedic 2021).
-    dsgt: x <- W x - lr y, y <- W y + g' - g (Nedic et al. 2017), which bears smaller steps only. atc:
-    x <- W (x - lr y), y <- W (y + g' - g) (Xu et al. 2015), in two exchanges per round, for x needs the mixed y."""
+    """What is mixed before the step and what after it. semi_atc: x <- W (x - lr y), y <- W y + g' - g (Pu and Nedic
+    2021). dsgt: x <- W x - lr y, y <- W y + g' - g (Nedic et al. 2017), stable for smaller steps only. atc:
+    x <- W (x - lr y), y <- W (y + g' - g) (Xu et al. 2015), with two exchanges per round, as x needs the mixed y."""
 
 
 class GradientTracking(Tensors, Sharing):
-    """y tracks the mean gradient, and x follows y (Pu and Nedic 2021, arXiv 1805.11454; others by `form`).
+    """y tracks the mean gradient, and x descends along y (Pu and Nedic 2021, arXiv 1805.11454; others by `form`).
 
-    g_t = u_t / lr_t, where u_t is what the local steps of round t did and lr_t their learning rate: with plain SGD the
-    gradient, with several steps or another optimizer what it made of them. y_0 = g_0, and the mean of y is the mean of
-    g in every round; what one lost payload took from that would be missing for ever, so that runs which go on without
-    one are refused. Works on any doubly stochastic sequence; sends x and y. In a round with rate 0 nodes only mix.
+    g_t = u_t / lr_t, with u_t the update that the local steps of round t made (d2.py) and lr_t their learning rate:
+    with one step of plain SGD the gradient. y_0 = g_0, and the mean of y over the nodes equals the mean of g in every
+    round. A lost payload breaks this equality for good, so that runs that go on without a payload are refused.
+
+    Works with any sequence of doubly stochastic matrices. Payloads hold x and y. In a round with learning rate 0 nodes
+    only mix.
     """
 
     Config: ClassVar[type[component.Config]] = TrackingConfig
@@ -65,7 +67,7 @@ class GradientTracking(Tensors, Sharing):
         self.x = None
 
     def smoothed(self, gradient: Tensor) -> Tensor:
-        """What is tracked; a tensor of its own."""
+        """Returns the gradient that is tracked, as a tensor that `adjust` keeps."""
         return gradient
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
@@ -84,7 +86,7 @@ class GradientTracking(Tensors, Sharing):
                 model.sub_(tracked, alpha=view.lr)
             return
         mix_named(model, "x", received, view)
-        if self.form == "dsgt":  # of y as it was before it is mixed
+        if self.form == "dsgt":  # x - lr y takes y before it is mixed
             model.sub_(tracked, alpha=view.lr)
         mix_named(tracked, "y", received, view)
 
@@ -94,7 +96,7 @@ class GradientTracking(Tensors, Sharing):
 
 
 def mix_named(own: Tensor, name: str, received: Mapping[int, Payload], view: RoundView) -> None:
-    """own <- sum_j W_ij of the tensors `name`, in place."""
+    """own <- w_ii own + sum_j w_ij of the sources' tensors `name`, in place."""
     own.mul_(view.weights[view.uid])
     for uid, payload in received.items():
         own.add_(payload.tensors[name], alpha=view.weights[uid])

@@ -1,4 +1,4 @@
-"""Exact averages inside groups of nodes, shards of the model between groups."""
+"""Hierarchical averaging: exact means inside groups of nodes, gossip of model shards between the groups."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ REDUCE, BETWEEN, GATHER = range(3)
 
 class HierarchicalConfig(SharingConfig):
     groups: Literal["machine"] | list[list[int]] = Field("machine")
-    """Who averages exactly: machine, the nodes of every machine; or lists of uids of one length, every node in one. The
-    k-th of a list exchanges with the k-th of the others."""
+    """Nodes that average exactly: machine, those of each machine; or lists of uids of one length, with every node in
+    one list. The k-th node of a list exchanges with the k-th nodes of the other lists."""
 
 
 class Hierarchical(Sharing):
@@ -38,10 +38,10 @@ class Hierarchical(Sharing):
     models. W_between is the graph's W, summed over groups (graph/groups.py). The scheme is that of hierarchical
     all-reduce (BlueConnect, Cho et al. 2019) with gossip in place of its middle step.
 
-    Float buffers take the same matrix in one exchange. Of a node that falls silent, its weight returns: in the first
-    phase to the owner of a shard, in the second to the own group, and in the third the others keep their own values of
-    its shard. Means are added in ascending order of uid: the same bits on every transport and on all nodes of a group;
-    where a clique is a group, its transport may add them in an order of its own
+    Float buffers are mixed by the same matrix in one exchange. The weight of a node whose payload is missing goes, in
+    the first phase, to the owner of the shard, in the second to the receiving group; in the third phase the others keep
+    their own values of its shard. Means are added in ascending order of uid: the same bits on every transport and on
+    all nodes of a group. Only a transport that averages a whole group in one collective call may use another order
     (communication/torch_distributed/group_collective.py).
     """
 
@@ -64,7 +64,7 @@ class Hierarchical(Sharing):
 
     @property
     def groups(self) -> Groups:
-        """Known from `set_machines` on."""
+        """The groups, after `set_machines`."""
         assert self._groups is not None, "set_machines comes before everything else"
         return self._groups
 
@@ -75,6 +75,7 @@ class Hierarchical(Sharing):
             row = groups.row(view.weights)
             weights = {view.uid: 0.0} | dict.fromkeys(groups.mates(view.uid, row), 0.0)
             for other, weight in row.items():
+                # the weight of a dead node of the other group returns to this node
                 mate = next((uid for uid in groups.mates(view.uid, [other]) if uid in view.members), view.uid)
                 weights[mate] += weight
             neighbors = self._alive(groups.mates(view.uid, groups.of(view.neighbors)), view)
@@ -90,7 +91,8 @@ class Hierarchical(Sharing):
         return replace(view, neighbors=peers, sources=peers, weights=equal, out_weights=equal, averaging_group=group)
 
     def plan_buffers(self, view: RoundView) -> RoundView:
-        """W_between kron the mean in a group, in one exchange: the buffers of a group agree as its models do."""
+        """The view of one exchange that mixes by W_between kron J_within: a group's buffers become equal, as its models
+        do."""
         groups = self.groups
         row = groups.row(view.weights)
         weights = {uid: weight / groups.size for at, weight in row.items() for uid in groups.members[at]}
@@ -120,8 +122,11 @@ class Hierarchical(Sharing):
         return tuple(uid for uid in uids if uid in view.members)
 
     def _shard(self, elements: int, uid: int) -> slice:
-        """Where the shard of a node lies. All are of one length: where it does not divide the last ones begin earlier,
-        with elements whose values count only from the node before."""
+        """Returns the part of the model that a node owns.
+
+        All shards have one length, as the payload schema demands. Where the group's size does not divide the model, the
+        last shards start earlier and overlap the shard before; `mix` takes the overlap from its first owner.
+        """
         length = self._length(elements)
         start = min(self.groups.place(uid)[1] * length, elements - length)
         return slice(start, start + length)

@@ -1,4 +1,4 @@
-"""JWINS: wavelet coefficients with a random cut-off."""
+"""JWINS: top-k of wavelet coefficients, with a fraction that every node draws anew in each round."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from decentnode.sharing.wavelet import Wavelet, WaveletConfig
 
 class JWINSConfig(WaveletConfig):
     fractions: tuple[float, ...] = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 1.0)
-    """Each round a node draws one of these: the part of the coefficients that it sends."""
+    """The fraction of coefficients that a node sends in a round is drawn from these."""
     full_from: float = Field(0.5, gt=0, le=1)
-    """From this fraction on all coefficients are sent, without indices."""
+    """Fractions from this one on send all coefficients, without indices."""
 
     @field_validator("fractions")
     @classmethod
@@ -28,8 +28,8 @@ class JWINSConfig(WaveletConfig):
 class JWINS(Wavelet):
     """Wavelet coefficients ranked by their accumulated change, with a random cut-off (Dhasade et al., ICDCS 2023, 4).
 
-    Fractions, wavelet, level and `full_from` are the ones decentralizepy ships; its order of clearing scores,
-    with which other coefficients go, is `cleared: before_mixing`.
+    Defaults of fractions, wavelet, level and `full_from` are those of decentralizepy. It clears scores in another
+    order, and thereby sends other coefficients: `cleared: before_mixing`.
     """
 
     Config: ClassVar[type[component.Config]] = JWINSConfig

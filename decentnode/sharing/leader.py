@@ -1,4 +1,4 @@
-"""Nodes follow the best of their neighborhood."""
+"""Leader SGD: nodes are pulled toward the best model of their neighborhood."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from decentnode.sharing.requirements import Requirements
 
 class LeaderConfig(LocalSGDConfig):
     every: int = Field(1, ge=1)
-    """Rounds from one exchange to the next."""
+    """Rounds per exchange: nodes exchange in the last of every so many."""
     pull: float = Field(0.1, gt=0, le=1)
     """How far a node moves toward the leader of its neighborhood at an exchange."""
     average: float = Field(0.5, ge=0, le=1)
-    """How far a node moves toward the weighted mean of its neighborhood first; 0 is LSGD, for alike data."""
+    """How far a node first moves toward the weighted mean of its neighborhood; 0 is LSGD, for nodes with similar
+    data."""
 
 
 class Leader(LocalSGD):
     """Nodes move toward the neighbor with the lowest training loss since the last exchange (LSGD, arXiv 1905.10395).
 
-    Before that they go some way toward the mean of their neighbors, because with unequal data the lowest loss is that
-    of the easiest share, and leaders alone bring nobody together (`average: 0` is LSGD without this). The leader of a
-    neighborhood moves no further. The mean is not kept.
+    Before that they move toward the mean of their neighborhood, which LSGD does not (`average: 0`): with unequal data
+    the lowest loss belongs to the node with the easiest samples, and pulls toward leaders alone do not lead to
+    consensus. A node that leads its own neighborhood is not pulled. The mean of the models is not kept.
     """
 
     Config: ClassVar[type[component.Config]] = LeaderConfig

@@ -1,4 +1,4 @@
-"""Local SGD: nodes work alone for some rounds and average every `every`-th."""
+"""Local SGD: nodes exchange in every k-th round only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from decentnode.sharing.full import Full
 
 class LocalSGDConfig(SharingConfig):
     every: int = Field(2, ge=1)
-    """Rounds from one exchange to the next."""
+    """Rounds per exchange: nodes exchange in the last of every so many."""
 
 
 class LocalSGD(Full):
-    """Local work for `every` rounds, then x_i <- sum_j W_ij x_j (Stich 2019, arXiv 1805.09767)."""
+    """Local steps for `every` rounds, then x_i <- sum_j W_ij x_j (Stich 2019, arXiv 1805.09767)."""
 
     Config: ClassVar[type[component.Config]] = LocalSGDConfig
 

@@ -1,4 +1,4 @@
-"""Momentum tracking: gradient tracking of a momentum."""
+"""Momentum tracking: gradient tracking whose tracked quantity is a momentum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decentnode.sharing.qg_momentum import MomentumConfig
 
 class MildMomentumConfig(MomentumConfig):
     momentum: float = Field(0.5, ge=0, lt=1)
-    """Decay of the rule's own momentum. The papers have .9, with a local optimizer that has none."""
+    """Decay of the rule's own momentum. The papers have 0.9, with a local optimizer without momentum."""
 
 
 class MomentumTrackingConfig(TrackingConfig, MildMomentumConfig):

@@ -1,4 +1,4 @@
-"""Averages in the groups of a virtual grid."""
+"""Moshpit SGD: nodes average in the groups of a virtual grid, along another dimension in each round."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from decentnode.sharing.full import Full
 
 class MoshpitConfig(SharingConfig):
     dimensions: int = Field(2, ge=1, le=16)
-    """Dimensions of the grid; n nodes on a full grid of M^d agree exactly after d rounds."""
+    """Dimensions d of the grid; n = M^d nodes fill it, and have the exact mean after d rounds."""
 
 
 class Moshpit(Full):
     """Averages along one dimension of a virtual grid per round (Moshpit SGD, arXiv 2103.03239).
 
-    Node u stands at the digits of u in base M, M the smallest with M^d >= n; in round r all nodes that differ in digit
-    r mod d alone average. The graph's edges are not used.
+    The coordinates of node u are the digits of u in base M, the smallest M with M^d >= n. In round r nodes whose
+    coordinates differ in digit r mod d alone form a group and take its mean. The graph's edges are not used.
     """
 
     Config: ClassVar[type[component.Config]] = MoshpitConfig

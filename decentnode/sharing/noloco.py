@@ -1,4 +1,4 @@
-"""NoLoCo: an outer optimizer over rare exchanges of random pairs."""
+"""NoLoCo: an outer optimizer whose exchanges are those of random pairs, with many rounds between them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from decentnode.sharing.state import Tensors
 
 class NoLoCoConfig(LocalSGDConfig):
     every: int = Field(3, ge=1)
-    """Rounds from one exchange to the next."""
+    """Rounds per exchange: nodes exchange in the last of every so many."""
     momentum: float = Field(0.5, ge=0, lt=1)
-    """How much of the last outer step is kept."""
+    """Momentum b of the outer optimizer."""
     pull: float = Field(0.7, gt=0, le=1)
-    """Weight of the pair's mean change, and of the way to the pair's mean slow model."""
+    """Weight of the pair's mean change (a) and of the pull toward the pair's mean slow model (g)."""
 
 
 class NoLoCo(Tensors, LocalSGD):
     """Random pairs at every exchange: m <- b m + a mean(D) + g (mean(p) - p), p <- p + m (arXiv 2506.10911).
 
-    D = x - p is the change since the last exchange, p the slow model; both are sent to one random peer. Pairs come from
-    the run's seed and the round, so the graph's edges are not used.
+    p is the slow model and D = x - p the change since the last exchange; x and p are sent to one random peer. Pairs
+    follow from the run's seed and the round; the graph's edges are not used.
     """
 
     Config: ClassVar[type[component.Config]] = NoLoCoConfig

@@ -1,4 +1,4 @@
-"""The compression operator C of rules that send differences or errors: a choice of entries, then a codec."""
+"""The compression operator C of rules with error feedback: a choice of entries, then a codec for their values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from decentnode.sharing.compressed import draws_of
 
 
 class Operator:
-    """C of the compressed rules: a choice of entries, then a codec for their values.
+    """C(v): a choice of entries of v, then a codec for their values.
 
-    What a codec of variance w decodes is divided by 1 + w, which makes it a contraction (arXiv 1902.00340, 3.1).
-    Coded tensors: "indices" (only with a choice) and one "values" or the codec's "values.*".
+    Error feedback needs a contraction, E||C(v) - v||^2 < ||v||^2. An unbiased codec with E||Q(v) - v||^2 = w ||v||^2 is
+    none for w >= 1, but Q(v) / (1 + w) is (arXiv 1902.00340, 3.1): decoded values are divided by 1 + w.
+
+    Coded tensors: "indices", and "values" or the codec's "values.*".
     """
 
     def __init__(self, fraction: float, choose: str, codec: Codec | None) -> None:
@@ -30,7 +32,7 @@ class Operator:
         self.metadata = frozenset({"indices", *(f"values.{part}" for part in parts)})
 
     def schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Of a vector with `elements` entries; an empty payload fits too."""
+        """Returns the largest sizes of the coded tensors of a vector with `elements` entries; all may be empty."""
         count = select.count_of(self.fraction, elements)
         if self.choose == "random":
             count = elements
@@ -42,7 +44,7 @@ class Operator:
         return found
 
     def encode(self, vector: Tensor, view: RoundView) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """(coded tensors, positions [K] int64, their values as receivers decode them)."""
+        """Returns (coded tensors, positions [K] int64, the values [K] at these positions as receivers decode them)."""
         elements = vector.numel()
         if self.choose == "random":
             at = select.at_random(self.fraction, elements, view.rng("compression")).to(vector.device)
@@ -64,8 +66,10 @@ class Operator:
         return self.codec.decode(parts, count, dtype).div_(1.0 + self.codec.variance)
 
     def compressor(self) -> Callable[[Tensor], Tensor]:
-        """C on many vectors at once, [N, D] -> [N, D], as receivers would read each; draws go on from call to call,
-        always the same. Blocks of a codec may span vectors."""
+        """Returns C for many vectors at once, [N, D] -> [N, D], as receivers decode each; for the search of a step.
+
+        Random draws go on from call to call, from a fixed seed. Blocks of a codec may span vectors.
+        """
         draws = torch.Generator().manual_seed(0)
         codec = self.codec.lossy if self.codec else None
 
@@ -82,7 +86,8 @@ class Operator:
         return compress
 
     def _chosen(self, vectors: Tensor, draws: torch.Generator) -> Tensor | None:
-        """[N, K] int64: which entries of each vector go; None for all of them. At random it is as many of each."""
+        """Returns the positions [N, K] int64 that are chosen in each vector; None for all. Random choices have a fixed
+        number per vector here."""
         count = select.count_of(self.fraction, vectors.shape[1])
         if count == vectors.shape[1]:
             return None
@@ -90,11 +95,11 @@ class Operator:
         return scores.topk(count, dim=1, sorted=False).indices
 
     def of_chosen(self, values: Tensor) -> Tensor:
-        """[N, K] of values [N, K]: what is left of chosen entries before the codec."""
+        """Maps chosen entries [N, K] to what is given to the codec."""
         return values
 
     def decode(self, coded: Mapping[str, Tensor], elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(positions, values). Raises PeerFault."""
+        """Returns (positions, values) of what `encode` made. Raises PeerFault for tensors that it cannot have made."""
         at = indices.decode(coded["indices"], elements)
         if self.codec is None:
             values = coded["values"]
@@ -107,7 +112,7 @@ class Operator:
 
 
 def add_at(out: Tensor, at: Tensor, values: Tensor, scale: float = 1.0) -> None:
-    """out[at] += scale * values; `at` may be all of it."""
+    """out[at] += scale * values, in place. at: distinct positions; as many as `out` has are all of them, ascending."""
     if at.numel() == out.numel():
         out.add_(values, alpha=scale)
     else:

@@ -1,4 +1,4 @@
-"""PowerGossip: low-rank differences along every edge."""
+"""PowerGossip: every edge exchanges a low-rank approximation of the difference of its two models."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from decentnode.sharing.requirements import Requirements
 
 class PowerGossipConfig(Config):
     rank: int = Field(4, ge=1, le=64)
-    """Columns of the factors; the bytes grow with it. The paper has 1, for matrices of hundreds of rows."""
+    """Rank of the approximation; the bytes grow with it. The paper has 1, for matrices of hundreds of rows."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter of two or more dimensions, at `start` of the model, seen as [rows, columns]."""
+    """One parameter of two or more dimensions, as a matrix [rows, columns] that begins at `start` in the model."""
 
     start: int
     rows: int
@@ -39,10 +39,10 @@ class Matrix:
 
 @dataclass
 class EdgeFactors:
-    """What both ends of an edge keep alike, up to rounding."""
+    """State of an edge that both ends compute alike, up to rounding."""
 
     turn: int
-    """Exchanges since the edge began anew; even ones use right factors, odd ones left factors."""
+    """Exchanges since the edge last started; even ones use right factors, odd ones left factors."""
     factors: list[Tensor]
     """[columns, rank] or [rows, rank] per matrix, orthonormal columns."""
 
@@ -50,9 +50,10 @@ class EdgeFactors:
 class PowerGossip(Sharing):
     """X_i += W_ij P Q^T along each edge, P Q^T one step of power iteration on X_j - X_i (arXiv 2008.01425, alg. 1).
 
-    Per matrix only its product with the edge's factor travels; left and right factors take turns and each starts from
-    what the last exchange found. The change of one end is minus that of the other, so that the mean is kept.
-    Parameters with fewer than two dimensions travel as they are. After a lost message an edge begins anew.
+    For each matrix only its product with the edge's factor is sent. Left and right factors alternate, and each is the
+    result of the exchange before: a power iteration that goes on from round to round. The two ends of an edge change
+    their models by opposite amounts, so that the mean is kept. Parameters with fewer than two dimensions, and matrices
+    with too few rows or columns, are sent as they are. After a lost payload an edge starts again.
     """
 
     Config: ClassVar[type[component.Config]] = PowerGossipConfig
@@ -78,7 +79,7 @@ class PowerGossip(Sharing):
             start += size
 
     def _factors(self, uid: int, view: RoundView, turn: int) -> list[Tensor]:
-        """Factors that both ends of the edge to `uid` draw alike."""
+        """Returns random orthonormal factors, which both ends of the edge to `uid` draw from the same stream."""
         low, high = sorted((uid, view.uid))
         draws = rng.stream(view.seed, low, f"powergossip {high}", turn)
         return [
@@ -128,7 +129,7 @@ class PowerGossip(Sharing):
     def _mix_matrices(self, model: Tensor, uid: int, payload: Payload, view: RoundView) -> None:
         edge, own, offset = self.edges[uid], self._sent[uid], 0
         theirs = payload.tensors["products"]
-        if payload.scalars["turn"] != edge.turn:  # one end lost what the other got: both begin anew
+        if payload.scalars["turn"] != edge.turn:  # one end lost a payload that the other received: both start again
             del self.edges[uid]
             return
         fresh: list[Tensor] = []
@@ -138,6 +139,9 @@ class PowerGossip(Sharing):
             offset += product.numel()
             change = factor @ found.t() if edge.turn % 2 else found @ factor.t()
             matrix.of(model).add_(change, alpha=view.weights[uid])
+            # The ends see differences of opposite sign: both take that of the higher uid's model minus the lower's, so
+            # that QR gives both the same next factor. Where the difference has a lower rank, its directions would be
+            # rounding noise, which the ends do not share: those factors are drawn from the common stream again.
             canonical = found if uid > view.uid else -found
             q, r = torch.linalg.qr(canonical.double())
             if float(r.diagonal().abs().min()) <= 1e-12 * max(1e-300, float(r.diagonal().abs().max())):

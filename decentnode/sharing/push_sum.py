@@ -1,4 +1,4 @@
-"""Push-sum gossip for directed, irregular and lossy graphs."""
+"""Push-sum gossip, for directed and irregular graphs and lossy links."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from decentnode.sharing.requirements import Requirements
 class PushSum(Sharing):
     """Stochastic gradient push (Assran et al. 2019, arXiv 1811.10792, algorithm 1).
 
-    The model is the de-biased z = x / w; shares of x and of the weight w leave, the sums of what comes are the new x
-    and w. The sum of all x, and of all w, is kept whatever the graph; what certainly did not arrive is taken back.
-    Under an overlapped schedule it is overlap SGP with one step of staleness (algorithm 2 with tau = 1).
+    The model is the de-biased z = x / w. A node sends shares of x and of its weight w; what it keeps and what arrives
+    add up to the new x and w. The sums over all nodes of x and of w are kept on every graph: a share that certainly did
+    not arrive is taken back. Under an overlapped schedule this is overlap SGP with one step of staleness (algorithm 2
+    with tau = 1).
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig

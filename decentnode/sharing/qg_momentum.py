@@ -1,4 +1,4 @@
-"""Quasi-global momentum: the momentum of where the mixed model goes."""
+"""Quasi-global momentum: the momentum of the move of the mixed model, which estimates the global direction."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class MomentumConfig(SharingConfig):
 class QuasiGlobalMomentum(Tensors, Full):
     """x' = W (x - u_t - lr_t b m),  m <- b m + (1 - b) (x - x') / lr_t (QG-DSGDm, arXiv 2102.04761, algorithm 1).
 
-    u_t is what the round's local steps did, lr_t their learning rate: m is in units of gradients, and goes on at the
-    new size when the rate falls. A rate that rises steeply (restarts of a schedule) makes the momentum as much larger.
-    In a round with rate 0 m stays as it is. The local optimizer should have no momentum of its own.
+    u_t is the update that the round's local steps made (d2.py), lr_t their learning rate. The momentum m has the unit
+    of gradients: when the learning rate falls, the step that m makes falls with it at once. A learning rate that rises
+    steeply (restarts of a schedule) makes that step as much larger. In a round with learning rate 0 m stays as it is.
+    The local optimizer should have no momentum of its own.
     """
 
     Config: ClassVar[type[component.Config]] = MomentumConfig

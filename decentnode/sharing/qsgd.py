@@ -14,13 +14,13 @@ from decentnode.sharing.choco import Choco, ChocoConfig
 
 class QSGDGossipConfig(ChocoConfig):
     fraction: float = Field(1.0, gt=0, le=1)
-    """Part of the entries of a difference that is sent."""
+    """Fraction of the entries of a difference that is sent."""
     choose: Literal["largest", "random", "all"] = "all"
-    """Which entries: the largest, random ones, or all."""
+    """Which entries are sent: the largest, random ones, or all."""
     compression: Annotated[Config, section(CODECS, "compression")] | None = Field(
         default_factory=lambda: section(CODECS, "compression").validate({"name": "qsgd"})
     )
-    """How values are coded."""
+    """Codec of the values that are sent."""
 
 
 class QSGDGossip(Choco):

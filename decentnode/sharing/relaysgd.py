@@ -1,4 +1,4 @@
-"""RelaySGD: sums relayed along a tree."""
+"""RelaySGD: nodes relay sums of models along a tree."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from decentnode.sharing.requirements import Requirements
 class RelaySGD(Sharing):
     """x_i <- ((n - c_i) x_i + sum_j m_ji) / n, with m_ij = x_i + sum_{k != j} m_ki (arXiv 2110.04175, algorithm 1).
 
-    m_ji is the sum of the models behind neighbor j, each as old as it is far, c_i how many there are. On a tree the
-    average is exact after as many rounds as the tree is wide, whatever data the nodes have.
+    m_ji is the sum of the models in the subtree behind neighbor j, each as many rounds old as it has hops to i, and c_i
+    the number of models in all m_ji. On a tree the mean is exact after as many rounds as the tree's diameter, for any
+    distribution of data.
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig

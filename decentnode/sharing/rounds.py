@@ -1,4 +1,4 @@
-"""A rule and a graph together: in which rounds they exchange, over which edges, and whether that joins everybody."""
+"""A rule and a graph together: rounds with an exchange, their edges, and whether these connect all nodes over time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from decentnode.graph.base import Graph, RoundView, view, view_at_rest
 from decentnode.sharing.base import Sharing
 
 LONGEST_REST = 4096
-"""Rounds without an exchange after which no further one is looked for."""
+"""Rounds without an exchange after which the search for the next one ends."""
 EXCHANGES = 64
-"""Exchanges that are looked at, and at least 16 periods of the graph, until all nodes are known to be joined. A random
-matching of 4,096 nodes drawn so often leaves them in two parts with a probability far below 1e-9."""
+"""Exchanges (but at least 16 periods of the graph) within which all nodes must be connected. So many random matchings
+of 4,096 nodes leave them in two parts with a probability far below 1e-9."""
 
 
 def rule_view(
     rule: Sharing, graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None
 ) -> RoundView:
-    """What node `uid` sees of `round` before the rule's `plan`: the edges that the graph has at this exchange of the
-    rule, or nobody in a round of rest."""
+    """Returns what node `uid` sees of `round` before the rule's `plan`: the graph's edges of this exchange, or no
+    neighbors in a round without an exchange."""
     number = rule.exchange_number(round)
     if number is None:
         return view_at_rest(graph, uid, round, seed, members)
@@ -28,7 +28,7 @@ def rule_view(
 
 
 def exchange_rounds(rule: Sharing, first: int = 0) -> Iterator[int]:
-    """The rounds from `first` on that have an exchange, ascending; it ends where the rule rests for too long."""
+    """Yields the rounds from `first` on that have an exchange, ascending; ends after LONGEST_REST without one."""
     last = first
     for round in itertools.count(first):
         if rule.exchange_number(round) is not None:
@@ -39,11 +39,10 @@ def exchange_rounds(rule: Sharing, first: int = 0) -> Iterator[int]:
 
 
 def unheard(rule: Sharing, graph: Graph, seed: int = 0) -> tuple[int, int] | None:
-    """(a, b): node a never hears of node b, not even by others, in the rounds in which the rule exchanges; None where
-    everybody hears of everybody.
+    """Returns (a, b) where nothing of node b's model ever reaches node a, directly or over other nodes, in the rounds
+    in which the rule exchanges; None where every model reaches every node.
 
-    rule: told what its `plan` needs to know (`set_machines`). Edges without weight count for nothing, except where the
-    rule has weights of its own.
+    rule: after `set_machines`. Edges of weight zero do not count, except for rules that mix by weights of their own.
     """
     nodes = range(graph.num_nodes)
     own_weights = rule.requirements.column_stochastic or rule.requirements.tree
@@ -65,7 +64,7 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0) -> tuple[int, int] | Non
 
 
 def _unreached(edges: list[set[int]], start: int) -> int | None:
-    """The lowest node that no path from `start` leads to."""
+    """Returns the lowest node to which no path from `start` leads; None where all are reached."""
     found, edge = {start}, {start}
     while edge:
         edge = {j for i in edge for j in edges[i]} - found

@@ -17,7 +17,7 @@ class SignGossipConfig(QSGDGossipConfig):
     compression: Annotated[Config, section(CODECS, "compression")] | None = Field(
         default_factory=lambda: section(CODECS, "compression").validate({"name": "sign"})
     )
-    """How values are coded."""
+    """Codec of the values that are sent."""
 
 
 class SignGossip(Choco):

@@ -1,4 +1,4 @@
-"""SlowMo: momentum of what happens between two exchanges."""
+"""SlowMo: an outer momentum of the change between two exchanges."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from decentnode.sharing.state import Tensors
 
 class OuterConfig(LocalSGDConfig):
     outer_lr: float = Field(1.0, gt=0)
-    """Step of the outer optimizer."""
+    """Learning rate a of the outer optimizer."""
     outer_momentum: float = Field(0.5, ge=0, lt=1)
-    """Momentum of the outer optimizer."""
+    """Momentum b of the outer optimizer."""
 
 
 class SlowMo(Tensors, LocalSGD):
     """u <- b u + (x0 - x') / lr_t,  x0 <- x0 - a lr_t u at every exchange (arXiv 1910.00643, algorithm 1).
 
-    x' is the mixed model, lr_t the learning rate of the round with the exchange: u is in units of gradients, and goes
-    on at the new size when the rate falls. In a round with rate 0 nodes only mix. With momentum 0 and outer_lr 1 it is
-    local SGD.
+    x' is the mixed model, lr_t the learning rate of the round with the exchange. The momentum u has the unit of
+    gradients: when the learning rate falls, the step that u makes falls with it at once. In a round with learning rate
+    0 nodes only mix. With momentum 0 and outer_lr 1 this is local SGD.
     """
 
     Config: ClassVar[type[component.Config]] = OuterConfig
     requirements = replace(LocalSGD.requirements, sequential=True)
     nesterov: ClassVar[bool] = False
     gradient_units: ClassVar[bool] = True
-    """Whether what happened between two exchanges is divided by the learning rate."""
+    """Whether the change between two exchanges is divided by the learning rate."""
     TENSORS: ClassVar[tuple[str, ...]] = ("start", "momentum")
 
     def __init__(self, config: OuterConfig) -> None:

@@ -1,4 +1,4 @@
-"""Rules that keep tensors between rounds: their state for checkpoints."""
+"""State for checkpoints of rules that keep tensors between rounds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 class Tensors:
-    """Mixin: the attributes named in TENSORS (a tensor or None) are the rule's state."""
+    """Mixin whose state is the attributes named in TENSORS, each a tensor or None."""
 
     TENSORS: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what is there already."""
+        """Returns copies of those that are tensors by now."""
         found = {name: getattr(self, name) for name in self.TENSORS}
         return {name: tensor.clone() for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for names that are not this rule's."""
+        """Restores what `state_dict` returned. Raises ValueError for names that are not in TENSORS."""
         unknown = sorted(set(state) - set(self.TENSORS))
         if unknown:
             raise ValueError(f"state of {type(self).__name__} must have {self.TENSORS}, got {unknown}")

@@ -1,4 +1,4 @@
-"""Sparse ternary compression of what neighbors do not know yet."""
+"""Sparse ternary compression of the difference between a model and its public copy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from decentnode.sharing.step_size import Search
 
 class STCConfig(Config):
     fraction: float = Field(0.1, gt=0, le=1)
-    """Part of the entries of an update that is sent."""
+    """Fraction of the entries of a difference that is sent."""
     step_size: float | None = Field(None, gt=0, le=1)
-    """How far a node goes toward its neighbors' public copies in a round (gamma). Left out: four fifths of the largest
-    step that brings nodes together on this graph with this compression (sharing/step_size.py)."""
+    """How far a node moves toward its neighbors' public copies in a round (gamma). Default: four fifths of the largest
+    step with which nodes reach consensus on this graph with this compression (sharing/step_size.py)."""
 
 
 class Ternary(Operator):
-    """The largest entries as plus or minus their mean size: positions, one sign bit each, and one number."""
+    """Sends the largest entries as plus or minus their mean magnitude: positions, one sign bit each, and one number."""
 
     def __init__(self, fraction: float) -> None:
         super().__init__(fraction, "largest", None)
@@ -47,7 +47,7 @@ class Ternary(Operator):
     def encode(self, vector: Tensor, view: RoundView) -> tuple[dict[str, Tensor], Tensor, Tensor]:  # noqa: ARG002
         sizes = vector.abs()
         at = select.largest(sizes, select.count_of(self.fraction, vector.numel()))
-        size = sizes[at].mean(dtype=torch.float64).to(vector.dtype).view(1)  # the sum may be beyond the vector's dtype
+        size = sizes[at].mean(dtype=torch.float64).to(vector.dtype).view(1)  # float64: the sum may overflow the dtype
         up = vector[at] >= 0
         values = torch.where(up, size, -size)
         return {"indices": indices.encode(at, vector.numel()), "signs": bits.pack(up), "size": size}, at, values
@@ -64,10 +64,10 @@ class Ternary(Operator):
 
 
 class STC(Choco):
-    """Sparse ternary compression (Sattler et al. 2019, arXiv 1903.02891, algorithm 1) of what neighbors do not know.
+    """CHOCO-SGD with sparse ternary compression (Sattler et al. 2019, arXiv 1903.02891, algorithm 1).
 
-    What one message leaves out stays in x_i - h_i and goes with later ones: sent + residual == update. The other end
-    likewise: what a node has not yet taken over of its neighbors' copies stays in sum_j W_ij (h_j - h_i).
+    What one payload leaves out stays in x_i - h_i and is sent later: sent + residual == update. Likewise at the
+    receiver: the part of its neighbors' copies that a node has not moved to stays in sum_j W_ij (h_j - h_i).
     """
 
     Config: ClassVar[type[component.Config]] = STCConfig

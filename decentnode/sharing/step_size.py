@@ -1,13 +1,13 @@
-"""How far nodes may go toward what others told of their models, found by letting nodes do nothing else.
+"""The default step (gamma) of rules with error feedback, found by simulating rounds without gradients.
 
 Theory has a bound for every contracting operator: with E||C(v) - v||^2 <= (1 - omega) ||v||^2, spectral gap delta and
 beta = ||W - I||, the step gamma = delta^2 omega / (16 delta + delta^2 + 4 beta^2 + 2 delta beta^2 - 8 delta omega)
 contracts (Koloskova, Stich and Jaggi 2019, arXiv 1902.00340, theorem 2). On a ring of 16 with the largest tenth of the
-entries (omega .1) that is 3e-5, with which nodes learn alone, where .4 still contracts. So steps are tried, from large
-to small: nodes that begin with independent normal models exchange for 500 rounds without any gradient, under the
-graph's mixing matrix, of large graphs under one with its eigenvalues. These alone do not tell enough: what a star's hub
-is off by reaches all others at once, and .79 parts its nodes where .16 brings those of a ring as slow together. All of
-it is a pure function of the compressor, its fraction and the matrix.
+entries (omega 0.1) this is 3e-5, with which nodes train practically alone; 0.4 still contracts. So steps are tried from
+large to small: nodes with independent normal models exchange for 500 rounds without gradients, under the graph's mixing
+matrix, or for large graphs under a small matrix with a similar spectrum. The spectrum alone does not decide: the
+compression error of a star's hub reaches all nodes at once, so that a star and a ring with the same spectral gap need
+different steps. The result is a pure function of compressor, fraction and matrix: all nodes compute the same.
 """
 
 from __future__ import annotations
@@ -31,34 +31,37 @@ if TYPE_CHECKING:
     from decentnode.sharing.base import Sharing
 
 Compress = Callable[[Tensor], Tensor]
-"""[N, D] -> [N, D]: every row as receivers would read it."""
+"""[N, D] -> [N, D]: every row as receivers decode it."""
 Round = Callable[[Tensor, Tensor, Tensor, float, Compress], None]
-"""(models [N, D], what each keeps [N, D], W - I [N, N], step, compress): a round without gradients, in place."""
+"""(models [N, D], state [N, D], W - I [N, N], step, compress): one round of all nodes without gradients, in place."""
 
 ROUNDS = 500
 STEPS = tuple(float(f"{10 ** (-k / 10):.2g}") for k in range(-1, 21))
-"""1.3, 1.0, 0.79, 0.63 ... 0.01: what is tried. A default is the one below the largest that contracts, at most 1."""
+"""The steps that are tried: 1.3, 1.0, 0.79, 0.63 ... 0.01. The default is the one below the largest that contracts, at
+most 1."""
 SLACK = 1.25
-"""Where a graph takes longer than ROUNDS, a step contracts that leaves so much more than the best one."""
+"""On graphs that mix too slowly to reach `enough` within ROUNDS, a step counts as contracting when it leaves at most so
+many times the distance that the best step leaves."""
 SURE, LOST = 1e-6, 10.0
-"""Parts of the first distance from which on no further round is looked at."""
+"""Fractions of the first distance at which a simulation ends early: consensus is sure, or the models diverge."""
 PATIENCE = 4
-"""Steps in a row that are worse than the best one, after which smaller ones are not tried."""
+"""The search ends after so many steps in a row that are worse than the best one."""
 MODES = 16
-"""Eigenvalues that stand for a spectrum of more: evenly spaced ones of the sorted, both ends included."""
+"""Eigenvalues that represent a larger spectrum: evenly spaced among the sorted ones, both ends included."""
 OWN_MATRIX = 128
-"""Up to so many nodes the graph's own matrix is taken."""
+"""Graphs of at most so many nodes are simulated with their own matrix."""
 ENTRIES = 1 << 14
-"""Entries of all models together, so that a step takes some tenths of a second."""
+"""Entries of all models together; a step then takes some tenths of a second."""
 MATRIX_ROUNDS = 32
-"""Of a graph that changes, the matrices of so many rounds are taken in turn, or of its period where that is less."""
+"""A graph that changes is simulated with the matrices of its first so many rounds in turn, at most its period."""
 MAX_NODES = 512
-"""Graphs of more nodes are not looked at: their eigenvalues take seconds."""
+"""For graphs of more nodes no step is searched: their eigenvalues take seconds."""
 
 
 def matrices_of(graph: Graph) -> list[np.ndarray]:
-    """Mixing matrices [n, n], taken in turn: the graph's own of its first rounds; of a static symmetric W of more than
-    OWN_MATRIX nodes one with its eigenvalues, which mixes as fast in its slowest and its fastest directions."""
+    """Returns the mixing matrices [n, n] of a simulation, used in turn: the graph's own of its first rounds. A static
+    symmetric W of more than OWN_MATRIX nodes is replaced by a smaller matrix with a part of its eigenvalues, the
+    smallest and the largest included, which mixes as fast in its slowest and in its fastest direction."""
     first = graph.matrix(0)
     if graph.num_nodes > OWN_MATRIX and graph.period == 1 and np.allclose(first, first.T, atol=1e-12):
         return [with_spectrum(np.linalg.eigvalsh(first))]
@@ -66,8 +69,10 @@ def matrices_of(graph: Graph) -> list[np.ndarray]:
 
 
 def with_spectrum(eigenvalues: np.ndarray) -> np.ndarray:
-    """A symmetric matrix whose rows sum to one, with these eigenvalues [n], one of which is 1, on harmonics: of a ring
-    it is the ring's own."""
+    """Returns a symmetric matrix whose rows sum to one, with these eigenvalues [n], one of which is 1.
+
+    Its eigenvectors are harmonics: from a ring's eigenvalues it makes the ring's own matrix.
+    """
     modes = np.sort(eigenvalues)[:-1][::-1]  # slow ones first
     if len(modes) > MODES:
         modes = modes[np.linspace(0, len(modes) - 1, MODES).round().astype(int)]
@@ -80,21 +85,23 @@ def with_spectrum(eigenvalues: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Search:
-    """What is tried for one rule. A step contracts when it and the next smaller one do: at 1 things may just cancel."""
+    """The search for one rule's step. A step counts as contracting when the next smaller one contracts as well: a step
+    of 1 may reach consensus only because terms happen to cancel."""
 
     advance: Round
     operator: Operator
     enough: float = 0.02
-    """The part of the distance to the mean that may be left."""
+    """The fraction of the distance to the mean that may be left after ROUNDS."""
     common: float = 0.0
-    """Size of what all models share, relative to how far they are apart: it matters where models are compressed."""
+    """Norm of the part that all models have in common, relative to that in which they differ. It matters for rules that
+    compress the models themselves."""
 
     def largest(self, matrices: Sequence[np.ndarray]) -> float:
-        """The largest of STEPS that contracts; the least of them where none does."""
+        """Returns the largest of STEPS that contracts; the smallest of STEPS where none does."""
         if len(matrices[0]) < 2:
             return STEPS[0]
         left = [distance_left(self, matrices, STEPS[0])]
-        worse: list[float] = []  # of a step and the next smaller one
+        worse: list[float] = []  # worse[k]: the larger distance left by STEPS[k] and STEPS[k + 1]
         for smaller in STEPS[1:]:
             left.append(distance_left(self, matrices, smaller))
             worse.append(max(left[-2:]))
@@ -106,14 +113,20 @@ class Search:
         return STEPS[next(k for k, each in enumerate(worse) if each <= SLACK * least)] if least < 1 else STEPS[-1]
 
     def default(self, largest: float) -> float:
-        """The step below the largest that contracts, a fifth of it as a margin. An operator that cannot send all
-        entries several times within ROUNDS was not seen to the end: it takes no more than `without_graph`."""
+        """Returns the step below the largest that contracts, which leaves a fifth of it as a margin.
+
+        An operator that cannot send every entry several times within ROUNDS was not simulated long enough: its step is
+        at most that of `without_graph`.
+        """
         step = min(1.0, next((step for step in STEPS if step < largest), STEPS[-1]))
         return step if self.operator.fraction * ROUNDS >= 5 else min(step, self.without_graph())
 
     def without_graph(self) -> float:
-        """A step for a rule that is made without a graph: a third of what the operator takes of a normal vector's
-        energy, and of that `enough` where models are compressed. On rings, tori and complete graphs that contracts."""
+        """Returns a step for a rule that is made without a graph; it contracts on rings, tori and complete graphs.
+
+        It is a third of omega, the fraction of a normal vector's energy that the operator keeps, times `enough` for
+        rules that compress the models themselves.
+        """
         with _one_thread():
             vector = torch.randn(1, ENTRIES // MODES, generator=torch.Generator().manual_seed(0))
             lost = float((self.operator.compressor()(vector) - vector).square().sum() / vector.square().sum())
@@ -121,8 +134,10 @@ class Search:
 
 
 def largest_step(rule: type[Sharing], config: Any, graph: Graph) -> float | None:
-    """The largest step of a rule with `step_search` that contracts on a graph; None for other rules, graphs that are
-    too large to look at, and codecs whose library is missing. Computed once per process."""
+    """Returns the largest step with which a rule contracts on a graph, computed once per process.
+
+    None for rules without a `step_search`, graphs of more than MAX_NODES, and codecs whose library is missing.
+    """
     if graph.num_nodes > MAX_NODES:
         return None
     try:
@@ -136,7 +151,7 @@ def largest_step(rule: type[Sharing], config: Any, graph: Graph) -> float | None
     if graph.num_nodes > OWN_MATRIX and len({len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)}) > 1:
         search = rule.step_search(config)
         assert search is not None
-        return min(largest, max(search.without_graph(), STEPS[-1]))  # eigenvalues do not tell of hubs
+        return min(largest, max(search.without_graph(), STEPS[-1]))  # a matrix with the same spectrum has no hubs
     return largest
 
 
@@ -148,7 +163,7 @@ def _largest(rule: type[Sharing], config: Any, shape: tuple[int, ...], raw: byte
 
 
 def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -> float:
-    """The part of the distance to the mean that is left after ROUNDS; infinity where it has grown beyond LOST."""
+    """Returns the fraction of the distance to the mean that is left after ROUNDS; infinity if it grew beyond LOST."""
     n, compress = len(matrices[0]), search.operator.compressor()
     with _one_thread():
         draws = torch.Generator().manual_seed(0)
@@ -174,7 +189,7 @@ def _distance(models: Tensor) -> float:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Processes that are forked later must not find that torch's pool of threads was begun here."""
+    """Runs torch with one thread: a pool of threads started here would be broken in processes that are forked later."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""A random part of the model that sender and receiver draw alike."""
+"""Nodes send a random part of the model, which sender and receiver draw from the same stream."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from decentnode.sharing.topk import mix_filled
 
 class SubsampleConfig(SharingConfig):
     fraction: float = Field(0.3, gt=0, le=1)
-    """Probability of an entry to be sent."""
+    """Probability with which an entry is sent."""
     layerwise: bool = False
-    """Draw the same part of every parameter tensor, instead of each entry by itself."""
+    """Whether the same fraction of every parameter tensor is drawn, instead of each entry independently."""
 
 
 class Subsample(Sharing):
-    """Sends a random part of the model; which one follows from seed, sender and round, so that no indices travel."""
+    """Sends a random part of the model. It follows from seed, sender and round, so that no indices are sent."""
 
     Config: ClassVar[type[component.Config]] = SubsampleConfig
     config: SubsampleConfig
@@ -41,7 +41,7 @@ class Subsample(Sharing):
         self._sizes = tuple(torch.Size(shape).numel() for shape in shapes)
 
     def chosen(self, elements: int, uid: int, view: RoundView) -> Tensor:
-        """Ascending positions that node `uid` sends in this round."""
+        """Returns the ascending positions that node `uid` sends in this round."""
         draws = rng.stream(view.seed, uid, "subsample", view.round)
         if not self.config.layerwise:
             return select.at_random(self.config.fraction, elements, draws)

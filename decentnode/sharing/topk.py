@@ -1,4 +1,4 @@
-"""Sends the entries that changed most; receivers fill the rest with their own."""
+"""Top-k: nodes send the entries that changed most; receivers use their own values for the rest."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ METADATA = frozenset({"indices"})
 
 
 def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weights: Mapping[int, float]) -> None:
-    """own += sum_j w_j (v_j - own) at the indices of v_j: the weighted mean where what j left out is the own value.
+    """own += sum_j w_j (v_j - own) at the indices of v_j, in place.
 
-    own: [C], in place; received: uid -> (indices [K], values [K]).
+    This is the weighted mean in which the own value stands for every entry that source j did not send. All differences
+    are taken before the first is added. own: [C]. received: uid -> (indices [K], values [K]).
     """
     if any(at.numel() == own.numel() for at, _ in received.values()):
+        # Whole models (K = C) need no gather: differences are taken to a copy of `own` in one pass, or with a single
+        # source to `own` itself.
         before = own.clone() if len(received) > 1 else own
         for uid, (at, values) in received.items():
             was = before if at.numel() == own.numel() else before.index_select(0, at)
@@ -40,16 +43,16 @@ def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weigh
 
 class TopKConfig(SharingConfig):
     fraction: float = Field(0.1, gt=0, le=1)
-    """Part of the entries that is sent."""
+    """Fraction of the entries that is sent."""
     accumulate: Literal["all", "training", "none"] = "all"
-    """Which changes of an entry since it was last sent make its score: all (by training and by mixing), training alone,
-    or none but those of this round."""
+    """Which changes of an entry since it was last sent add up to its score: all (by training and by mixing), those by
+    training, or none (only this round's training counts)."""
     cleared: Literal["after_mixing", "before_mixing"] = "after_mixing"
-    """With accumulate all: when the score of what was sent begins anew. after_mixing: at zero in the next round, as
-    neighbors know the value that was sent. before_mixing: the order of decentralizepy's code, in which the whole
-    round's change, what was just sent included, counts again for the next choice."""
+    """With accumulate all: when the scores of entries that were sent are set to zero. after_mixing: after the round, as
+    neighbors now know these values. before_mixing: before the round's change is added, as decentralizepy does, so that
+    this change counts for the next choice although it was sent."""
     full_from: float = Field(1.0, gt=0, le=1)
-    """From this fraction on the whole model is sent, without indices."""
+    """Fractions from this one on send the whole model, without indices."""
 
     @pydantic.model_validator(mode="after")
     def _order_matters(self) -> TopKConfig:
@@ -61,7 +64,8 @@ class TopKConfig(SharingConfig):
 class TopK(Tensors, Sharing):
     """Sends the model's values where it changed most (TopK of decentralizepy; Alistarh et al. 2018, arXiv 1809.10505).
 
-    Receivers fill what is missing with their own values, then average. The mean over the nodes is not kept.
+    Receivers replace the entries that were not sent with their own values, then average. The mean over the nodes is not
+    kept. Subclasses choose and mix entries in another basis (`transform`, `restore`).
     """
 
     Config: ClassVar[type[component.Config]] = TopKConfig
@@ -72,26 +76,27 @@ class TopK(Tensors, Sharing):
         super().__init__(config)
         self.accumulate = config.accumulate
         self.reference: Tensor | None = None
-        """Coefficients of the mixed model when each was last sent; with training or none, those of the last round."""
+        """Each coefficient of the mixed model as of the round in which it was last sent; with accumulate training or
+        none, as of the last round. A score is the distance to it."""
         self.previous: Tensor | None = None
-        """With before_mixing: coefficients of the model as the last round left it."""
+        """With before_mixing: coefficients of the model after the last round."""
         self.changes: Tensor | None = None
-        """With training: summed changes by training since each was last sent."""
+        """With accumulate training: the sum of the changes by training since each coefficient was last sent."""
         self._own = torch.empty(0)
         self._in_model = False
         self._sent = torch.empty(0, dtype=torch.int64)
 
-    # -- the domain in which entries are chosen and mixed: the model itself
+    # -- the basis in which entries are chosen and mixed; here that of the model itself
 
     def transform(self, model: Tensor) -> Tensor:
         return model
 
     def restore(self, coefficients: Tensor, model: Tensor) -> None:
-        """Write the model [P] from its coefficients; not called where `transform` gives the model itself."""
+        """Writes the model [P] from its coefficients; not called where `transform` returns the model itself."""
         model.copy_(coefficients)
 
     def coefficients(self, elements: int) -> int:
-        """Length of what `transform` gives for a model of `elements`."""
+        """Returns the number of coefficients of a model with so many elements."""
         return elements
 
     def score(self, change: Tensor) -> Tensor:
@@ -101,11 +106,11 @@ class TopK(Tensors, Sharing):
         return self.config.fraction
 
     def largest_fraction(self) -> float:
-        """No round's is larger."""
+        """Returns an upper bound of `fraction` over all rounds; payload sizes follow from it."""
         return self.config.fraction
 
     def count(self, fraction: float, coefficients: int) -> int:
-        """How many coefficients of so many are sent."""
+        """Returns how many of so many coefficients are sent."""
         return coefficients if fraction >= self.config.full_from else select.count_of(fraction, coefficients)
 
     # -- the rule
@@ -134,7 +139,7 @@ class TopK(Tensors, Sharing):
         return dict.fromkeys(view.neighbors, payload)
 
     def numbers(self, values: Tensor) -> Tensor:
-        """Values of coefficients as floats."""
+        """Returns the floats that represent coefficients in a payload."""
         return values.contiguous()
 
     def values(self, numbers: Tensor) -> Tensor:
@@ -150,6 +155,7 @@ class TopK(Tensors, Sharing):
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         own, self._own = self._own, torch.empty(0)
+        # `own` is the model that was sent; in `mix_into` and under an overlapped schedule `model` is other memory.
         if self._in_model:
             own = model if own.data_ptr() == model.data_ptr() else model.copy_(own)
         arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
@@ -176,4 +182,5 @@ class TopK(Tensors, Sharing):
         }
 
     def numbers_of(self, coefficients: int) -> int:
+        """Returns how many floats represent so many coefficients."""
         return coefficients

@@ -1,4 +1,4 @@
-"""Top-k of wavelet coefficients."""
+"""Top-k in a wavelet basis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WaveletConfig(TopKConfig):
     wavelet: Literal[tuple(WAVELETS)] = "sym2"  # type: ignore[valid-type]
     """Orthogonal wavelet of the transform."""
     level: int = Field(4, ge=1, le=16)
-    """Times that the low half is halved again."""
+    """Levels of the transform: how often its low-pass half is split again."""
 
 
 class Wavelet(TopK):
