@@ -10,7 +10,7 @@ import pytest
 from decentnode.cli import console as module
 from decentnode.cli.console import ConsoleObserver
 from decentnode.cli.output import Output
-from tests.launch.test_parts import FACTS
+from tests.launch.facts import FACTS
 
 
 class Clock:
