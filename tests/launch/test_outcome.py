@@ -64,5 +64,5 @@ def test_the_summary_of_a_stop_has_all_nodes_that_closed_wherever() -> None:
     assert ledger.members == [1], "what was told last"
     for uid in (0, 5, 1):
         ledger.finished[uid] = Finished(uid, {"uid": uid, "rounds": 4 + uid}, True)
-    found = summary(FACTS, ledger, 130, None, 1.0, 2.0)
+    found = summary(FACTS, ledger, 130, None, Durations(1.0, 2.0))
     assert found["members"] == [0, 1, 5] and sorted(found["nodes"]) == ["0", "1", "5"]
