@@ -1,4 +1,13 @@
-"""Decentralized training in one's own script, under torchrun."""
+"""Decentralized training in one's own script, under torchrun: wrap the model, or wrap the optimizer.
+
+The sharing rules and graphs are those of the nodes (sharing/, graph/), and so are the forces of EASGD and LSGD
+(sharing/forces.py). From communication/ comes shared memory alone: segments, their counters, who still lives
+(communication/shared_memory/segment.py). All else that ranks send each other goes through the process group that
+torchrun's script has joined, because it is there already, and knows the ranks and their devices; nodes have no such
+group, but sessions, membership and chunks, which ranks in lockstep do not need. So the two schedulers differ: nodes
+exchange a payload per round and may lose each other, ranks exchange every bucket in every step, inside the backward
+pass, and end together.
+"""
 
 from decentnode.parallel.comm_optimizer import CommOptimizer
 from decentnode.parallel.ddp import DecentralizedDataParallel

@@ -1,4 +1,7 @@
-"""The compiled loops of advance.c: marks of what was sent, mixing, Adam's step and the next snapshot in one pass."""
+"""The compiled loops of advance.c: in one pass over memory they mix, take Adam's step and make the next snapshot.
+
+They also hash what was sent, grain by grain; such a hash is called a mark.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,15 @@ from torch.optim import Adam, AdamW, Optimizer
 from decentnode import native
 
 GRAIN_BYTES = 8192
-"""What one mark stands for."""
+"""Bytes that one mark is the hash of."""
 MOST_ARRIVALS = 16
 LANES = 16
-"""Parameters of a multiple of so many elements are updated to torch's bits; it rounds the rest of others otherwise."""
+"""Sizes that are a multiple of this are updated to torch's bits; torch rounds the remaining elements of others
+differently."""
 _SHIFT, _GRAINS_PER_THREAD = 4, 128
 
 Rows = NDArray[np.void]
-"""What a step of Adam does to parameters that stand one after the other."""
+"""The constants and addresses of Adam's step for parameters that follow each other in memory, a row per parameter."""
 ROW = np.dtype([
     ("size", "i8"), ("gradient", "u8"), ("first", "u8"), ("second", "u8"), ("lerp", "f4"), ("keep", "f4"),
     ("share", "f4"), ("step", "f4"), ("root", "f4"), ("eps", "f4"), ("decay", "f4"), ("shrink", "f4"), ("sign", "f4"),
@@ -45,17 +49,17 @@ class _Mixing(ctypes.Structure):
 
 
 class Mixing:
-    """x <- own x + sum of weight * arrived, in the order given; what was written into x since it was sent is kept."""
+    """The operation x <- own x + sum of weight * arrived, in the order given; it keeps what a script wrote into x."""
 
     def __init__(self, sent: Tensor, own: float, arrived: Sequence[tuple[Tensor, float]]) -> None:
-        """sent, arrived: [n] float32 on the CPU, at most MOST_ARRIVALS, which live as long as this is used."""
+        """sent, arrived: [n] float32 on a CPU, at most MOST_ARRIVALS; the caller keeps them while this is used."""
         self.c = _Mixing(sent=sent.data_ptr(), own=own, less=own - 1.0, count=len(arrived))
         for k, (tensor, weight) in enumerate(arrived):
             self.c.arrived[k], self.c.weights[k] = tensor.data_ptr(), weight
 
 
 class Loops:
-    """Blocking. With several threads of torch's, large parts are shared among as many."""
+    """The compiled loops. Blocking; large parts are shared among as many threads as torch uses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         keys = np.frombuffer(os.urandom(GRAIN_BYTES + 8 * _SHIFT), np.uint64)
@@ -68,12 +72,12 @@ class Loops:
         return -(-size_bytes // GRAIN_BYTES)
 
     def unchanged(self, x: Tensor, marks: Marks) -> bool:
-        """Whether `x` [n] has the bytes it had when its marks, the first of `marks`, were taken; wrong once in 2^64."""
+        """Whether `x` [n] has the bytes of which `marks` begins with the marks; wrong once in 2^64 changes."""
         size = x.numel() * x.element_size()
         return bool(self._unchanged(ctypes.c_size_t(size), _at(x), self._keys, _at_array(marks)))
 
     def snapshot(self, x: Tensor, into: Tensor, copy: Tensor | None, marks: Marks) -> None:
-        """`into` and `copy` [n] become what `x` [n] is, and `marks` [grains or more, 2] begin with its marks."""
+        """Copies `x` [n] to `into` and `copy` [n], and writes its marks to `marks` [grains or more, 2]."""
         size, per_grain = x.numel() * x.element_size(), GRAIN_BYTES // x.element_size()
         shares = self._shares(size)
         native.spread(self._snapshot, (
@@ -86,7 +90,7 @@ class Loops:
     def advance(
         self, x: Tensor, mixing: Mixing | None, rows: Rows | None, place: Tensor | None, marks: Marks
     ) -> None:
-        """Mix into `x` [n] float32, take Adam's step, copy it to `place` [n]; each of them where it is given."""
+        """Mixes into `x` [n] float32, takes Adam's step, copies x to `place` [n] with its marks; each if given."""
         shares = self._shares(4 * x.numel())
         how = None if mixing is None else ctypes.byref(mixing.c)
         steps = None if rows is None else _at_array(rows)
@@ -98,7 +102,7 @@ class Loops:
         ), len(shares))  # fmt: skip
 
     def _shares(self, size: int) -> list[tuple[int, int]]:
-        """Which grains each thread takes."""
+        """The grains [first, last) of each thread."""
         total = self.grains(size)
         return native.shares(total, min(torch.get_num_threads(), total // _GRAINS_PER_THREAD))
 
@@ -113,20 +117,20 @@ def _at_array(array: NDArray[Any]) -> ctypes.c_void_p:
 
 @functools.cache
 def loops() -> Loops | None:
-    """None where they are not compiled. Blocking, once in a process."""
+    """The loops; None where they cannot be compiled. Blocking, once in a process."""
     library = native.compiled(Path(__file__).with_suffix(".c"))
     return None if library is None else Loops(library)
 
 
 def suits_adam(p: Tensor) -> bool:
-    """Whether the loop's Adam has torch's bits for a parameter of this type and size."""
+    """Whether the loop's Adam gives torch's bits for a parameter of this type and size."""
     return p.numel() % LANES == 0 and p.dtype == torch.float32 and p.device.type == "cpu"
 
 
 class AdamSteps:
-    """Steps of torch's fused Adam or AdamW for parameters that stand one after the other, as rows of the loop.
+    """Makes the loop's rows for steps of torch's fused Adam or AdamW, for parameters that follow each other in memory.
 
-    To torch's bits, for float32 parameters on a CPU of a multiple of LANES elements.
+    The loop gives torch's bits, for float32 parameters on a CPU whose sizes are multiples of LANES.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
@@ -136,14 +140,14 @@ class AdamSteps:
         self._rows = np.zeros(len(self.params), ROW)
         self._rows["size"] = [p.numel() for p in self.params]
         self._moments: list[tuple[Tensor, Tensor]] = []
-        """What the rows point to."""
+        """The moments that the rows point to, kept alive here."""
 
     def take(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Rows | None:
-        """Count one step and say what it does to each parameter; None, with nothing done, where torch has to do it:
-        for other settings, before there is a state, where a gradient is missing or lies otherwise in memory.
+        """Counts one step and returns its rows; None, with nothing changed, where torch has to take the step: for other
+        settings, before there is a state, where a gradient is missing or has another layout.
 
-        groups: the parameter groups, with these parameters alone. The rows hold until the next call, and as long as
-        the gradients are there.
+        groups: the parameter groups, with these parameters alone. The rows are valid until the next call, and as long
+        as the gradients exist.
         """
         if not self._suit or type(optimizer) not in (Adam, AdamW) or not all(map(_settings_suit, groups)):
             return None
@@ -179,7 +183,7 @@ class AdamSteps:
         return self._rows
 
     def _point_to(self, moments: list[tuple[Tensor, Tensor]]) -> bool:
-        """Let the rows point to these; False where they do not lie in memory as the parameters do."""
+        """Points the rows to these moments; False where their layout differs from the parameters'."""
         known = len(moments) == len(self._moments) and all(
             a is c and b is d for (a, b), (c, d) in zip(moments, self._moments, strict=True)
         )
@@ -212,7 +216,7 @@ def _constants(group: Mapping[str, Any], step: float, decoupled: bool) -> tuple[
 
 @functools.cache
 def exact() -> bool:
-    """Whether the compiled loop gives the bits of this torch's fused Adam on this processor: both are tried."""
+    """Whether the compiled loop gives the bits of this torch's fused Adam on this processor, which a trial decides."""
     compiled = loops()
     if compiled is None:
         return False

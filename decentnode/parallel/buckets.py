@@ -1,4 +1,4 @@
-"""Parameters as views of flat buckets, and what a bucket needs to be exchanged and mixed."""
+"""Buckets: flat tensors that hold parameters, with their snapshots for the exchange and their mixing."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 
 BLOCK_BYTES = 1 << 20
-"""On a CPU parameters are copied and mixed in blocks of this size, so that what is done to a block one after the other
-finds it in the cache. A block costs 30 us of calls beside."""
+"""On a CPU parameters are copied and mixed in blocks of this size, so that consecutive operations find a block in the
+cache. A block costs 30 us for calls."""
 PART_BYTES = 1 << 22
 """On a CPU the parameters of a bucket are mixed, updated by the optimizer and copied in parts of about this size. A
-part costs a call of the optimizer's step, 0.2 ms; for 10 M parameters 4 MB took less than 1, 2 and 8."""
+part costs a call of the optimizer's step, 0.2 ms; for 10 M parameters 4 MB was faster than 1, 2 and 8."""
 CACHED_BYTES = 1 << 23
-"""Parts up to this size are taken to be in a cache from their mixing to their snapshot."""
+"""Parts up to this size are assumed to stay in a cache from their mixing to their snapshot."""
 WORTH_ELEMENTS = 1 << 16
-"""Fewer elements than these are no part of their own, only because a compiled loop could take them."""
+"""Parameters that a compiled loop could update become a part of their own from so many elements on."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketPart:
-    """Some parameters of a bucket that stand one after the other."""
+    """Some parameters of a bucket that follow each other in it."""
 
     params: tuple[Parameter, ...]
     start: int
     stop: int
-    """Where they are in `flat`."""
+    """Their elements are flat[start:stop]."""
     small: bool
-    """Whether what is done to it one after the other finds it in a cache."""
+    """Whether consecutive operations on it find it in a cache."""
     even: bool
-    """Whether all parameters suit the compiled loop's Adam by their sizes."""
+    """Whether the compiled loop's Adam can update all of its parameters."""
     mark: int
-    """The number of its first grain's mark."""
+    """The index of its first mark (advance.py)."""
 
 
 class _Where(NamedTuple):
     part: BucketPart
     at: int
-    """Where a block starts."""
+    """The element of `flat` where a block starts."""
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The same values in one gapless stretch of memory, with the dimensions in the same order."""
+    """The same values without gaps in memory, with the dimensions in the same order."""
     if torch.empty_like(tensor).stride() == tensor.stride():
         return tensor
     return torch.empty_like(tensor).copy_(tensor)
@@ -61,32 +61,32 @@ def _dense(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters of one dtype and device; `flat` [S] holds their values.
+    """Parameters of one dtype and device, whose values the tensor `flat` [S] holds.
 
-    A snapshot is what goes to the neighbors. What a script writes into the parameters between the snapshot and the
-    mixing is kept whole: x <- mixed snapshot + (x - snapshot). On a CPU every change of a bit is noticed, whoever
-    makes it, by a hash of each block (two different blocks pass for equal once in 2^64). On other devices, where
-    looking would hold up the host, a write is noticed where torch counts it: in-place operations on a parameter and
-    load_state_dict are, `p.data = other` is, in-place operations on `p.data` are not.
+    A snapshot of the bucket is sent to the neighbors. If a script changes the parameters between the snapshot and the
+    mixing, its change is kept: x <- mixed snapshot + (x - snapshot). On a CPU a hash of each block shows every changed
+    bit, whoever changed it (two different blocks have one hash once in 2^64). On other devices, where a comparison
+    would block the host, only those changes are noticed that torch counts: in-place operations on a parameter,
+    load_state_dict and `p.data = other` are counted, in-place operations on `p.data` are not.
 
-    With a C compiler, float32 on a CPU takes compiled loops (advance.c), to the same bits.
+    With a C compiler, float32 on a CPU is mixed by compiled loops (advance.c), with the same bits.
     """
 
     index: int
     params: list[Parameter]
     views: bool
-    """Whether the parameters live in `flat`; otherwise they are copied there and back."""
+    """Whether the parameters are views of `flat`; otherwise they are copied there and back."""
     rule: Sharing
-    """How arrivals are mixed; its state, if it has any, is of this bucket alone."""
+    """The sharing rule, an object of this bucket alone."""
     flat: Tensor = field(init=False)
     sent: Tensor = field(init=False)
-    """What was sent last: unchanged until the exchange is over."""
+    """The snapshot that was sent last: unchanged until its exchange is over."""
     received: dict[int, Tensor] = field(default_factory=dict)
-    """Peer -> [S] what came from it."""
+    """Peer -> [S] the parameters received from it."""
     moved_bytes: int = 0
-    """Bytes read from and written to memory, so far, by taking snapshots and mixing. On a CPU a block counts once per
-    tensor and direction, as what follows finds it in the cache; elsewhere every operation counts. What the optimizer
-    and transports move is not in it."""
+    """Bytes that snapshots and mixing have read from and written to memory so far. On a CPU a block counts once per
+    tensor and direction, because later operations find it in the cache; elsewhere every operation counts. Bytes that
+    the optimizer and transports move are not counted."""
 
     def __post_init__(self) -> None:
         total = sum(p.numel() for p in self.params)
@@ -106,14 +106,14 @@ class Bucket:
         block = BLOCK_BYTES if self._loops is None else -(-BLOCK_BYTES // GRAIN_BYTES) * GRAIN_BYTES
         self._block = block // self.flat.element_size() if self._hashes else max(1, total)
         self._hash_of: dict[int, int] = {}
-        """Without compiled loops: where a block starts -> its hash in the last snapshot."""
+        """Without compiled loops: the element where a block starts -> the block's hash in the last snapshot."""
         self._seen: list[int] = []
         self._slots: list[Tensor] = []
         self.parts = list(self._cut(PART_BYTES // self.flat.element_size() if self._hashes else max(1, total)))
         self._marks: Marks = np.zeros((self._mark(total) + len(self.parts), 2), np.uint64)
 
     def _cut(self, elements: int) -> Iterator[BucketPart]:
-        """Parts of whole parameters, each full with so many elements or more; the last of a run may be smaller."""
+        """Cuts the bucket into parts of whole parameters with `elements` or more; the last of a run may have fewer."""
         number = start = stop = 0
         for even, run in self._runs():
             kept: list[Parameter] = []
@@ -126,7 +126,8 @@ class Bucket:
                     kept, start, number = [], stop, number + 1
 
     def _runs(self) -> Iterator[tuple[bool, list[Parameter]]]:
-        """Neighboring parameters that the compiled loop's Adam can take, or not; few of them go with those before."""
+        """Runs of consecutive parameters that the compiled loop's Adam can update, and of others. A run too small for a
+        part of its own joins the run before."""
         runs: list[tuple[bool, list[Parameter]]] = []
         for p in self.params:
             even = self._loops is not None and suits_adam(p)
@@ -150,7 +151,7 @@ class Bucket:
         return self.flat.numel() * self.flat.element_size()
 
     def gather(self) -> None:
-        """Bring the parameters' values into `flat`, wherever a script may have put them."""
+        """Copies the parameters' values to `flat`, if a script has put them elsewhere."""
         for p, home in zip(self.params, self._homes, strict=True):
             if p.data_ptr() != home.data_ptr() or p.stride() != home.stride():
                 home.copy_(p.data)
@@ -159,32 +160,32 @@ class Bucket:
                     p.data = home
 
     def scatter(self) -> None:
-        """Bring `flat` back into the parameters."""
+        """Copies `flat` back to the parameters, if they are no views of it."""
         if not self.views:
             for p, home in zip(self.params, self._homes, strict=True):
                 p.data.copy_(home)
                 self._count(home, 2)
 
     def slot(self, number: int) -> Tensor:
-        """[S] for what is received; made when first needed."""
+        """A receive buffer [S], allocated when first asked for."""
         while len(self._slots) <= number:
             self._slots.append(torch.empty_like(self.flat))
         return self._slots[number]
 
     def sent_buffer(self) -> Tensor:
-        """[S] for snapshots that have no other place; made when first needed."""
+        """A buffer [S] for snapshots that the transport has no memory for, allocated when first asked for."""
         if not hasattr(self, "_sent_buffer"):
             self._sent_buffer = torch.empty_like(self.flat)
         return self._sent_buffer
 
     def snapshot(self, into: Tensor, copy: Tensor | None = None) -> None:
-        """`into` [S] becomes what is sent, and `copy` [S], if there is one, the same."""
+        """Copies the parameters to `into` [S], which is sent, and to `copy` [S], if given."""
         for part in self.parts:
             self.snapshot_part(part, into, copy)
         self.sent = into
 
     def snapshot_part(self, part: BucketPart, into: Tensor, copy: Tensor | None = None, cached: bool = False) -> None:
-        """As `snapshot`, for a part alone; `sent` stays what it was. cached: the part was just now in the cache."""
+        """Does what `snapshot` does, for one part, and leaves `sent` as it is. cached: the part is in the cache."""
         if not self._hashes:
             self._seen = self._versions()
         piece = slice(part.start, part.stop)
@@ -201,9 +202,10 @@ class Bucket:
                 self._hash_of[where.at] = self._hash(where, flat)
 
     def advance(self, part: BucketPart, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
-        """In one pass: mix a part as `mix` does, take an optimizer's step, and put the snapshot into `place` [S].
+        """In one pass over memory: mixes a part as `mix` does, takes the optimizer's step, copies it to `place` [S].
 
-        Only where `one_pass` holds. view: None mixes nothing. rows: of `advance.AdamSteps`. place: None takes none.
+        Only where `one_pass` is true. view: None for no mixing. rows: of `advance.AdamSteps`. place: None for no
+        snapshot.
         """
         assert self._loops is not None
         sources = () if view is None else view.sources
@@ -214,7 +216,7 @@ class Bucket:
         self._count(self.flat[piece], len(sources) + (place is not None))
 
     def one_pass(self, view: RoundView | None) -> bool:
-        """Whether compiled loops mix what `view` names."""
+        """Whether compiled loops can mix the payloads of `view`."""
         suits = self._loops is not None and self.flat.dtype == torch.float32 and self.rule.requirements.linear
         return suits and (view is None or len(view.sources) <= MOST_ARRIVALS)
 
@@ -223,9 +225,9 @@ class Bucket:
         return Mixing(self.sent[piece], view.weights[view.uid], arrived)
 
     def mix(self, view: RoundView, part: BucketPart | None = None, cached: bool = False) -> None:
-        """Mix the payloads of `view.sources` in `received` as the rule says; what a script wrote is kept whole.
+        """Mixes the payloads of `view.sources` in `received` as the rule says, and keeps a script's changes.
 
-        part: that alone. cached: what is written stays in the cache for who writes it next.
+        part: mixes this part alone. cached: the part then stays in the cache until it is written again.
         """
         if not view.sources:
             return
@@ -254,7 +256,7 @@ class Bucket:
     def mix_mean(
         self, total: Tensor, n: int, strength: float, part: BucketPart | None = None, cached: bool = False
     ) -> None:
-        """As `mix`, for x <- x + strength (total / n - x); total [S]: sum of all n snapshots, used up."""
+        """Does what `mix` does, for x <- x + strength (total / n - x). total: [S] sum of n snapshots, overwritten."""
         for where, flat, sent, mean in self._blocks(part, self.flat, self.sent, total):
             written = self._written(where, flat, sent)
             if strength == 1.0 and not written:
@@ -265,9 +267,9 @@ class Bucket:
                 self._count(flat, 5 - cached if self._hashes else 8)
 
     def next_round(self, plan: Plan, step: int, lr: float) -> None:
-        """Between the mixing of a step and the optimizer's, for rules that look at the whole bucket there.
+        """Ends a round and begins the next one, between mixing and the optimizer's step, for rules that need it.
 
-        step -1: before the first exchange. lr: of the optimizer's last step, whose result was mixed.
+        step: -1 before the first exchange. lr: of the optimizer's last step, whose result was mixed.
         """
         if self.rule.requirements.sequential:
             if step >= 0:
@@ -277,7 +279,7 @@ class Bucket:
     def _mix_linearly(
         self, flat: Tensor, sent: Tensor | None, arrived: Mapping[int, Tensor], weights: Mapping[int, float], uid: int
     ) -> None:
-        """flat <- own weight flat + sum of weight * arrived, in ascending order; sent: where flat was written."""
+        """flat <- own weight flat + sum of weight * arrived, by ascending uid. sent: given if a script changed flat."""
         if sent is not None:
             flat.add_(sent, alpha=weights[uid] - 1.0)
         elif len(arrived) == 1 and not self._hashes:
@@ -298,17 +300,17 @@ class Bucket:
         return self._versions() != self._seen and not torch.equal(flat, sent)
 
     def _hash(self, where: _Where, block: Tensor) -> int:
-        """64 bits of a hash of the bytes of a block of `flat`, on a CPU."""
+        """A 64-bit hash of the bytes of a block of `flat`, on a CPU."""
         assert self._bytes is not None
         size = block.element_size()
         return xxhash.xxh3_64_intdigest(self._bytes[where.at * size : (where.at + block.numel()) * size].data)
 
     def _versions(self) -> list[int]:
-        """Counters that every write makes larger which torch knows of."""
+        """Counters that every change which torch knows of increases."""
         return [self.flat._version, *(p._version for p in self.params)]
 
     def _blocks(self, part: BucketPart | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Where a block is, and that block of every tensor [S]."""
+        """For every block: its place, and the block of every tensor [S]."""
         for each in self.parts if part is None else [part]:
             for at in range(each.start, each.stop, self._block):
                 end = min(at + self._block, each.stop)
@@ -321,9 +323,9 @@ class Bucket:
 def make_buckets(
     params: Sequence[Parameter], bytes_per_bucket: int, views: bool, rules: Iterator[Sharing]
 ) -> list[Bucket]:
-    """Trainable parameters in reverse order (gradients come about so), split by dtype, device and size.
+    """Fills buckets with parameters in reverse order, in which gradients come, split by dtype, device and size.
 
-    rules: as many rules as are asked for.
+    rules: yields the rule of every bucket.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     for p in reversed(params):

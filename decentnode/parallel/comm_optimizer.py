@@ -1,4 +1,4 @@
-"""CommOptimizer: a local optimizer whose parameters meet the other ranks' every few steps."""
+"""CommOptimizer: a local optimizer that exchanges parameters with the other ranks every few steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DIST_OPTIMIZERS: dict[str, type[DistOptimizer]] = {
 
 
 class CommOptimizer(Optimizer):
-    """Wraps a local optimizer; schedulers, GradScaler and checkpoints see an ordinary torch optimizer."""
+    """Wraps a local optimizer; for schedulers, GradScaler and checkpoints it is an ordinary torch optimizer."""
 
     def __init__(
         self, optimizer: Optimizer, dist_optim_name: str = "LSGD", world_size: int = 1, comm_period: int = 4,
@@ -49,8 +49,8 @@ class CommOptimizer(Optimizer):
     ) -> None:
         """dist_optim_name: EASGD, EAMSGD, EASGD+, LSGD, LSGD+ or DDP, in any case. more: arguments of that class.
 
-        overlap: what ranks send each other flies while the next forward and backward pass run, and takes effect one
-        step later (LSGD: two); DDP has nothing that could wait.
+        overlap: the ranks' exchange runs during the next forward and backward pass, and takes effect one step later
+        (LSGD: two); not for DDP, whose step needs its gradients.
 
         Blocking: the ranks' parameters are averaged once, into the center. Raises ValueError for unknown names and
         values out of range.
@@ -75,7 +75,7 @@ class CommOptimizer(Optimizer):
         return self.dist_optimizer.center
 
     def step(self, closure: Callable[[], Any] | None = None, loss: Any = None) -> Any:
-        """The local step, and what the ranks do together. loss: this step's, for the methods that follow a leader."""
+        """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader."""
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""DecentralizedDataParallel: gossip instead of all-reduce around any module."""
+"""DecentralizedDataParallel: data parallel training of any module by gossip instead of all-reduce."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.Gro
 
 
 class DecentralizedDataParallel(Module):
-    """Wraps a module; every backward pass in train mode ends with mixing, an optimizer step and the next exchange.
+    """Wraps a module; at the end of every backward pass it mixes, takes the optimizer's step and starts an exchange.
 
     x_i(t+1) = sum_j W_ij(t) x_j(t) + step of the optimizer at the gradient at x_i(t): D-PSGD in the order of Wang et
-    al., ICLR 2025 (arXiv 2410.11998). The exchange of x(t) is launched as soon as x(t) is known and hides behind the
-    whole next forward and backward pass. The step is taken once, at the end of the backward pass, by one optimizer
-    over all parameters: clipping and the gradient scaler's decision are global and cost no overlap, parameters may be
-    used in any order or not at all, and every bucket's exchange still has a full forward and backward pass to hide
-    behind. On a CPU torch's SGD, Adam and AdamW and ours are called once for every few parameters, with the same bits:
-    these are mixed, updated and copied for the next exchange while a cache holds them (optim/parts.py); for torch's
-    fused Adam and AdamW on float32 parameters one compiled pass does all of it, with the same bits (advance.py).
+    al., ICLR 2025 (arXiv 2410.11998). The exchange of x(t) starts as soon as x(t) is known and runs during the whole
+    next forward and backward pass. The step is taken once, at the end of the backward pass, by one optimizer over all
+    parameters. So clipping and the gradient scaler's decision are global and cost no overlap, and parameters may be
+    used in any order or not at all. On a CPU the optimizers of `optim.parts.ONE_BY_ONE` are called once for every few
+    parameters, with the same bits: these are mixed, updated and copied for the next exchange while a cache holds them.
+    For torch's fused Adam and AdamW on float32 parameters one compiled pass does all of it, with the same bits
+    (advance.py).
 
-    Parameters may be written between steps (load_state_dict, clamping, swapping in an average): the change is kept
-    whole, and the next exchange carries it; see `buckets.Bucket` for what is noticed. When a backward pass raises, the
-    step is not taken and the gradients that had come stay, as with any optimizer: zero_grad() before trying again.
+    A script may change parameters between steps (load_state_dict, clamping, swapping in an average): the next exchange
+    carries the change; `buckets.Bucket` says which changes are noticed. When a backward pass raises, no step is taken
+    and the gradients computed so far stay, as with any optimizer: call zero_grad() before trying again.
 
-    All ranks must take equally many steps. A rank that is waited for and whose process is gone ends the others with a
-    PeerLost that names it within 2 s; between ranks of one host (shared memory) so does one that has ended its training
-    or went into an average over all ranks too early. One that does something else meanwhile, such as a barrier of the
-    script's own, is named after `timeout_seconds`.
+    All ranks must take equally many steps. If a rank's process is gone, the ranks that wait for it raise a PeerLost
+    that names it within 2 s; between ranks of one host (shared memory) also if it has ended its training or went into
+    an average over all ranks too early. A rank that does something else meanwhile, such as a barrier of the script's
+    own, is named after `timeout_seconds`.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class DecentralizedDataParallel(Module):
         transport: Literal["auto", "shared_memory", "collective"] = "auto",
         timeout_seconds: float = 300.0,
     ) -> None:
-        """Blocking until all ranks agree on parameters and topology; rank 0's values become everybody's.
+        """Blocking until all ranks agree on parameters and topology; all ranks then have rank 0's values.
+
+        The positional arguments are those of Decent-DP, in its order; all others are keyword-only.
 
         optim_fn: makes an optimizer from [(name, parameter)]; optimizer: one from an iterable of parameters, such as
         functools.partial(torch.optim.SGD, lr=0.1); exactly one of the two. lr_scheduler_fn: makes a scheduler from the
@@ -156,9 +158,9 @@ class DecentralizedDataParallel(Module):
                 else BucketExchange(self._plan, timeout_seconds))  # fmt: skip
 
     def close(self) -> None:
-        """Take the hooks off the parameters: from now on backward passes only compute gradients. Idempotent.
+        """Removes the hooks from the parameters: later backward passes only compute gradients. Idempotent.
 
-        Ranks of the same host that go on training learn that this one does not.
+        Ranks of the same host that go on training are told that this one does not.
         """
         if self._watch.stop() and self._exchange.end():
             keep(self._exchange, self._buckets)
@@ -168,7 +170,7 @@ class DecentralizedDataParallel(Module):
             self.close()
 
     def _tag_parameters(self) -> None:
-        """Mark what weight decay is for: not norms, not biases."""
+        """Marks the parameters that weight decay applies to: all but those of norms, and biases."""
         for module in self.module.modules():
             for name, p in module.named_parameters(recurse=False):
                 setattr(p, DECAYED, not isinstance(module, _NORMS) and not name.endswith("bias") and p.dim() >= 2)
@@ -221,7 +223,7 @@ class DecentralizedDataParallel(Module):
         self._launch(self.steps + 1)
 
     def _step_by_parts(self) -> None:
-        """Mix, update and send one part of a bucket after the other, which the cache holds meanwhile."""
+        """Mixes, updates and sends one part of a bucket after the other, while the cache holds it."""
         groups = iter(divided(self.optimizer, self._part_of, sum(len(bucket.parts) for bucket in self._buckets)))
         exchange = self._exchange
         exchange.begin(self.steps + 1)
@@ -267,7 +269,7 @@ class DecentralizedDataParallel(Module):
             bucket.scatter()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """While enabled, backward passes only add up gradients; the last of a step runs with it disabled."""
+        """While enabled, backward passes only add up gradients; disable it for the last pass of a step."""
         self._watch.accumulating = enable
 
     @contextlib.contextmanager
@@ -293,10 +295,10 @@ class DecentralizedDataParallel(Module):
 
     @torch.no_grad()
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
-        """Blocking: every rank's model becomes the mean of all; all ranks have to call it.
+        """Blocking: replaces every rank's model by the mean of all; all ranks have to call it.
 
-        will_revert: the local model is kept and comes back with `revert_global_avg`, or when training goes on.
-        return_d2c: give the distance of this rank's parameters to their mean, 0 where they are the mean already.
+        will_revert: keeps the local model, which `revert_global_avg` or the next training step restores.
+        return_d2c: returns the distance of this rank's parameters to the mean, 0 if they are the mean already.
         """
         if self._backup is not None:
             return 0.0 if return_d2c else None
@@ -318,7 +320,7 @@ class DecentralizedDataParallel(Module):
 
     @torch.no_grad()
     def revert_global_avg(self) -> None:
-        """Bring the local model back; nothing happens where there is none to bring back."""
+        """Restores the local model, if `global_avg` kept one."""
         if self._backup is None:
             return
         for tensor, kept in zip(self._averaged_tensors(), self._backup, strict=True):
@@ -327,7 +329,7 @@ class DecentralizedDataParallel(Module):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, every rank has the mean model; afterwards its own again. All ranks have to enter."""
+        """Inside the context every rank has the mean model, afterwards its own again. All ranks have to enter it."""
         self.global_avg(will_revert=True)
         try:
             yield
@@ -355,7 +357,7 @@ class DecentralizedDataParallel(Module):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Steps, bytes this rank sent, seconds that exchanges held it up (exposed communication), memory passes.
+        """Steps, bytes sent by this rank, seconds that it waited for exchanges (exposed communication), memory passes.
 
         memory_passes: bytes that snapshots and mixing read and wrote per step, in multiples of the parameters' bytes.
         """
@@ -367,7 +369,7 @@ class DecentralizedDataParallel(Module):
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What `state_dict` holds beside the model: optimizer, scheduler, scaler, step and phase of the topology."""
+        """The state beside the model in `state_dict`: optimizer, scheduler, scaler, sharing rules, number of steps."""
         return {
             "optimizer": self.optimizer.state_dict(), "steps": self.steps, "factor": self._factor,
             "learning_rate": self._learning_rate,
@@ -388,7 +390,7 @@ class DecentralizedDataParallel(Module):
             bucket.rule.load_state_dict(kept)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """All ranks load, each its own state or all the same one; then the exchange starts anew. Blocking."""
+        """Loads a state and starts a new exchange. Blocking: all ranks have to load, each its own or all the same."""
         if assign:
             raise ValueError("assign=True would take the parameters out of their buckets")
         self._exchange.drain()

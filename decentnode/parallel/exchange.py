@@ -1,7 +1,7 @@
-"""Buckets on their way between ranks: launched without waiting, waited for with a deadline and a name.
+"""The exchange of buckets between ranks: launched without blocking, waited for with a deadline that names a peer.
 
-Every rank launches the same buckets in the same order, peers ascending: the order is what keeps point-to-point
-operations of one communicator from waiting for each other in a circle.
+Every rank launches the same buckets in the same order, peers ascending. The common order keeps the point-to-point
+operations of one communicator from deadlock.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class Flight:
 
     step: int
     works: list[tuple[Any, list[int]]] = field(default_factory=list)
-    """Operations, and the ranks that each waits for."""
+    """Operations, each with the ranks that it waits for."""
     use: int = 0
-    """Number of the exchange in shared memory."""
+    """The number of the exchange, in shared memory."""
 
 
 class BucketExchange:
     """The exchange of all buckets: a bucket arrives, is mixed part by part, and may depart again for the next step."""
 
     def __init__(self, plan: Plan, timeout_seconds: float) -> None:
-        """Blocking: all ranks make the process groups of the topology's cliques, in one order."""
+        """Blocking: all ranks make the process groups of the topology's cliques, in the same order."""
         self.plan, self.graph, self.rank, self.timeout_seconds = plan, plan.graph, plan.rank, timeout_seconds
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        """Exposed communication: how long waits lasted in all."""
+        """Exposed communication: the seconds that all waits have taken."""
         self._step = -1
         self._flights: dict[int, Flight] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
@@ -55,10 +55,10 @@ class BucketExchange:
         for members in self.plan.cliques():
             self._groups[members] = None if members == everybody else dist.new_group(list(members), timeout=timeout)
 
-    # -- away -------------------------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------------------
 
     def launch(self, buckets: Sequence[Bucket], step: int) -> None:
-        """Send every bucket as it is now; not blocking."""
+        """Sends every bucket as it is now; not blocking."""
         self.begin(step)
         for bucket in buckets:
             for part in bucket.parts:
@@ -66,34 +66,34 @@ class BucketExchange:
             self.depart(bucket)
 
     def begin(self, step: int) -> None:
-        """What departs from now on is of this step."""
+        """Buckets that depart from now on belong to this step."""
         self._step = step
 
     def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
-        """A part as it is now is what departs. cached: it was just now in the cache."""
+        """Takes the snapshot of a part that its bucket will send. cached: the part is in the cache."""
         place = self._place(bucket)
         if place is not None:
             copy = None if self._mean_group(self._step) is None else bucket.slot(0)
             bucket.snapshot_part(part, place, copy, cached)
 
     def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
-        """Whether `advance` can do what `mix`, the optimizer and `snapshot` do for a part of a bucket."""
+        """Whether `advance` can replace `mix`, the optimizer's step and `snapshot` for the parts of a bucket."""
         groups = [self._step] if flight is None else [self._step, flight.step]
         view = None if flight is None else self.plan.view(flight.step)
         return bucket.one_pass(view) and all(self._mean_group(step) is None for step in groups)
 
     def advance(self, bucket: Bucket, part: BucketPart, flight: Flight | None, factor: float, rows: Rows) -> None:
-        """Mix a part of a bucket that has arrived, take the optimizer's step, and let it be what departs."""
+        """Mixes a part of a bucket that has arrived, takes the optimizer's step and the next snapshot, in one pass."""
         view = None if flight is None else self.plan.view(flight.step, factor)
         bucket.advance(part, view, rows, self._place(bucket))
 
     def _place(self, bucket: Bucket) -> Tensor | None:
-        """Where the snapshot goes; None where nobody wants one."""
+        """The tensor [S] that snapshots are written to; None in a step without neighbors."""
         view = self.plan.view(self._step)
         return bucket.sent_buffer() if view.neighbors or view.sources else None
 
     def depart(self, bucket: Bucket) -> None:
-        """All parts of a bucket are there: off; not blocking."""
+        """Sends a bucket of which all parts have their snapshots; not blocking."""
         view = self.plan.view(self._step)
         if not view.neighbors and not view.sources:
             return
@@ -119,19 +119,19 @@ class BucketExchange:
                 operations.append(dist.P2POp(dist.irecv, bucket.received[peer], peer))
                 whom.append([peer])
         everybody = sorted({*view.neighbors, *view.sources})
-        with self._blamed(self._step, everybody):  # a connection that is known to be broken is told of at once
+        with self._blamed(self._step, everybody):  # torch raises here already for a connection that it knows is broken
             works = dist.batch_isend_irecv(operations)
         flight.works = list(zip(works, whom if len(works) == len(whom) else [everybody] * len(works), strict=True))
 
     def _mean_group(self, step: int) -> tuple[int, ...] | None:
-        """The ranks whose mean one all_reduce gives in a step; None where payloads go from rank to rank."""
+        """The ranks that average with one all_reduce in a step; None if payloads are sent from rank to rank."""
         clique = self.plan.clique(step)
         return clique.members if clique is not None and clique.members in self._groups else None
 
-    # -- back -------------------------------------------------------------------------------------------------
+    # -- receiving --------------------------------------------------------------------------------------------
 
     def finish(self, bucket: Bucket, factor: float = 1.0) -> None:
-        """Blocking: wait for a bucket and mix it. Raises PeerLost naming who did not answer."""
+        """Blocking: waits for a bucket and mixes it. Raises PeerLost naming the rank that did not answer."""
         flight = self.arrive(bucket)
         if flight is not None:
             for part in bucket.parts:
@@ -139,14 +139,14 @@ class BucketExchange:
             self.release(bucket)
 
     def arrive(self, bucket: Bucket) -> Flight | None:
-        """Blocking: wait for a bucket; None if it was not away. Raises PeerLost naming who did not answer."""
+        """Blocking: waits for a bucket; None if it was not sent. Raises PeerLost naming a rank that did not answer."""
         flight = self._flights.get(bucket.index)
         if flight is not None:
             self._wait(flight)
         return flight
 
     def mix(self, bucket: Bucket, part: BucketPart, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
-        """Mix a part of a bucket that has arrived."""
+        """Mixes a part of a bucket that has arrived."""
         if self._mean_group(flight.step) is not None:
             clique = self.plan.clique(flight.step)
             assert clique is not None
@@ -156,7 +156,7 @@ class BucketExchange:
             bucket.mix(self.plan.view(flight.step, factor), part, cached)
 
     def release(self, bucket: Bucket) -> None:
-        """All parts of a bucket are mixed: what arrived is no longer needed."""
+        """To be called when all parts of a bucket are mixed: the received parameters are no longer needed."""
         del self._flights[bucket.index]
 
     def _wait(self, flight: Flight) -> None:
@@ -171,7 +171,7 @@ class BucketExchange:
 
     @contextlib.contextmanager
     def _blamed(self, step: int, peers: list[int]) -> Iterator[None]:
-        """What torch.distributed raises inside becomes PeerLost with the ranks that it may be about."""
+        """Turns what torch.distributed raises inside into PeerLost, with the ranks that may be the cause."""
         try:
             yield
         except RuntimeError as error:
@@ -182,7 +182,7 @@ class BucketExchange:
             ) from error
 
     def drain(self) -> None:
-        """Blocking: wait for what is in flight and use none of it."""
+        """Blocking: waits for all buckets in flight and discards them."""
         for flight in self._flights.values():
             self._wait(flight)
         self._flights.clear()
@@ -190,20 +190,20 @@ class BucketExchange:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def end(self) -> bool:
-        """This rank takes part no more; whether operations in flight still read and write the buckets. Idempotent."""
+        """Ends this rank's part; returns whether operations in flight still use the buckets' memory. Idempotent."""
         self._groups.clear()
         return bool(self._flights)
 
     def average(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """What is done inside lasts until all ranks have come to it. Raises PeerLost where it is known who never will.
+        """A context for an operation of all ranks. Raises PeerLost if it fails and a rank is known not to come to it.
 
-        what: its name, for messages.
+        what: the operation's name, for messages.
         """
         return contextlib.nullcontext()
 
 
 def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Blocking: the mean of a tensor over all ranks, in place."""
+    """Blocking: replaces a tensor by its mean over all ranks."""
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
         tensor.div_(dist.get_world_size())

@@ -1,4 +1,4 @@
-"""Who meets whom in which step, and how: a topology and a sharing rule as one."""
+"""The plan of a training: which ranks exchange in which step, and how, from a topology and a sharing rule."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
 CHECKED_ROUNDS = 32
 CHECKED_RANKS = 512
 REMEMBERED = 64
-"""Steps whose views are kept."""
+"""Steps whose views and cliques are cached."""
 
 
 def sharing_named(given: SharingRule) -> Sharing:
-    """A rule that buckets can use.
+    """Returns a sharing rule that buckets can use.
 
-    Raises ValueError for one that is not elementwise or needs what buckets lack, UsageError for an unknown name.
+    Raises ValueError for a rule that is not elementwise or needs what buckets do not have, UsageError for an unknown
+    name.
 
     given: a name of the table SHARINGS, a section such as {"name": "ac", "final": 0.2}, "package.module:Class", a
     class, or an object.
@@ -58,17 +59,17 @@ def sharing_named(given: SharingRule) -> Sharing:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that all do x <- x + strength (mean of theirs - x)."""
+    """Ranks that all do x <- x + strength (mean of the members - x) in a step."""
 
     members: tuple[int, ...]
     strength: float
 
 
 class Plan:
-    """The rounds of one rank."""
+    """The rounds of one rank; a step of training is a round."""
 
     def __init__(self, graph: Graph, rule: Sharing, rank: int) -> None:
-        """Raises ValueError where the graph does not have what the rule needs."""
+        """Raises ValueError if the graph lacks a property that the rule needs."""
         self.graph, self.rule, self.rank = graph, rule, rank
         self._cliques: dict[int, RankGroup | None] = {}
         self._views: dict[tuple[int, float], RoundView] = {}
@@ -91,16 +92,16 @@ class Plan:
                              f"rank {alone[0]} never hears of rank {alone[1]}; topology='complete' would do")
 
     def describe(self) -> str:
-        """The rule and its settings, in one line."""
+        """The rule and its configuration, in one line, for comparison between ranks."""
         return f"{type(self.rule).__name__} {getattr(self.rule, 'config', '')!r}".replace("\n", " ")
 
     def rules(self) -> Iterator[Sharing]:
-        """One rule per bucket, as many as are asked for."""
+        """Yields copies of the rule without end, one for each bucket."""
         while True:
             yield copy.deepcopy(self.rule)
 
     def view(self, step: int, factor: float = 1.0, rank: int | None = None) -> RoundView:
-        """The round of a step as the rule wants it; factor a makes x <- x + a (W x - x) of it."""
+        """The round of a step as the rule plans it; with factor a for x <- x + a (W x - x). rank: this one if None."""
         if rank is None:
             if (step, factor) not in self._views:
                 if len(self._views) >= REMEMBERED:
@@ -115,18 +116,18 @@ class Plan:
         return replace(found, weights=weights)
 
     def most_sources(self) -> int:
-        """The most neighbors that any rank hears at once."""
+        """The most sources that any rank has in one step."""
         uids = range(self.graph.num_nodes)
         return max((len(self.view(r, rank=uid).sources) for r in self._first_exchanges() for uid in uids), default=0)
 
     def _first_exchanges(self) -> Iterator[int]:
-        """The steps of so many exchanges that all cliques of a topology that repeats are among them."""
+        """Steps with exchanges, so many that every clique of a periodic topology is in one of them."""
         return itertools.islice(exchange_rounds(self.rule), min(max(self.graph.period or 0, 16), 64))
 
     def clique(self, step: int) -> RankGroup | None:
-        """The ranks among whom one all_reduce does the step: more than two, who all hear each other with one weight.
+        """The ranks for which one all_reduce does the step: more than two, all neighbors of each other, of one weight.
 
-        None where it is otherwise; every member comes to the same answer.
+        None if there are no such ranks. Every member gets the same answer.
         """
         period, number = self.graph.period, self.rule.exchange_number(step)
         if number is None:
@@ -154,7 +155,7 @@ class Plan:
         return RankGroup(tuple(sorted(members)), 1.0 if abs(strength - 1.0) < 1e-12 else strength)
 
     def cliques(self) -> list[tuple[int, ...]]:
-        """The members of all cliques that come again, of all ranks, in one order."""
+        """The members of all cliques of a periodic topology, sorted: the same list on every rank."""
         found: set[tuple[int, ...]] = set()
         if self.graph.period is None:
             return []

@@ -1,4 +1,4 @@
-"""Joining the process group, and agreeing on what is trained."""
+"""Joins the process group, and makes sure that all ranks train the same and start together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_TEXT_BYTES, MAX_REASON = 1 << 24, 2000
 
 
 def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) -> tuple[int, int]:
-    """Join the default process group as torchrun's environment says; (rank, world size). Blocking.
+    """Joins the default process group as torchrun's environment says; returns (rank, world size). Blocking.
 
-    backend: nccl where CUDA is there and gloo elsewhere, when not given. On GPUs the local rank's device is chosen.
-    The process leaves the group by itself before it ends; dist.destroy_process_group() before that is welcome.
+    backend: when not given, nccl where CUDA is available and gloo elsewhere. On GPUs the local rank's device is chosen.
+    The process leaves the group by itself before it ends; dist.destroy_process_group() may be called before that.
     """
     if not dist.is_initialized():
         cuda = torch.cuda.is_available() and backend in (None, "nccl")
@@ -37,7 +37,7 @@ def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) 
 
 
 def gather_texts(text: str, device: torch.device, what: str) -> list[str]:
-    """Blocking: [rank] what every rank gives. Raises ValueError where the own text is too long. what: its name."""
+    """Blocking: [rank] the text of every rank. Raises ValueError if this rank's is too long. what: its name."""
     own = text.encode(errors="replace")
     if len(own) > MAX_TEXT_BYTES:
         raise ValueError(f"the description of the {what} is too long: {len(own)} bytes")
@@ -54,10 +54,10 @@ def gather_texts(text: str, device: torch.device, what: str) -> list[str]:
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
-    """Every rank does what is inside, which waits for no other; at its end, blocking, all learn whether all could.
+    """A context that all ranks leave with success, or none. Its body must not wait for other ranks; its end blocks.
 
-    what: a verb and its object, for messages. Raises what was raised inside; where that was on other ranks alone,
-    AssemblyError naming the first of them and what it said. In both cases no rank waits for another in vain.
+    what: the body's purpose, a verb and its object, for messages. Raises what the body raised on this rank; if it
+    raised on other ranks alone, AssemblyError naming the first of them and its error. So no rank waits in vain.
     """
     failed: Exception | None = None
     try:
@@ -79,13 +79,13 @@ def together(what: str) -> Iterator[None]:
 
 
 def device_of_group() -> torch.device:
-    """Where tensors lie that the default process group takes."""
+    """The device of tensors that the default process group can send."""
     cuda = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
-    """Blocking: that all ranks have the same lines. Raises AssemblyError, on every rank, naming rank and first line."""
+    """Blocking. Raises AssemblyError on every rank, naming a rank and its first other line, if lines differ."""
     told = [text.split("\n") for text in gather_texts("\n".join(lines), device, what)]
     for rank, theirs in enumerate(told):
         if theirs == told[0]:
@@ -99,7 +99,7 @@ def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
 
 
 def broadcast_all(tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Blocking: every tensor becomes rank `source`'s."""
+    """Blocking: replaces every tensor by that of rank `source`, in place."""
     for tensor in tensors:
         if tensor.is_contiguous():
             dist.broadcast(tensor.detach(), source)

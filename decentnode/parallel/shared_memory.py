@@ -139,7 +139,7 @@ class SharedMemoryExchange(BucketExchange):
         return segments
 
     def _open_groups(self) -> None:
-        """None: everybody reads everybody's memory."""
+        """Makes no groups: ranks read each other's memory."""
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class SharedMemoryExchange(BucketExchange):
             self.release(bucket)
 
     def end(self) -> bool:
-        """Others have mapped this rank's memory themselves; they are told that no more comes into it."""
+        """Tells the other ranks that this one sends no more. They have mapped its memory themselves."""
         self._presence.close()
         return False
 
@@ -202,7 +202,8 @@ class SharedMemoryExchange(BucketExchange):
             raise PeerLost(f"rank {self.rank}: {what} failed: {absence.reason}", [absence.rank]) from error
 
     def _who_left(self) -> Absence | None:
-        """Blocking for SETTLE_SECONDS at most: a process that ends may lose its connections before its lock."""
+        """A rank that will not come, if one is known. Blocking for SETTLE_SECONDS at most: a process that ends may lose
+        its connections before its lock."""
         others = [r for r in range(self.graph.num_nodes) if r != self.rank]
         until = time.perf_counter() + SETTLE_SECONDS
         while (absence := self._presence.absent(others)) is None and time.perf_counter() < until:
@@ -219,7 +220,7 @@ class SharedMemoryExchange(BucketExchange):
         return self._read[self.rank][reader] >= use
 
     def _wait_for(self, done: Callable[[], bool], peer: int, step: int, use: int, what: str) -> None:
-        """Blocking: until `done`, which it is once `peer` has sent all of exchange `use` at the latest.
+        """Blocking until `done()` is true, at the latest when `peer` has sent all of exchange `use`.
 
         Raises PeerLost when the time is up, or when a rank that has not sent all of that exchange never will, be it
         `peer` or one that `peer` may wait for.
@@ -242,7 +243,7 @@ class SharedMemoryExchange(BucketExchange):
         self.wait_seconds += time.perf_counter() - started
 
     def _absent(self, use: int) -> Absence | None:
-        """Why a rank will never send all of exchange `use`; None if none is known."""
+        """A rank that will never send all of exchange `use`, and why; None if none is known."""
         def behind() -> set[int]:
             return {r for r, counters in enumerate(self._published) if r != self.rank and min(counters) < use}
 

@@ -1,11 +1,11 @@
-"""What a process does before its interpreter ends: exchanges over, process groups left, their threads joined.
+"""Ends exchanges, leaves process groups and joins their threads before a process's interpreter ends.
 
-A thread of gloo still holds the tensors of an operation when it has told everybody that the operation is over. To let
-go of a tensor that Python knows it has to have the interpreter's lock. Is the interpreter ending by then, CPython (up
-to 3.13) ends the thread there and then, by unwinding frames of C++ that must not be unwound: "terminate called without
-an active exception", exit code -6, after all work was done. A script of torch's own functions ends in the same way when
-it does not destroy its groups. To destroy a group joins its threads, which is safe as long as the interpreter is not
-ending yet; a group to which anybody still has a reference keeps its threads, so wrappers let go of theirs first.
+A thread of gloo still holds the tensors of an operation after it has reported that the operation is over. To release
+a tensor that Python knows, it needs the interpreter's lock. If the interpreter is ending by then, CPython (up to 3.13)
+ends the thread at once, by unwinding frames of C++ that must not be unwound: "terminate called without an active
+exception", exit code -6, after all work was done. A script that uses torch alone and does not destroy its groups ends
+in the same way. Destroying a group joins its threads, which is safe as long as the interpreter is not ending yet. A
+group that is still referenced keeps its threads, so wrappers drop their references first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.3
-"""How long threads of groups that the script itself still refers to are given to let go of what they hold."""
+"""How long the threads of groups that the script itself still references are given to release their tensors."""
 
 
 class Closable(Protocol):
@@ -35,25 +35,25 @@ class Closable(Protocol):
 
 
 _processes: set[int] = set()
-"""The process that joined a group or made wrappers: one that it forks inherits all this, but not the threads."""
+"""The processes that joined a group or made wrappers. A forked child inherits this module's state, but no threads."""
 _alive: weakref.WeakSet[Closable] = weakref.WeakSet()
 _left: list[tuple[BucketExchange, list[Bucket]]] = []
-"""Exchanges whose wrapper is gone while they were in flight: their buffers have to outlive them."""
+"""Exchanges in flight whose wrapper is gone: their buffers have to outlive them."""
 
 
 def leave_at_exit() -> None:
-    """This process leaves all process groups of torch.distributed before its interpreter ends. Idempotent."""
+    """Makes this process leave all groups of torch.distributed before its interpreter ends. Idempotent."""
     _processes.add(os.getpid())
 
 
 def close_at_exit(wrapper: Closable) -> None:
-    """`wrapper` is closed before; if it is still there. `close` lets go of process groups."""
+    """Closes `wrapper` before that, if it still exists. Its `close` drops its references to process groups."""
     _alive.add(wrapper)
     leave_at_exit()
 
 
 def keep(exchange: BucketExchange, buckets: list[Bucket]) -> None:
-    """Until the process ends: what is in flight reads and writes their buffers."""
+    """Keeps buckets until the process ends, because operations in flight read and write their memory."""
     _left.append((exchange, buckets))
 
 
@@ -72,16 +72,16 @@ def _close_all() -> None:
 
 
 def leave() -> None:
-    """Leave all process groups and join their threads; idempotent. Blocking until operations under way are over."""
+    """Leaves all process groups and joins their threads. Idempotent; blocking until operations under way are over."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # groups that only rings of references hold
+    gc.collect()  # groups that only reference cycles hold
     if _gloo_runs():
         time.sleep(SETTLE_SECONDS)
 
 
 def _gloo_runs() -> bool:
-    """Whether threads are left that do gloo's collective operations."""
+    """Whether the process still has threads of gloo."""
     try:
         return any(each.read_text().startswith("pt_gloo_run") for each in Path("/proc/self/task").glob("*/comm"))
     except OSError:  # a thread that ends meanwhile, or another system than Linux

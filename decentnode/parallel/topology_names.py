@@ -1,4 +1,4 @@
-"""Names of topologies as scripts give them, to the graphs of decentnode."""
+"""Makes the graph for a topology that a script names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def make_topology(given: TopologyLike, world_size: int, local_world_size: int, s
     """The graph over the ranks. Raises GraphError or ValueError when it cannot be made for so many.
 
     given: complete, ring, one-peer-exp (or exp), alternating-exp-ring; any graph of the table GRAPHS, by name or as a
-    section such as {"name": "regular", "degree": 3}; "package.module:Class"; or a Graph. Where a name does not fit the
-    number of ranks the nearest that does is taken, and said once.
+    section such as {"name": "regular", "degree": 3}; "package.module:Class"; or a Graph. If a name does not fit the
+    number of ranks, the nearest one that does is used, with one warning.
     """
     if isinstance(given, Graph):
         graph = given

@@ -1,1 +1,1 @@
-"""The methods of `CommOptimizer`: what ranks do together beside a local optimizer."""
+"""The methods of `CommOptimizer`: how ranks exchange parameters beside a local optimizer."""

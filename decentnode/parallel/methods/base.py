@@ -1,4 +1,4 @@
-"""What ranks do together beside a local optimizer: the base of the methods that CommOptimizer knows."""
+"""The base of the methods of CommOptimizer, which exchange parameters between ranks beside a local optimizer."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from decentnode.sharing.forces import toward_
 
 @dataclass
 class Numbers:
-    """One number [1] of every rank, by rank."""
+    """One number [1] of every rank, by rank, which may still be on its way."""
 
     tensors: list[Tensor]
     work: Any = None
 
     def wait(self) -> list[float]:
-        """Blocking."""
+        """Blocking: the numbers, by rank."""
         if self.work is not None:
             self.work.wait()
         return [float(each) for each in self.tensors]
 
 
 class DistOptimizer(abc.ABC):
-    """What happens to the parameters beside the local optimizer; subclasses say how ranks meet.
+    """Changes the parameters beside the local optimizer; subclasses define how ranks exchange.
 
     Per step: `before_step` while the parameters are still x(t), the local optimizer's step, then `step`, which pulls
-    (`local_pulling_step`), collects (`dist_train_step`) and, in every `comm_period`-th step exactly, communicates
-    (`comm_train_step`). Initial parameters are never changed; the center starts at their mean.
+    the parameters (`local_pulling_step`), collects data (`dist_train_step`) and, in every `comm_period`-th step
+    exactly, exchanges with the other ranks (`comm_train_step`). Initial parameters are never changed; the center starts
+    at their mean over ranks.
     """
 
     needs_loss: ClassVar[bool] = False
@@ -47,8 +48,8 @@ class DistOptimizer(abc.ABC):
     ) -> None:
         """Blocking: the ranks' parameters are averaged once. Raises ValueError for values out of range.
 
-        overlap: what ranks send each other flies while the next forward and backward pass run. It takes effect one
-        step later (LSGD: two, as who leads has to be known first), in the order of operations it has without.
+        overlap: the exchange runs during the next forward and backward pass and takes effect one step later (LSGD: two,
+        because the leader has to be known first). The order of operations is the same as without.
         """
         if not isinstance(comm_period, int) or comm_period < 1:
             raise ValueError(f"comm_period must be a positive integer, got {comm_period!r}")
@@ -68,13 +69,13 @@ class DistOptimizer(abc.ABC):
         if dist.is_initialized():
             close_at_exit(self)
         self.center = self.flat_params()
-        """[P] what workers are pulled to."""
+        """[P] the parameters that ranks are pulled to."""
         self.mean(self.center)
 
     # -- flat copies ------------------------------------------------------------------------------------------
 
     def flat_params(self) -> Tensor:
-        """[P] copy of all parameters, in float32 unless they are of one other type."""
+        """A copy [P] of all parameters, in float32 unless all of them have another dtype."""
         kinds = {p.dtype for p in self.params}
         kind = kinds.pop() if len(kinds) == 1 else torch.float32
         return torch.cat([p.detach().reshape(-1).to(kind) for p in self.params])
@@ -93,14 +94,14 @@ class DistOptimizer(abc.ABC):
             self.apply_force(toward_, target, strength)
 
     def mean(self, flat: Tensor) -> Tensor:
-        """Blocking: the mean over all ranks, in place."""
+        """Blocking: replaces `flat` by its mean over all ranks."""
         if self.world_size > 1:
             dist.all_reduce(flat)
             flat.div_(self.world_size)
         return flat
 
     def gather_numbers(self, value: float) -> Numbers:
-        """One number of every rank; not blocking until it is asked what they are."""
+        """Sends a number to all ranks and receives theirs; not blocking (`Numbers.wait` is)."""
         own = torch.tensor([value], dtype=torch.float64, device=self.center.device)
         found = [own.clone() for _ in range(self.world_size)]
         return Numbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
@@ -108,30 +109,30 @@ class DistOptimizer(abc.ABC):
     # -- one step ---------------------------------------------------------------------------------------------
 
     def check_stable(self) -> None:
-        """Raises ValueError for strengths with which the method diverges."""
+        """Raises ValueError if the method would diverge with its strengths."""
         return
 
     @property
     def communicates(self) -> bool:
-        """Whether the step under way is one in which ranks meet."""
+        """Whether the ranks exchange in the current step."""
         return (self.steps + 1) % self.comm_period == 0
 
     def before_step(self) -> None:
-        """The parameters are still x(t)."""
+        """Called before the local optimizer's step, while the parameters are still x(t)."""
         return
 
     def local_pulling_step(self) -> None:
-        """Every step: toward the center of the last communication."""
+        """Every step: pulls the parameters toward the center of the last exchange."""
         self.pull(self.center, self.local_pulling_strength / self.comm_period)
 
     def dist_train_step(self, loss: float | None) -> None:
-        """Every step: collect what communication needs; parameters are not touched."""
+        """Every step: collects what the exchange needs; leaves the parameters unchanged."""
         if loss is not None:
             self._losses.append(loss)
 
     @abc.abstractmethod
     def comm_train_step(self) -> None:
-        """Every `comm_period` steps: meet. Blocking."""
+        """Every `comm_period` steps: exchanges with the other ranks. Blocking without overlap."""
 
     def step(self, loss: float | None = None) -> None:
         self.local_pulling_step()
@@ -141,7 +142,7 @@ class DistOptimizer(abc.ABC):
         self.steps += 1
 
     def close(self) -> None:
-        """Let go of what is under way and of process groups of its own: no step follows. Idempotent."""
+        """Drops the exchange under way and references to process groups; no step may follow. Idempotent."""
         return
 
     def state_dict(self) -> dict[str, Any]:

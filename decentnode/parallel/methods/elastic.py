@@ -1,4 +1,4 @@
-"""Ranks that are pulled to a center, and the center to them."""
+"""EASGD and its variants: ranks are pulled toward a center, and the center toward the ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class EASGD(DistOptimizer):
     """Elastic averaging (Zhang, Choromanska, LeCun 2015, arXiv 1412.6651, equations 5 and 6).
 
     x_i <- x_i + local step - a (x_i(t) - c),  c <- c + p a (mean_i x_i(t) - c), with a = dist_pulling_strength and p
-    the number of ranks. Without gradients c + sum_i x_i is conserved; stable only for a (p + 1) < 2. The exchange
-    flies during the local step. Evaluate the center.
+    the number of ranks. Without gradients c + sum_i x_i is conserved; stable only for a (p + 1) < 2. The exchange runs
+    during the local step. The center is the model to evaluate.
     """
 
     def check_stable(self) -> None:
@@ -30,7 +30,7 @@ class EASGD(DistOptimizer):
             )
 
     _flight: tuple[Tensor, Tensor, Any] | None = None
-    """(the own x - c [P], what is summed over ranks, the operation)."""
+    """The exchange under way: (this rank's x - c [P], its sum over ranks, the operation)."""
 
     def before_step(self) -> None:
         self._arrive()
@@ -40,11 +40,11 @@ class EASGD(DistOptimizer):
             self._flight = pull, total, dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
 
     def weighted(self, difference: Tensor) -> Tensor:
-        """What is summed over ranks to give sum_i (x_i - c); `difference` is the own one, [P]."""
+        """The tensor that is summed over ranks, from this rank's difference x - c [P]."""
         return difference.clone()
 
     def total(self, summed: Tensor) -> Tensor:
-        """[P] sum_i (x_i - c), or a weighted one, from the sum over ranks of what `weighted` gave."""
+        """The sum, or weighted sum, of x_i - c over ranks [P], from the sum of the tensors of `weighted`."""
         return summed
 
     def comm_train_step(self) -> None:
@@ -52,7 +52,7 @@ class EASGD(DistOptimizer):
             self._arrive()
 
     def _arrive(self) -> None:
-        """Blocking, where something is under way: take it in."""
+        """Applies the exchange under way, if there is one. Blocking."""
         if self._flight is not None:
             pull, summed, work = self._flight
             self._flight = None
@@ -65,7 +65,7 @@ class EASGD(DistOptimizer):
         self._flight = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Blocking while an exchange is under way; it is kept as it arrived, and takes effect when it would have."""
+        """Blocking while an exchange is under way. Its result is saved, and is applied in the same step as without."""
         flight = None
         if self._flight is not None:
             pull, summed, work = self._flight
@@ -91,7 +91,7 @@ class EAMSGD(EASGD):
 
 
 class EASGDPlus(EASGD):
-    """EASGD whose center weighs ranks by 1 / (running gradient norm): flatter workers count more (as in GRAWA, 2024).
+    """EASGD whose center weighs ranks by 1 / (running gradient norm), as in GRAWA (2024): flat regions count more.
 
     c <- c + p a sum_i v_i (x_i - c), v_i = (1/||g_i||) / sum_j (1/||g_j||).
     """
@@ -99,7 +99,7 @@ class EASGDPlus(EASGD):
     _norm = 0.0
 
     def weighted(self, difference: Tensor) -> Tensor:
-        """The weight goes behind the weighted difference, so that one sum over ranks gives both."""
+        """The weighted difference [P] with the weight behind it, so that one sum over ranks gives both sums."""
         squares = [float(p.grad.square().sum()) for p in self.params if p.grad is not None]
         norm = sum(squares) ** 0.5
         self._norm = norm if not self._norm else 0.9 * self._norm + 0.1 * norm

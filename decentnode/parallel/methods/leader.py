@@ -1,4 +1,4 @@
-"""Ranks that are pulled to the one whose loss is lowest."""
+"""LSGD and its variant: ranks are pulled toward the rank with the lowest loss."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Meeting:
-    """Who leads, and what comes from there."""
+    """One exchange: the leader, and its model, which may still be on its way."""
 
     leader: int
     target: Tensor
     """[P] the leader's model."""
     total: Tensor | None = None
-    """[P] the sum of all ranks' models, where it is asked for."""
+    """[P] the sum of all ranks' models, for LSGD+ only."""
     works: list[Any] = field(default_factory=list)
 
     def wait(self) -> list[Tensor]:
-        """Blocking: all that has come."""
+        """Blocking: the tensors of this exchange, after all have arrived."""
         for work in self.works:
             work.wait()
         self.works.clear()
@@ -39,16 +39,16 @@ class _Meeting:
 class LSGD(DistOptimizer):
     """Leader SGD (Teng et al. 2019, arXiv 1905.10395): ranks are pulled to the one with the lowest running loss.
 
-    Every comm_period steps to the leader of the own machine, in every GLOBAL_EVERY-th of these to the leader of all;
-    in between local_pulling_strength / comm_period of the way to that snapshot per step. The leader itself is not
-    pulled. One number per rank is gathered and one model broadcast.
+    Every comm_period steps they are pulled to the leader of their machine, in every GLOBAL_EVERY-th of these exchanges
+    to the leader of all ranks; in the steps between, local_pulling_strength / comm_period of the way to the leader's
+    last model. The leader itself is not pulled. An exchange gathers one number per rank and broadcasts one model.
     """
 
     needs_loss = True
     GLOBAL_EVERY = 4
 
     def __init__(self, *args: Any, local_world_size: int | None = None, **kwargs: Any) -> None:
-        """local_world_size: ranks per machine, torchrun's when not given."""
+        """local_world_size: ranks per machine; torchrun's when not given."""
         super().__init__(*args, **kwargs)
         local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         if self.world_size % local:
@@ -63,7 +63,7 @@ class LSGD(DistOptimizer):
                     self._group = group
         self._meetings = 0
         self._followed = False
-        """Whether `center` is a leader's model."""
+        """Whether `center` is a leader's model, not yet the mean of the start."""
         self._decrease = 0.0
         self._before: Tensor | None = None
         self._warned = False
@@ -96,7 +96,7 @@ class LSGD(DistOptimizer):
         self._before = None
 
     def score(self) -> float:
-        """The lower, the better."""
+        """This rank's score, the lower the better: its mean loss, or minus the decrease that its gradients predict."""
         if self._losses:
             return sum(self._losses) / len(self._losses)
         return -self._decrease
@@ -109,7 +109,7 @@ class LSGD(DistOptimizer):
             self._follow(self._meet(scores.wait()))
 
     def _meet(self, scores: list[float]) -> _Meeting:
-        """Let the leader's model come, given who is how good; not blocking."""
+        """Starts the broadcast of the leader's model. scores: by rank. Not blocking."""
         self._meetings += 1
         everybody = len(self._peers) in (1, self.world_size) or self._meetings % self.GLOBAL_EVERY == 0
         among = range(self.world_size) if everybody else self._peers
@@ -121,7 +121,7 @@ class LSGD(DistOptimizer):
         return meeting
 
     def _follow(self, meeting: _Meeting) -> None:
-        """Blocking until it has arrived."""
+        """Pulls the parameters toward the leader's model. Blocking until it has arrived."""
         meeting.wait()
         self.leader, self.center = meeting.leader, meeting.target
         self.approach(meeting)
@@ -139,7 +139,7 @@ class LSGD(DistOptimizer):
         self._group = self._meeting = self._scores = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Blocking while a meeting is under way; it is kept as it arrived, and takes effect when it would have."""
+        """Blocking while an exchange is under way. Its result is saved, and is applied in the same step as without."""
         meeting = self._meeting
         return super().state_dict() | {
             "meetings": self._meetings, "decrease": self._decrease, "leader": self.leader, "followed": self._followed,
@@ -157,7 +157,7 @@ class LSGD(DistOptimizer):
 
 
 class LSGDPlus(LSGD):
-    """LSGD whose target lies between the mean of all ranks and the leader: mean + strength (leader - mean)."""
+    """LSGD whose target is between the mean of all ranks and the leader: mean + strength (leader - mean)."""
 
     def _meet(self, scores: list[float]) -> _Meeting:
         meeting = super()._meet(scores)
