@@ -147,22 +147,26 @@ def test_weights_in_two_parts_are_refused_for_every_rule_that_mixes_by_them(name
     load(ROOT / "configs" / "quickstart.yaml", ["mapping.nodes_per_machine=8", "sharing={name: push_sum}", *sets])
 
 
-def test_one_way_edges_alone_do_not_join() -> None:
+@pytest.mark.parametrize(("step", "told"), [(1, (0, 1)), (-1, (1, 0))], ids=["0 hears of nobody", "nobody of 0"])
+def test_one_way_edges_alone_do_not_join(step: int, told: tuple[int, int]) -> None:
+    """A chain: every node sends to the next one, or to the one before."""
+
     class OneWay:
         num_nodes, period, directed = 3, 1, True
 
         def sources(self, uid: int, round: int, members: object = None) -> tuple[int, ...]:
-            return (uid - 1,) if uid else ()
+            return tuple({uid - step} & {0, 1, 2})
 
         def neighbors(self, uid: int, round: int, members: object = None) -> tuple[int, ...]:
-            return (uid + 1,) if uid < 2 else ()
+            return tuple({uid + step} & {0, 1, 2})
 
         def weights(self, uid: int, round: int, members: object = None) -> dict[int, float]:
-            return {uid - 1: 0.5, uid: 0.5} if uid else {0: 1.0}
+            heard = (*self.sources(uid, round), uid)
+            return dict.fromkeys(heard, 1 / len(heard))
 
         out_weights = weights
 
-    assert unheard(rule("full")(), OneWay()) == (0, 1)  # type: ignore[arg-type]
+    assert unheard(rule("full")(), OneWay()) == told  # type: ignore[arg-type]
 
 
 def test_wrapped_scripts_refuse_it_too() -> None:

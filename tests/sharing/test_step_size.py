@@ -209,6 +209,14 @@ def test_a_large_star_takes_the_step_of_a_rule_without_a_graph() -> None:
     assert search.default(largest) < largest
 
 
+def test_a_small_star_takes_the_step_of_its_own_matrix() -> None:
+    """Which bears less than a regular graph, and more than a rule that knows no graph would dare."""
+    found, config, search = parts({"name": "choco"})
+    star = make("star", nodes=8)
+    largest = largest_step(found, config, star)
+    assert largest == search.largest(matrices_of(star)) > search.without_graph()
+
+
 def test_no_step_where_there_is_nothing_to_find() -> None:
     found, config, search = parts({"name": "choco"})
     assert largest_step(load_class("full", SHARINGS, "sharing"), rule("full")().config, make("ring", nodes=8)) is None
