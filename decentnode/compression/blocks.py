@@ -40,9 +40,8 @@ class Blockwise(Codec):
     metadata: ClassVar[frozenset[str]] = frozenset({"scale"})
     width: int
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, BlockConfig)
         self.block = config.block
 
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
@@ -121,9 +120,8 @@ class Int8(Counted):
     width = 8
     levels = 127
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: RoundedConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, RoundedConfig)
         self.unbiased = config.unbiased
 
     def scales(self, values: Tensor) -> Tensor:
@@ -165,9 +163,8 @@ class QSGD(Counted):
 
     Config: ClassVar[type[component.Config]] = QSGDConfig
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: QSGDConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, QSGDConfig)
         self.levels = config.levels
         self.width = (2 * config.levels).bit_length()
         self.unbiased = True

@@ -60,9 +60,8 @@ class Truncate(Codec):
 
     Config: ClassVar[type[component.Config]] = TruncateConfig
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: TruncateConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, TruncateConfig)
         self.drop = 32 - config.bits
         self.bytes = -(-config.bits // 8)
         self.limit = (2.0 - 2.0 ** (9 - config.bits)) * 2.0**127

@@ -42,9 +42,8 @@ class Lossless(Codec):
 
     Config: ClassVar[type[component.Config]] = LosslessConfig
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: LosslessConfig) -> None:
         super().__init__(config)
-        assert isinstance(config, LosslessConfig)
         self.level = config.level
         self.inner = None if config.of is None else make_codec(config.of)
         self.metadata = self.inner.metadata if self.inner else frozenset()  # type: ignore[misc]
@@ -158,7 +157,7 @@ def _library(name: str) -> Any:
 class Zstd(Lossless):
     """Zstandard (extra `codecs`)."""
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: LosslessConfig) -> None:
         super().__init__(config)
         self._library = _library("zstandard")
 
@@ -175,7 +174,7 @@ class Zstd(Lossless):
 class Lz4(Lossless):
     """LZ4 frames (extra `codecs`): faster than Zstandard, with larger results."""
 
-    def __init__(self, config: component.Config) -> None:
+    def __init__(self, config: LosslessConfig) -> None:
         super().__init__(config)
         self._library = _library("lz4.frame")
 

@@ -60,12 +60,12 @@ class Torus(StaticTopology):
     """A grid whose borders are joined."""
 
     Config: ClassVar[type[component.Config]] = TorusConfig
+    config: TorusConfig
 
     @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns); node r * columns + c stands in row r and column c. Raises GraphError."""
         n = self.num_nodes
-        assert isinstance(self.config, TorusConfig)
         rows = self.config.rows or max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
         if n % rows:
             raise GraphError(f"torus: rows must divide {n} nodes, got {rows}")
@@ -91,9 +91,9 @@ class Tree(StaticTopology):
     """A balanced tree with node 0 as its root."""
 
     Config: ClassVar[type[component.Config]] = TreeConfig
+    config: TreeConfig
 
     def _edges(self) -> Edges:
-        assert isinstance(self.config, TreeConfig)
         return [((i - 1) // self.config.branching, i) for i in range(1, self.num_nodes)]
 
 
@@ -113,11 +113,12 @@ class Hypercube(StaticTopology):
 class Exponential(StaticTopology):
     """Node i sends to i + 1, i + 2, i + 4 ... (Ying et al. 2021, arXiv 2110.13363): directed, weights 1 / (tau + 1)."""
 
+    config: NodesConfig
+
     directed = True
     own_weights = True
 
     def _set_up(self) -> None:
-        assert isinstance(self.config, NodesConfig)
         n = self.num_nodes = self.config.nodes
         hops = [1 << bit for bit in range((n - 1).bit_length())]
         self._static = [tuple(sorted({(i + hop) % n for hop in hops} - {i})) for i in range(n)]
@@ -163,9 +164,9 @@ class Regular(StaticTopology):
     """A random graph in which every node has `degree` neighbors; connected."""
 
     Config: ClassVar[type[component.Config]] = RegularConfig
+    config: RegularConfig
 
     def _edges(self) -> Edges:
-        assert isinstance(self.config, RegularConfig)
         lists = random_regular_lists(self.num_nodes, self.config.degree, self.config.draw_seed(self.seed))
         return [(i, j) for i, targets in enumerate(lists) for j in targets]
 
@@ -181,12 +182,12 @@ class SmallWorld(StaticTopology):
     """Watts-Strogatz: a ring lattice with rewired edges; connected."""
 
     Config: ClassVar[type[component.Config]] = SmallWorldConfig
+    config: SmallWorldConfig
 
     def _edges(self) -> Edges:
         import networkx
 
         n = self.num_nodes
-        assert isinstance(self.config, SmallWorldConfig)
         if n <= 2 * self.config.k_over_2:
             raise GraphError(f"small_world: k_over_2 must be below {n} / 2, got {self.config.k_over_2}")
         draws = rng.stream(self.config.draw_seed(self.seed), rng.GLOBAL, "small world")
@@ -208,10 +209,10 @@ class ErdosRenyi(StaticTopology):
     """Every edge with the same probability; drawn until connected."""
 
     Config: ClassVar[type[component.Config]] = ErdosRenyiConfig
+    config: ErdosRenyiConfig
 
     def _edges(self) -> Edges:
         n = self.num_nodes
-        assert isinstance(self.config, ErdosRenyiConfig)
         draws = rng.stream(self.config.draw_seed(self.seed), rng.GLOBAL, "erdos renyi")
         for _ in range(ATTEMPTS):
             edges = [(i, j) for i in range(n) for j in range(i) if draws.random() < self.config.probability]

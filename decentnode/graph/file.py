@@ -31,9 +31,9 @@ class FileGraph(Topology):
     """An undirected static graph from a file."""
 
     Config: ClassVar[type[component.Config]] = FileConfig
+    config: FileConfig
 
     def _set_up(self) -> None:
-        assert isinstance(self.config, FileConfig)
         self._static = read(self.base_dir / self.config.file)
         self.num_nodes = len(self._static)
 

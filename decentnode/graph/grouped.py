@@ -24,10 +24,10 @@ class Grouped(Topology):
     """
 
     Config: ClassVar[type[component.Config]] = GroupedConfig
+    config: GroupedConfig
     own_weights = True
 
     def _set_up(self) -> None:
-        assert isinstance(self.config, GroupedConfig)
         chosen = self.config.between
         between = load_class(chosen.name, FAMILIES, "graph")(chosen, seed=self.seed, base_dir=self.base_dir)
         assert isinstance(between, Topology)

@@ -46,8 +46,9 @@ def power_of_two(n: int, name: str, instead: str) -> int:
 class OnePeerExponential(GroupSchedule):
     """Round t pairs i with i XOR 2^(t mod log2 n): the pairwise hypercube, exact after log2 n rounds."""
 
+    config: NodesConfig
+
     def _set_up(self) -> None:
-        assert isinstance(self.config, NodesConfig)
         self.num_nodes = self.config.nodes
         self.period = max(1, power_of_two(self.num_nodes, "one_peer_exponential", "graph base_k_plus_1"))
 
@@ -58,11 +59,12 @@ class OnePeerExponential(GroupSchedule):
 class DirectedOnePeerExponential(Topology):
     """Round t sends from i to i + 2^(t mod log2 n) (Assran et al. 2019): exact over a period when n = 2^k."""
 
+    config: NodesConfig
+
     directed = True
     own_weights = True
 
     def _set_up(self) -> None:
-        assert isinstance(self.config, NodesConfig)
         self.num_nodes = self.config.nodes
         self.period = max(1, (self.num_nodes - 1).bit_length())
 
@@ -77,8 +79,9 @@ class DirectedOnePeerExponential(Topology):
 class AlternatingRing(GroupSchedule):
     """Even rounds pair (0 1)(2 3)..., odd rounds (1 2)(3 4)...(n-1 0): a ring with one neighbor at a time."""
 
+    config: NodesConfig
+
     def _set_up(self) -> None:
-        assert isinstance(self.config, NodesConfig)
         n = self.num_nodes = self.config.nodes
         if n % 2 and n > 1:
             raise GraphError(f"alternating_ring needs an even number of nodes, got {n}; graph ring serves every number")
@@ -102,9 +105,9 @@ class AlternatingExponentialRing(GroupSchedule):
     """
 
     Config: ClassVar[type[component.Config]] = AlternatingExponentialRingConfig
+    config: AlternatingExponentialRingConfig
 
     def _set_up(self) -> None:
-        assert isinstance(self.config, AlternatingExponentialRingConfig)
         n, per_machine = self.config.nodes, self.config.nodes_per_machine
         self.num_nodes, self._per_machine = n, per_machine
         machines = n // per_machine
@@ -136,9 +139,9 @@ class RandomMatching(GroupSchedule):
     """Each round a fresh random pairing; with an odd number one node rests."""
 
     Config: ClassVar[type[component.Config]] = SeededConfig
+    config: SeededConfig
 
     def _set_up(self) -> None:
-        assert isinstance(self.config, SeededConfig)
         self.num_nodes = self.config.nodes
         self.period = None
         self._draw_seed = self.config.draw_seed(self.seed)
@@ -157,9 +160,9 @@ class RandomRegular(Topology):
     """Each round a fresh connected random regular graph (EL-Oracle, arXiv 2310.01972)."""
 
     Config: ClassVar[type[component.Config]] = RandomRegularConfig
+    config: RandomRegularConfig
 
     def _set_up(self) -> None:
-        assert isinstance(self.config, RandomRegularConfig)
         self.num_nodes, self._degree = self.config.nodes, self.config.degree
         self.period = None
         self._draw_seed = self.config.draw_seed(self.seed)
@@ -178,10 +181,10 @@ class Base(Topology):
     """Base-(k+1) graph (Takezawa et al. 2023, arXiv 2305.11420): exact averaging for every n with k peers per round."""
 
     Config: ClassVar[type[component.Config]] = BaseConfig
+    config: BaseConfig
     own_weights = True
 
     def _set_up(self) -> None:
-        assert isinstance(self.config, BaseConfig)
         self.num_nodes = self.config.nodes
         self._rounds = base_rounds(list(range(self.num_nodes)), self.config.peers + 1) or [[]]
         self.period = len(self._rounds)

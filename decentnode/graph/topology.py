@@ -163,8 +163,9 @@ def components(lists: Lists) -> list[list[int]]:
 class StaticTopology(Topology):
     """One set of edges for all rounds."""
 
+    config: NodesConfig
+
     def _set_up(self) -> None:
-        assert isinstance(self.config, NodesConfig)
         self.num_nodes = self.config.nodes
         self._static = adjacency(self.num_nodes, self._edges())
 

@@ -93,6 +93,7 @@ class Laplacian(Weights):
     """W = I - epsilon L with the graph's Laplacian L (max-degree weights): symmetric, doubly stochastic."""
 
     Config: ClassVar[type[component.Config]] = LaplacianConfig
+    config: LaplacianConfig
 
     def prepare(self, topology: Topology) -> None:
         self._need_undirected(topology)
@@ -106,7 +107,6 @@ class Laplacian(Weights):
             if len(self._steps) > 64:
                 self._steps.clear()
             largest = max(map(len, lists))
-            assert isinstance(self.config, LaplacianConfig)
             step = 1.0 / (1 + largest) if self.config.step is None else self.config.step
             if step * largest > 1:
                 worst = max(range(len(lists)), key=lambda i: len(lists[i]))
@@ -129,11 +129,11 @@ class FileWeights(Weights):
     """An explicit matrix W, checked against the graph."""
 
     Config: ClassVar[type[component.Config]] = FileWeightsConfig
+    config: FileWeightsConfig
 
     def prepare(self, topology: Topology) -> None:
         if topology.period != 1:
             raise GraphError("weights from a file need a static graph")
-        assert isinstance(self.config, FileWeightsConfig)
         path = self.base_dir / self.config.path
         self._matrix = read_matrix(path, topology.num_nodes)
         check(self._matrix, doubly=self.config.doubly_stochastic, where=f"{path}: ")

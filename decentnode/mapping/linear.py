@@ -37,9 +37,8 @@ class LinearConfig(Config):
 class Linear(Table):
     Config: ClassVar[type[component.Config]] = LinearConfig
 
-    def __init__(self, config: component.Config, *, base_dir: Path = Path()) -> None:
+    def __init__(self, config: LinearConfig, *, base_dir: Path = Path()) -> None:
         """Raises MappingError for missing addresses and colliding ports."""
-        assert isinstance(config, LinearConfig)
         self._lay_out(
             [
                 MachineConfig(

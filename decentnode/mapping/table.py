@@ -50,8 +50,7 @@ class Table(Mapping):
 
     Config: ClassVar[type[component.Config]] = TableConfig
 
-    def __init__(self, config: component.Config, *, base_dir: Path = Path()) -> None:  # noqa: ARG002
-        assert isinstance(config, TableConfig)
+    def __init__(self, config: TableConfig, *, base_dir: Path = Path()) -> None:  # noqa: ARG002
         self._lay_out(config.machines)
 
     def _lay_out(self, machines: list[MachineConfig]) -> None:
