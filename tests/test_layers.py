@@ -77,6 +77,14 @@ def test_imports_go_down_inside_communication(path: Path) -> None:
         assert other == room or floors[other] < floors[room], f"{path.name} of {room} imports {other}"
 
 
+def test_the_architecture_page_shows_these_floors() -> None:
+    page = (PACKAGE.parent / "docs" / "explanation" / "architecture.rst").read_text()
+    for floors, hidden in ((FLOORS, {"__main__"}), (COMMUNICATION, {"__init__"})):
+        for rooms in floors:
+            line = "  ".join(room for room in rooms if room not in hidden)
+            assert re.search(rf"^    {re.escape(line)}(  |$)", page, re.M), f"no line '{line}'"
+
+
 FORBIDDEN = [
     (r"^\s*(import|from) pickle\b|pickle\.loads", "pickle"),
     (r"_object_list\(|send_pyobj|recv_pyobj", "a call that pickles"),
