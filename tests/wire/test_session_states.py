@@ -12,7 +12,7 @@ from decentnode.wire.session import Session
 from decentnode.wire.session_states import ADMISSIBLE, TRANSITIONS, Cause, State, next_state
 
 RUN = b"run-id-8"
-CAUSES = {cause for row in TRANSITIONS.values() for cause in row}
+CAUSES = sorted({cause for row in TRANSITIONS.values() for cause in row})
 ROWS = [(state, cause) for state, row in TRANSITIONS.items() for cause in row]
 
 
