@@ -85,7 +85,7 @@ def _show_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 
 def _version(distribution: str) -> str:
-    """Read from the installed metadata: importing torch to ask it takes a second."""
+    """Returns the text of --version. Versions come from the installed metadata: importing torch takes a second."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -66,7 +66,7 @@ def command(
 
 
 def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path) -> repeats.Ran:
-    """One run in a process of its own, as `decentnode run` does it. Blocking."""
+    """Make one run in a process of its own, as `decentnode run` does. Blocking."""
     command = [sys.executable, "-m", "decentnode", "run", config, "--quiet", "--json", "--seed", str(seed),
                "--run-dir", str(runs.absolute())]  # fmt: skip
     for each in overrides:

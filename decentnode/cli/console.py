@@ -1,4 +1,4 @@
-"""What a run looks like in a terminal, a pipe or a log."""
+"""Shows a run in a terminal, a pipe or a log."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from decentnode.report.table import live_table
 from decentnode.report.words import duration, plural
 
 LINE_SECONDS = 10.0
-"""Longest silence of the plain form."""
+"""Longest time without a line in the plain form."""
 REFRESH_SECONDS = 0.5
 SUSPEND_SECONDS = 0.5
 """Longest wait for a terminal to take the last line before this process is stopped."""
 REFRESH_SHARE = 25
-"""A redraw may take one part in so many of the time between two."""
+"""The time between two redraws is at least this many times that of one: a slow terminal gets fewer."""
 
 
 def shown(path: Path) -> str:
-    """Relative to the current directory where that is shorter."""
+    """Returns a path, relative to the current directory where that is shorter."""
     relative = os.path.relpath(path)
     return relative if len(relative) < len(str(path)) else str(path)
 
 
 def program() -> str:
-    """How to call decentnode from this shell."""
+    """Returns the command that calls decentnode from this shell."""
     script = Path(sys.prefix) / "bin" / "decentnode"
     found = shutil.which("decentnode")
     if found and Path(found).resolve() == script.resolve():
@@ -50,12 +50,13 @@ def program() -> str:
 
 
 class ConsoleObserver(Observer):
-    """Header, then a live table on a terminal or a line per evaluation elsewhere."""
+    """Prints the header, then a live table on a terminal, or a line per evaluation elsewhere."""
 
     def __init__(
         self, output: Output, *, started: float, share: str, live: bool | None = None, quiet: bool = False
     ) -> None:
-        """share: how this machine's share was started, up to the machine's number; for the hint to the others."""
+        """share: the command that started this machine's share, up to the machine's number; for the hint to the
+        others."""
         self.output = output
         self.console = Console(file=cast(IO[str], output))
         self.started = started
@@ -69,7 +70,7 @@ class ConsoleObserver(Observer):
         self._joined = False
         self._changed = False
         self._said_round = -1
-        """The last round that a line told of: each is told of once."""
+        """The last round that was printed: each is printed once."""
         self._drawn = self._line_at = started
         self._refresh_seconds = REFRESH_SECONDS
 
@@ -183,13 +184,13 @@ class ConsoleObserver(Observer):
     # -- after the run ----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Take the table away; idempotent."""
+        """Remove the live table. Idempotent."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
     def finished(self, outcome: Outcome, again: list[str]) -> None:
-        """again: the words behind the program's name for the next run."""
+        """Print the closing lines. again: arguments of the command for the next run."""
         self.end()
         kind = OutputKind.RESULT if outcome.failure is None else OutputKind.ERROR
         for line in closing(outcome.summary):

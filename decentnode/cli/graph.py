@@ -23,7 +23,7 @@ FLAGS = {"nodes": "-n N (the number of nodes)", "degree": "-d N (the degree)", "
 
 
 def family(name: str, options: dict[str, Any], seed: int, weights: str | None = None) -> Topology:
-    """A graph from a family's name in any case, with those `options` that are not None. Raises GraphError."""
+    """Returns a graph of a family (its name in any case), with those `options` that are not None. Raises GraphError."""
     plain = name.lower().replace("-", "_")
     plain = ALIASES.get(plain.replace("_", ""), plain)
     known = [each for each in GRAPHS if each != "file"]
@@ -57,7 +57,7 @@ def _with_weights(found: Any, config: Any, seed: int, weights: str | None) -> To
 
 
 def open_graph(text: str, options: dict[str, Any], seed: int, weights: str | None) -> Topology:
-    """A file when it looks like one, otherwise a family."""
+    """Returns the graph of a file when the word looks like one, otherwise of a family."""
     if text.endswith((".edges", ".adj")) or Path(text).exists():
         found = load_class("file", GRAPHS, "graph")
         return _with_weights(found, found.Config(name="file", file=Path(text).absolute()), seed, weights)
@@ -137,7 +137,7 @@ def info(
 
 
 def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
-    """What `graph info` prints."""
+    """Returns the lines that `graph info` prints."""
     from decentnode.graph.spectrum import diameter, rounds_to_consensus, spectral_gap
 
     rounds = range(graph.period or 8)

@@ -31,7 +31,7 @@ def command(nodes: str, out: Path) -> None:
 
 
 def parse_uids(text: str) -> list[int]:
-    """Uids of "16", "4-7" or "0,3,5"; "2," is uid 2 alone. Raises UsageError."""
+    """Returns the uids of "16", "4-7" or "0,3,5"; "2," is uid 2 alone. Raises UsageError."""
     try:
         if text.isdigit():
             found = list(range(min(int(text), MAX_NODES + 1)))

@@ -89,7 +89,7 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
 
 
 def _stop_on_signals(node: Node) -> None:
-    """First signal: finish the round and write; second: end at once. Ctrl-Z does nothing."""
+    """Install handlers: a first signal finishes the round and writes, a second ends at once, Ctrl-Z does nothing."""
     from decentnode.launch.signals import SUSPENDING
 
     seen: list[int] = []
@@ -107,7 +107,7 @@ def _stop_on_signals(node: Node) -> None:
 
 
 class _Teller:
-    """Progress of one node as lines; `tell` never blocks, whatever the terminal does."""
+    """Prints the progress of one node as lines. `tell` never blocks, whatever the terminal does."""
 
     def __init__(self, uid: int, facts: Facts, quiet: bool, join: bool) -> None:
         from decentnode.cli.output import Output
@@ -140,7 +140,7 @@ class _Teller:
             self.lines.put(f"{text}\n", kind)
 
     def drain(self) -> None:
-        """Blocking until everything was taken; Ctrl-C ends the wait. For the time when the node has ended."""
+        """Wait until all text is written, or Ctrl-C. Blocking; to be called when the node has ended."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             self.lines.drain()

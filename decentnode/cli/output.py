@@ -1,4 +1,4 @@
-"""Text on its way to a terminal, pipe or file that may take none: written by a thread of its own.
+"""Text for a terminal, pipe or file that may block: a thread of its own writes it.
 
 A terminal held with Ctrl-S, a pager or a full pipe blocks whoever writes to it, a closed one raises. Neither reaches
 the caller here, which watches over a run: progress is dropped, the rest waits, in order, and errors go to a second
@@ -18,26 +18,26 @@ from collections.abc import Iterator
 from typing import TextIO
 
 PROGRESS_CHARACTERS = 1 << 16
-"""While so much waits, progress is dropped."""
+"""While this many characters wait, progress is dropped."""
 KEPT_CHARACTERS = 1 << 20
-"""While so much waits, everything but errors and results is dropped."""
+"""While this many characters wait, all but errors and results is dropped."""
 
 
 class OutputKind(enum.Enum):
-    """What becomes of a text that cannot be written at once."""
+    """The kind of a text, which decides whether it is dropped when it cannot be written at once."""
 
     PROGRESS = enum.auto()
     """Dropped while PROGRESS_CHARACTERS wait."""
     LINE = enum.auto()
     """Dropped while KEPT_CHARACTERS wait."""
     RESULT = enum.auto()
-    """Kept."""
+    """Always kept."""
     ERROR = enum.auto()
-    """Kept, and written to the second stream when the first is closed."""
+    """Always kept, and written to the second stream when the first is closed."""
 
 
 class Output(io.TextIOBase):
-    """A text file whose `write` never blocks and never raises; any thread."""
+    """A text file whose `write` never blocks and never raises. Any thread may write."""
 
     def __init__(self, stream: TextIO, instead: TextIO | None = None) -> None:
         """instead: where errors go when `stream` is closed, unless both are the same."""
@@ -47,9 +47,9 @@ class Output(io.TextIOBase):
         self._kind = OutputKind.LINE
         self._queue: deque[tuple[str, OutputKind]] = deque()
         self._characters = 0
-        """Of the queue and of the text being written."""
+        """Characters in the queue and in the text that is being written."""
         self._left_out = 0
-        """Lines dropped since the last text was taken."""
+        """Lines dropped since the last text was written."""
         self._changed = threading.Condition()
         threading.Thread(target=self._write_all, name="output", daemon=True).start()
 
@@ -57,7 +57,7 @@ class Output(io.TextIOBase):
 
     @contextlib.contextmanager
     def writing(self, kind: OutputKind) -> Iterator[None]:
-        """What the calling thread's `write` writes in this block is of this kind. For one thread at a time."""
+        """Give texts that `write` takes in this block this kind. For one thread at a time."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -69,7 +69,7 @@ class Output(io.TextIOBase):
         return len(text)
 
     def put(self, text: str, kind: OutputKind) -> None:
-        """Any thread; not blocking."""
+        """Queue a text. Does not wait; any thread may call it."""
         most = {OutputKind.PROGRESS: PROGRESS_CHARACTERS, OutputKind.LINE: KEPT_CHARACTERS}.get(kind)
         with self._changed:
             if most is not None and self._characters > most:
@@ -88,24 +88,25 @@ class Output(io.TextIOBase):
 
     @property
     def behind(self) -> bool:
-        """Whether text waits that has not been taken yet."""
+        """Whether text waits to be written."""
         return self._characters > 0
 
     @property
     def foreground(self) -> bool:
-        """Whether the terminal, if it is one, is this job's and not the shell's or another's."""
+        """Returns False for a terminal whose foreground job is another one than this."""
         try:
             return self._number is None or os.tcgetpgrp(self._number) == os.getpgrp()
         except OSError:  # no terminal
             return True
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
-        """Whether all text was taken, or the stream is closed. Blocking for at most so long, None: until then."""
+        """Wait until all text is written or the stream is closed. Blocking for at most `timeout_seconds` (None: without
+        end). Returns whether it came to that."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._characters, timeout_seconds)
 
     def flush(self) -> None:
-        """Nothing to do: the thread writes what there is."""
+        """Does nothing: the thread writes all text as soon as it can."""
 
     def isatty(self) -> bool:
         return self._stream.isatty()

@@ -1,4 +1,4 @@
-"""What `run` and `launch` have in common."""
+"""Options and steps that `run`, `launch` and `node` share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def since_start() -> float:
-    """Seconds since this program was started: by the shell, or by eval/run.sh once it has set up what it needs.
+    """Returns seconds since this program was started: by the shell, or by eval/run.sh once it has installed its
+    environment.
 
     A script that becomes this program (exec) keeps the age of its process, a minute of pip included; it leaves the
     time in DECENTNODE_STARTED. One that is older than the process was meant for another.
@@ -40,7 +41,7 @@ def since_start() -> float:
 
 
 def _process_age() -> float:
-    """Seconds since this process was started; 0 where the system does not tell."""
+    """Returns seconds since this process was started; 0 where the system does not say."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -51,7 +52,7 @@ def _process_age() -> float:
 
 
 def options(function: F) -> F:
-    """The options that every command that runs something has."""
+    """Decorator: adds the options of every command that runs nodes."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print summary.json to stdout, all else to stderr."),
         click.option("--quiet", "-q", is_flag=True, help="Only the result and errors."),
@@ -67,18 +68,18 @@ def options(function: F) -> F:
 
 
 def all_overrides(overrides: Sequence[str], run_dir: str | None, name: str | None, seed: int | None) -> list[str]:
-    """The shorthand options as assignments, before those of --set."""
+    """Returns the shorthand options as assignments, followed by those of --set."""
     short = {"run.dir": run_dir, "name": name, "seed": seed}
     return [f"{key}={json.dumps(value)}" for key, value in short.items() if value is not None] + list(overrides)
 
 
 def default_config() -> str:
-    """The quickstart that comes with the package, as a path."""
+    """Returns the path of the quickstart config that comes with the package."""
     return str(files("decentnode").joinpath("quickstart.yaml"))
 
 
 def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The file that a user means, and the variables that it reads.
+    """Returns the config file that a user names, and the environment variables that it reads.
 
     A run's folder (or that of an experiment, its latest run) stands for that run with every value it had: the
     environment of today changes nothing, --set does. What becomes of a run that was copied without the folder of its
@@ -94,12 +95,12 @@ def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str
 
 
 def environ() -> dict[str, str]:
-    """The variables that configs read."""
+    """Returns the environment variables that configs may read."""
     return {key: value for key, value in os.environ.items() if key.startswith("DECENTNODE__")}
 
 
 def arguments(request: Request, without: str = "") -> list[str]:
-    """What a shell needs behind the config to change the same keys, those that the environment changed included.
+    """Returns arguments that change the same keys of the config, those that the environment changed included.
 
     without: a key that is left out.
     """
@@ -110,7 +111,7 @@ def arguments(request: Request, without: str = "") -> list[str]:
 
 
 def again(request: Request, outcome: Outcome) -> list[str]:
-    """Words behind the program's name: the same run with twice the rounds."""
+    """Returns arguments of the command for the same run with twice the rounds."""
     folder, name = os.path.split(request.config)
     given = folder if name == RESOLVED and os.path.isdir(os.path.join(folder, "nodes")) else request.config
     config = [] if request.config == default_config() else [given]
@@ -119,7 +120,7 @@ def again(request: Request, outcome: Outcome) -> list[str]:
 
 
 def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False) -> int:
-    """Run this machine's share to its end and tell about it; the exit code."""
+    """Run this machine's share to its end and print its progress and results. Returns the exit code. Blocking."""
     started = time.monotonic() - since_start()
     from decentnode.launch import forkserver
 

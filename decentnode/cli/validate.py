@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_machine(experiment: Experiment, machine: str, config: str) -> None:
-    """Raises what the nodes of this machine would raise at their start: MappingError, EnvironmentFault, UsageError."""
+    """Check what the nodes of this machine check at their start. Raises MappingError, EnvironmentFault, UsageError."""
     from decentnode.build import device_of
     from decentnode.communication.zeromq.security import load_keyring
     from decentnode.launch.prepare import choose_machine

@@ -1,4 +1,4 @@
-"""Which machine hosts which node, and where it is reached."""
+"""Mappings: the machine that hosts each node, and the address at which the others reach it."""
 
 from __future__ import annotations
 

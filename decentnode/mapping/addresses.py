@@ -1,4 +1,4 @@
-"""Hosts of machines, from a list, a mapping, a YAML file or decentralizepy's JSON; and this host's own names."""
+"""Hosts of machines, read from a list, a mapping, a YAML file or decentralizepy's JSON; and this host's own names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Addresses = Path | list[str] | dict[int, str]
 
 
 def hosts(addresses: Addresses | None, machines: int, base_dir: Path) -> list[str]:
-    """One host per machine. Raises MappingError naming the machine without an address."""
+    """Returns one host per machine. Raises MappingError that names the machine without an address."""
     if addresses is None:
         if machines > 1:
             raise MappingError(f"addresses must name the hosts of the {machines} machines, got none")
@@ -46,7 +46,8 @@ def hosts(addresses: Addresses | None, machines: int, base_dir: Path) -> list[st
 
 
 def own_names() -> set[str]:
-    """Host name, short and as the system gives it, and every address of every interface; asks no name server."""
+    """Returns the host name, short and as the system gives it, and every address of every interface. Asks no name
+    server."""
     name = socket.gethostname()
     found = {name, name.partition(".")[0], "localhost"}
     for interfaces in psutil.net_if_addrs().values():
@@ -57,7 +58,8 @@ def own_names() -> set[str]:
 
 
 def find(hosts_: Sequence[str], names: set[str]) -> int:
-    """The one machine whose host is among `names`, names in any case. Raises MappingError when none or several are."""
+    """Returns the one machine whose host is among `names`, ignoring case. Raises MappingError when none or several
+    are."""
     lower = {name.lower() for name in names}
     found = [machine for machine, host in enumerate(hosts_) if host.lower() in lower]
     if len(found) == 1:

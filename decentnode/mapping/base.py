@@ -10,7 +10,7 @@ from decentnode.config.component import Component
 
 @dataclass(frozen=True)
 class Place:
-    """Where one node lives."""
+    """The machine, address, device and threads of one node."""
 
     uid: int
     machine: int
@@ -28,26 +28,26 @@ class Place:
 
 
 class Mapping(Component, abc.ABC):
-    """Which machine hosts which node; a pure function of its Config."""
+    """Assigns nodes to machines; a pure function of its Config."""
 
     num_nodes: int
     num_machines: int
 
     @abc.abstractmethod
     def place(self, uid: int) -> Place:
-        """Raises MappingError when `uid` is not mapped."""
+        """Returns the place of a node. Raises MappingError when `uid` is not mapped."""
 
     @abc.abstractmethod
     def uid(self, machine: int, rank: int) -> int:
-        """Raises MappingError when there is no such place."""
+        """Returns the uid at a place. Raises MappingError when there is no such place."""
 
     def local(self, machine: int) -> tuple[int, ...]:
-        """The uids on one machine, ascending."""
+        """Returns the uids on one machine, ascending."""
         return tuple(u for u in range(self.num_nodes) if self.place(u).machine == machine)
 
     @abc.abstractmethod
     def find_machine(self, names: set[str]) -> int:
-        """The machine whose host is one of `names` (this host's names and addresses).
+        """Returns the machine whose host is one of `names` (this host's names and addresses).
 
         Raises MappingError when none or several match, listing what was compared.
         """

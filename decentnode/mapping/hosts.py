@@ -1,4 +1,4 @@
-"""Hosts as people write them: names, IPv4 and IPv6 addresses; what they lead to from this machine."""
+"""Hosts as people write them (names, IPv4 and IPv6 addresses), and the addresses that they have on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESOLVE_SECONDS = 5.0
 
 
 def address(host: str) -> Address | None:
-    """The address that `host` spells, an IPv6 one with or without brackets; None for names."""
+    """Returns the address that `host` spells, an IPv6 one with or without brackets; None for names."""
     try:
         found = ipaddress.ip_address(host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host)
     except ValueError:
@@ -30,7 +30,7 @@ def address(host: str) -> Address | None:
 
 
 def checked(host: str) -> str:
-    """`host` in the one spelling that is compared: addresses compressed and without brackets, names as they are.
+    """Returns `host` in a spelling that can be compared: addresses compressed and without brackets, names unchanged.
 
     Raises ValueError for what is no host, and for IPv6 link-local addresses.
     """
@@ -50,17 +50,17 @@ def checked(host: str) -> str:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """The address of a socket: tcp://host:port, an IPv6 address in brackets."""
+    """Returns a ZeroMQ endpoint: tcp://host:port, with an IPv6 address in brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host and host[0] != "[" else f"tcp://{host}:{port}"
 
 
 def host_of(endpoint_: str) -> str:
-    """The host of a tcp endpoint, without brackets; empty for any other."""
+    """Returns the host of a tcp endpoint, without brackets; empty for any other endpoint."""
     return endpoint_[6:].rpartition(":")[0].strip("[]") if endpoint_.startswith("tcp://") else ""
 
 
 def resolved(host: str) -> list[str]:
-    """The addresses of a host, IPv4 before IPv6, without link-local ones; none where the name is unknown here.
+    """Returns the addresses of a host, IPv4 before IPv6, without link-local ones; none where the name is unknown here.
 
     Blocking as long as the system's resolver is.
     """
@@ -77,7 +77,8 @@ def resolved(host: str) -> list[str]:
 
 
 def resolve_all(hosts: Iterable[str], seconds: float = RESOLVE_SECONDS) -> dict[str, list[str]]:
-    """`resolved` for many hosts at once. Blocking for `seconds` at most; names not found by then have no addresses."""
+    """Returns the addresses of many hosts, looked up at once. Blocking for `seconds` at most; names not found by then
+    have no addresses."""
     found: dict[str, list[str]] = {}
     missing = set()
     for host in set(hosts):
@@ -101,17 +102,17 @@ def resolve_all(hosts: Iterable[str], seconds: float = RESOLVE_SECONDS) -> dict[
 
 
 def by_ipv6(addresses: list[str]) -> bool:
-    """Whether a host with these addresses is reached over IPv6: where it has no IPv4 address, or is not known yet."""
+    """Returns whether a host with these addresses is reached over IPv6: it has no IPv4 address, or is not known yet."""
     return not any(":" not in each for each in addresses)
 
 
 def is_loopback(addresses: list[str]) -> bool:
-    """Whether these addresses, one or more, lead nowhere but to this machine."""
+    """Returns whether there are addresses, and all are loopback: they lead only to this machine."""
     return bool(addresses) and all(ipaddress.ip_address(each).is_loopback for each in addresses)
 
 
 def is_interface(name: str) -> bool:
-    """Whether this machine has a network interface of this name, such as eth0."""
+    """Returns whether this machine has a network interface of this name, such as eth0."""
     return name in psutil.net_if_addrs()
 
 
@@ -131,17 +132,18 @@ def unknown_name(host: str, what: str) -> str:
 
 
 def named_by(place: Place) -> str:
-    """Where the mapping has what a node listens on: its machine's host, or bind."""
+    """Returns which key of the mapping gives what a node listens on: "host of machine N" or "bind of machine N"."""
     return f"{'host' if place.bind == place.host else 'bind'} of machine {place.machine}"
 
 
 def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
-    """(error, warning): what keeps other machines from reaching this one, and this one from reaching others, because
-    a name is unknown here or a host leads to loopback. Empty where nothing does, and where all machines are loopback.
+    """Returns (error, warning): why other machines cannot reach this one, and why this one may not reach others,
+    because a name is unknown here or a host is a loopback address. Empty where there is no reason, and where all
+    machines are loopback.
 
     A node that listens on 127.0.0.1, because this machine's /etc/hosts says so of its own name, waits in vain for the
-    others, which go to the machine's true address or to themselves. A `bind` to a loopback address is taken at its
-    word, as is another machine's loopback host: a tunnel may lead there. A name of another machine may become known
+    others, which go to the machine's true address or to themselves. A `bind` to a loopback address is
+    accepted, as is another machine's loopback host: a tunnel may lead there. A name of another machine may become known
     while the nodes wait for it. Blocking for RESOLVE_SECONDS at most, and for a name that this machine listens on as
     long as the system's resolver is.
     """
@@ -176,7 +178,8 @@ def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
 
 
 def _on_loopback(own: Place, found: str, other: str) -> str:
-    """found: what `own.bind` leads to here. other: who cannot reach that."""
+    """Returns the error for a node that listens on loopback. found: the address of `own.bind` here. other: the machine
+    that cannot reach it."""
     give = f"give machine {own.machine} the address of its network interface (mapping)"
     if address(own.bind) is not None:
         return f"machine {own.machine} listens on {own.bind}, which only itself can reach, not {other}: {give}"

@@ -1,4 +1,4 @@
-"""What happened to a node beside its rounds: events.jsonl, a JSON object per line, bounded whatever strangers send."""
+"""The events of a node beside its rounds, in events.jsonl: a JSON object per line, bounded whatever strangers send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from decentnode.metrics.writer import MetricsWriter
 
 PER_KIND = 50
-"""Events of one kind that are written; those after them are counted."""
+"""Most events of one kind that are written; later ones are only counted."""
 MAX_DETAIL = 300
 
 EVENTS: dict[str, str] = {
@@ -62,11 +62,11 @@ EVENTS: dict[str, str] = {
     "malformed_payload": "a payload that cannot be decoded; it counted as missing",
     "non_finite": "a payload with NaN or infinity was rejected",
 }
-"""Every kind of event, and what it says."""
+"""Every kind of event, and its meaning."""
 
 
 class EventLog:
-    """`log(kind, peer, detail)` from any thread; never raises on a full disk."""
+    """Appends events to a file: `log(kind, peer, detail)`. Any thread may call it; it never raises on a full disk."""
 
     def __init__(self, path: Path, uid: int) -> None:
         """Raises OSError when the file cannot be opened."""
@@ -88,7 +88,7 @@ class EventLog:
         self._writer.write({"time": time.time(), "uid": self.uid, **record})
 
     def close(self) -> None:
-        """Write how many events of each kind were only counted; idempotent."""
+        """Write how many events of each kind were only counted, and close the file. Idempotent."""
         with self._lock:
             if not self._open:
                 return

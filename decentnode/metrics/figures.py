@@ -1,7 +1,7 @@
-"""What is measured, by name: the one place where names, units and meanings of figures stand.
+"""The figures of a run: the one table of their names, units and meanings.
 
-summary.json, CSV files, tables, plots and the docs take all of them from here. What programs read is in base units
-(bytes, seconds, fractions); what people read is scaled, and its heading says to what.
+summary.json, CSV files, tables, plots and the docs use it. Values for programs are in base units (bytes, seconds,
+fractions); values for people are scaled, and their heading has the unit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Purpose = Literal["data", "metadata", "protocol", "evaluation", "control"]
-"""What bytes were sent for."""
+"""The purpose for which bytes were sent."""
 
 PURPOSES: dict[Purpose, str] = {
     "data": "tensors of payloads that carry values, as the sharing rule gave them to the transport",
@@ -22,38 +22,38 @@ PURPOSES: dict[Purpose, str] = {
     "evaluation": "tensors of means over all nodes that evaluations ask for",
     "control": "messages about the run: joining, barriers, generations of members, reports, and their means",
 }
-"""The first two are the sharing rule's, and the same number on every transport."""
+"""Data and metadata are the sharing rule's bytes, the same number on every transport."""
 
 assert tuple(PURPOSES) == get_args(Purpose)
 
 NodeFigures = Mapping[str, float | int | str | None]
-"""One node's closing figures, as `Node.figures` makes them."""
+"""One node's closing figures, as `Node.figures` returns them."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that a run comes out with."""
+    """One number of a run's summary."""
 
     name: str
-    """Its key in summary.json and its column in CSV files."""
+    """The key in summary.json and the column in CSV files."""
     unit: str
-    """Of the value under that name."""
+    """The unit of the value in summary.json."""
     meaning: str
     where: str
-    """Where it is computed."""
+    """The file that computes it."""
     title: str = ""
-    """Its heading in tables and plots, with the unit shown there; empty where neither shows it."""
+    """The heading in tables and plots, with the unit shown there; empty where neither shows it."""
     scale: float = 1.0
-    """Shown value per value."""
+    """Factor from the value in summary.json to the shown one."""
     digits: int = 2
-    """Shown behind the point."""
+    """Digits that are shown after the decimal point."""
     of: tuple[str, ...] = ()
-    """Keys of the nodes' figures that it is made from; empty where the run itself tells it."""
+    """Keys of the nodes' figures that it is computed from; empty where the supervisor gives it."""
     how: Callable[[Sequence[float]], float | int | None] = lambda values: statistics.fmean(values) if values else None
-    """Of all these values, one after the other by node."""
+    """Function of all these values, one after the other by node."""
 
     def combined(self, nodes: Iterable[NodeFigures]) -> float | int | None:
-        """From the nodes' figures; None where none of them has any."""
+        """Returns the value from the nodes' figures; None where no node has any."""
         return self.how([float(v) for each in nodes for key in self.of if isinstance(v := each.get(key), int | float)])
 
     def shown(self, value: float) -> str:
@@ -133,20 +133,20 @@ COMPARED = (
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure over the course of a run, from metrics.jsonl."""
+    """A figure that changes during a run, read from metrics.jsonl."""
 
     kind: str
-    """The records that have it."""
+    """The kind of records that have it."""
     key: str
     label: str
-    """At its axis, with the unit."""
+    """The label of its axis, with the unit."""
     scale: float = 1.0
     logarithmic: bool = False
-    """Drawn so where its values span more than half a decade."""
+    """Whether the axis is logarithmic where values span more than half a decade."""
     spread: bool = True
     """Whether nodes have values of their own, so that there is a lowest and a highest."""
     merged: str = ""
-    """Key of the same figure of the merged model."""
+    """The key of the same figure of the merged model."""
 
 
 CURVES = {
@@ -156,7 +156,7 @@ CURVES = {
                                 logarithmic=True, spread=False),
     "consensus_rms": Curve("evaluation", "consensus_rms", "consensus rms (absolute)", logarithmic=True, spread=False),
 }  # fmt: skip
-"""What `decentnode plot` draws."""
+"""The curves that `decentnode plot` draws."""
 
 AXES = {"rounds": "rounds", "seconds": "time (s)", "bytes": "payloads sent by all nodes"}
-"""What it draws against; the unit of bytes comes with their size."""
+"""The horizontal axes that it draws against; the unit of bytes follows from their size."""

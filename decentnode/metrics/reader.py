@@ -1,4 +1,4 @@
-"""Read metrics.jsonl back, also while it is being written and after a crash."""
+"""Reads metrics.jsonl, also while it is being written and after a crash."""
 
 from __future__ import annotations
 

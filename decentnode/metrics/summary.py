@@ -1,4 +1,4 @@
-"""summary.json: what came out of a run, in one object."""
+"""summary.json: the results of a run, in one object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _numbers(nodes: Iterable[Figures], key: str) -> list[float]:
 
 
 def combine(nodes: Mapping[int, Figures], beside: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The run's figures from its nodes', as metrics/figures.py says; null where no node reported one.
+    """Returns the run's figures, computed from its nodes' as metrics/figures.py says; null where no node reported one.
 
     beside: bytes by the nodes' keys that were sent by processes whose figures are not among `nodes`.
     """
@@ -33,7 +33,7 @@ def combine(nodes: Mapping[int, Figures], beside: Mapping[str, int] | None = Non
 
 
 def waiting(nodes: Mapping[int, Figures]) -> dict[str, Any]:
-    """Who waited for whom: the share of all round time spent waiting, and the worst pair."""
+    """Returns the share of all round time that nodes spent waiting, and the pair with the longest wait."""
     total, waited = (sum(_numbers(nodes.values(), key)) for key in ("round_seconds_total", "wait_seconds"))
     worst = max(nodes, key=lambda uid: _numbers([nodes[uid]], "waited_seconds") or [0.0], default=None)
     found: dict[str, Any] = {"share": waited / total if total else 0.0, "seconds_total": waited}
@@ -44,7 +44,7 @@ def waiting(nodes: Mapping[int, Figures]) -> dict[str, Any]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` in one step: readers see the old file or the new one, never a part."""
+    """Replace the file `path` atomically: readers see the old or the new text, never a part. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -59,7 +59,7 @@ def write(path: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises OSError or ValueError."""
+    """Returns the contents of a summary.json. Raises OSError or ValueError."""
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold one object, got {type(found).__name__}")

@@ -1,4 +1,4 @@
-"""Append records to metrics.jsonl, one JSON object per line; a full disk never stops the training."""
+"""Appends records to metrics.jsonl, one JSON object per line. A full disk never stops the training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_PENDING_BYTES = 16 << 20
 """Lines kept in memory while the disk refuses them: over 50,000 rounds of one node at about 300 bytes each."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE})
-"""Errors after which writing may work again later."""
+"""Errors of the system after which writing may succeed later."""
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """One line of JSON; NaN and infinity become null, which every JSON reader accepts."""
+    """Returns a record as one line of JSON. NaN and infinity become null, which every JSON reader accepts."""
     try:
         text = _JSON.encode(record)
     except ValueError:
@@ -30,7 +30,7 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy and torch scalars."""
+    """Converts NumPy and torch scalars for `json`."""
     number = value.item()
     return number if not isinstance(number, float) or math.isfinite(number) else None
 
@@ -39,7 +39,7 @@ _JSON = json.JSONEncoder(allow_nan=False, default=_plain, separators=(",", ":"))
 
 
 def finite(value: Any) -> Any:
-    """The same value with null for every float that is not finite."""
+    """Returns the same value with None for every float that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -50,14 +50,15 @@ def finite(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Every record is handed to the operating system before `write` returns, or kept and tried again later."""
+    """Writes records to a file. Each is given to the operating system before `write` returns, or, on a full disk, kept
+    in memory and written later."""
 
     def __init__(self, path: Path, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         """Opens `path` for appending. Raises OSError when even that is impossible."""
         self.path = path
         self.max_pending_bytes = max_pending_bytes
         self.lost = 0
-        """Records dropped because the disk stayed full for longer than the memory lasted."""
+        """Records dropped because the disk was full and `max_pending_bytes` were kept already."""
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0
         self._refused = False
@@ -66,7 +67,7 @@ class MetricsWriter:
             self._keep(b"\n")
 
     def _torn(self) -> bool:
-        """Whether an earlier writer died in the middle of a line."""
+        """Returns whether the file ends in the middle of a line, which an earlier writer did not finish."""
         if not os.fstat(self._file).st_size:
             return False
         try:
@@ -77,7 +78,7 @@ class MetricsWriter:
             return False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Never raises on a full disk; the first refusal is logged."""
+        """Write a record. On a full disk it is kept, and the first such failure is logged. Raises other OSErrors."""
         self._keep(encode(record))
         self._flush()
 
@@ -111,11 +112,11 @@ class MetricsWriter:
 
     @property
     def pending(self) -> int:
-        """Records that the disk has not taken yet."""
+        """How many records are kept because they could not be written yet."""
         return len(self._pending)
 
     def close(self) -> None:
-        """Try once more to write what waits; idempotent."""
+        """Try once more to write the kept records, then close the file. Idempotent."""
         if self._file < 0:
             return
         self._flush()

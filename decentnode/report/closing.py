@@ -9,7 +9,7 @@ from decentnode.report.words import duration, number, plural, size
 
 
 def closing(summary: Mapping[str, Any]) -> list[str]:
-    """What came out, what it cost, who waited for whom."""
+    """Returns lines with the results of a run, its time and bytes, and the longest wait."""
     rounds, planned = summary["rounds"], summary["rounds_planned"]
     wall = duration(summary["wall_seconds"])
     did = {

@@ -16,12 +16,12 @@ from decentnode.report.repeats import Ran, labels
 COLUMNS = tuple(BY_NAME[name] for name in COMPARED)
 PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
 MAX_LABEL = 60
-"""Characters of a row's name that the table for people shows."""
+"""Most characters of a row's name in the table for people."""
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """An experiment: per figure the values of its runs in the figure's unit, in the order of the seeds."""
+    """One experiment: for each figure the values of its runs, in the figure's unit and the order of the seeds."""
 
     name: str
     runs: int
@@ -31,7 +31,7 @@ class ComparedRow:
         return statistics.fmean(self.values[name]) if self.values[name] else None
 
     def deviation(self, name: str) -> float | None:
-        """Standard deviation of the sample; None below two runs."""
+        """Returns the sample standard deviation; None for fewer than two runs."""
         return statistics.stdev(self.values[name]) if len(self.values[name]) > 1 else None
 
     def shown(self, figure: Figure) -> str:
@@ -42,7 +42,7 @@ class ComparedRow:
 
 
 def row(name: str, summaries: Sequence[Mapping[str, Any]]) -> ComparedRow:
-    """summaries: as in summary.json, one per seed."""
+    """Makes a row. summaries: as in summary.json, one per seed."""
     return ComparedRow(name, len(summaries), {
         figure.name: [value for each in summaries if (value := _value(each, figure.name)) is not None]
         for figure in COLUMNS
@@ -57,13 +57,13 @@ def _value(summary: Mapping[str, Any], name: str) -> float | None:
 
 
 def rows(groups: Sequence[Sequence[Ran]]) -> list[ComparedRow]:
-    """A row per group of repeats."""
+    """Returns a row per group of repeats."""
     named = zip(labels(groups), groups, strict=True)
     return [row(label, [each.summary for each in group]) for label, group in named]
 
 
 def text_table(rows: Sequence[ComparedRow]) -> str:
-    """For a terminal or a page of reStructuredText: a simple table."""
+    """Returns a simple table of reStructuredText, which a terminal can show too."""
     cells = [["experiment", "runs", *(figure.title for figure in COLUMNS)]]
     names = [each.name if len(each.name) <= MAX_LABEL else f"{each.name[: MAX_LABEL - 4]} ..." for each in rows]
     if len(set(names)) < len(names):
@@ -84,7 +84,7 @@ def text_table(rows: Sequence[ComparedRow]) -> str:
 
 
 def csv_table(rows: Sequence[ComparedRow]) -> str:
-    """Means and deviations in columns of their own, in the figures' units, for other programs."""
+    """Returns CSV text for other programs: means and deviations in columns of their own, in the figures' units."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     titles = [title for figure in COLUMNS for title in (figure.name, f"{figure.name}_std")]
@@ -96,5 +96,5 @@ def csv_table(rows: Sequence[ComparedRow]) -> str:
 
 
 def as_json(rows: Sequence[ComparedRow]) -> str:
-    """All values, by experiment and figure, in the figures' units."""
+    """Returns all values, by experiment and figure, in the figures' units."""
     return json.dumps({each.name: {"runs": each.runs, **{k: list(v) for k, v in each.values.items()}} for each in rows})

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_PANELS = 8
 MAX_LABELLED = 128
-"""Nodes beyond which there is no room for numbers."""
+"""Most nodes of a graph that is drawn with numbers; more leave no room for them."""
 POINTS = 72
 """Per inch."""
 SMALLEST_PANEL, LARGEST_PANEL, LARGEST_OF_SEVERAL = 4.6, 11.0, 7.0
@@ -32,7 +32,7 @@ Places = dict[int, tuple[float, float]]
 
 
 def draw_graph(graph: Topology, path: Path) -> None:
-    """One panel per round of the period. Raises EnvironmentFault when the file cannot be written."""
+    """Draw a graph into a file, a panel per round of its period. Raises EnvironmentFault when it cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,13 +87,13 @@ def _draw(axis: Axes, graph: Topology, round: int, places: Places, side: float) 
 
 
 def _grid(graph: Topology) -> tuple[int, int] | None:
-    """(rows, columns) of a graph that is drawn as a grid; all others stand in a circle."""
+    """Returns (rows, columns) of a graph that is drawn as a grid; None for others, which are drawn in a circle."""
     found: tuple[int, int] | None = getattr(graph, "grid", None)
     return found if found is not None and min(found) > 2 else None
 
 
 def _places(graph: Topology) -> Places:
-    """Of every node, within [-1, 1]."""
+    """Returns the position of every node, within [-1, 1]."""
     n, grid = graph.num_nodes, _grid(graph)
     if grid is None:
         return {u: (math.cos(2 * math.pi * u / n), math.sin(2 * math.pi * u / n)) for u in range(n)}
@@ -105,7 +105,7 @@ def _places(graph: Topology) -> Places:
 
 
 def _around(graph: Topology, edges: list[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Edges of a grid from one border to the other."""
+    """Returns the edges of a grid that lead from one border to the other."""
     grid = _grid(graph)
     if grid is None:
         return set()
@@ -114,7 +114,7 @@ def _around(graph: Topology, edges: list[tuple[int, int]]) -> set[tuple[int, int
 
 
 def _diameter(graph: Topology, side: float) -> float:
-    """Of a node in points: as large as its neighbors in the picture leave room for."""
+    """Returns the diameter of a node in points: as large as its neighbors in the picture leave room for."""
     radius = POINTS * side / 2 / 1.12
     grid = _grid(graph)
     apart = 2 * radius / (max(grid) - 1) if grid else 2 * radius * math.sin(math.pi / max(graph.num_nodes, 2))

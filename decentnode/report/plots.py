@@ -1,4 +1,4 @@
-"""Pictures of runs: accuracy, loss and consensus over rounds, seconds and bytes."""
+"""Plots of runs: accuracy, loss and consensus distance over rounds, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito (2008), told apart by color-blind readers too."""
 DASHES = ("-", "-.", ":")
-"""Of the first lines, and of those that have their colors again; merged models are dashed."""
+"""Line styles of the first lines, and of later ones that reuse their colors; merged models are dashed."""
 SUFFIXES = (".png", ".pdf", ".svg")
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 MERGED = "merged model"
 WIDTH_SHARE = 0.97
-"""Of the figure's width that a legend or a title may have."""
+"""Largest share of the figure's width that a legend or a title takes."""
 
 PAPER_WIDTH, PAPER_HEIGHT = 3.3, 2.3
 """Inches: one column of a two-column page."""
@@ -81,7 +81,7 @@ def plot(
 
 
 def _panels(panels: Any, lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str]) -> set[int]:
-    """Draw everything; the numbers of the lines that some panel has something of."""
+    """Draw all panels. Returns the numbers of the lines that appear in some panel."""
     drawn: set[int] = set()
     for row, metric in enumerate(metrics):
         for column, axis in enumerate(axes):
@@ -91,7 +91,7 @@ def _panels(panels: Any, lines: Sequence[Line], metrics: Sequence[str], axes: Se
 
 
 def _panel(panel: Axes, lines: Sequence[Line], metric: str, axis: str, bottom: bool) -> set[int]:
-    """Draw all lines into one panel; the numbers of those that there was something of."""
+    """Draw all lines into one panel. Returns the numbers of those that have values."""
     from matplotlib.ticker import MaxNLocator
 
     curve = CURVES[metric]
@@ -135,7 +135,7 @@ def _unit(largest: Sequence[float]) -> tuple[float, str]:
 
 
 def _title(figure: Figure, lines: Sequence[Line]) -> None:
-    """What means and bands are of; of a single line its name, too."""
+    """Write the title: what means and bands are taken over, and the name of a single line."""
     several = sorted({len(line.runs) > 1 for line in lines})
     bands = {False: "band from lowest to highest node", True: "band of one standard deviation over seeds"}
     if len(lines) == 1:
@@ -154,7 +154,7 @@ def _title(figure: Figure, lines: Sequence[Line]) -> None:
 
 
 def _legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
-    """Below the panels, in as many columns as fit into the width; the figure grows by its height."""
+    """Draw the legend below the panels, in as many columns as fit into the width. The figure grows by its height."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     room = WIDTH_SHARE * figure.bbox.width
 
@@ -178,7 +178,7 @@ def _legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
 
 
 def _handles(lines: Sequence[Line], drawn: set[int], merged: bool) -> tuple[list[Any], list[str]]:
-    """What the legend says: every line that is somewhere, and what dashes mean."""
+    """Returns the entries of the legend: every line that appears in a panel, and the meaning of dashes."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=_color(index), linestyle=_dashes(index)) for index in sorted(drawn)]

@@ -11,26 +11,26 @@ from decentnode.report.words import duration, number, size
 
 @dataclass
 class NodeState:
-    """What is known of one node."""
+    """The last known figures of one node."""
 
     uid: int
     rounds: int = 0
-    """Rounds finished."""
+    """How many rounds it has finished."""
     loss: float | None = None
     accuracy: float | None = None
     evaluated: int = -1
-    """After which round that was."""
+    """The round after which it was evaluated."""
     sent_bytes: int = 0
     round_seconds: float = 0.0
     wait_seconds: float = 0.0
-    """Of the last known round."""
+    """From the last known round."""
     waited_for: int = -1
     waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a node told of an evaluation, and what was known of it at that moment: all of the same round."""
+    """One node's evaluation, and its other figures at that moment: all of the same round."""
 
     record: Mapping[str, Any]
     loss: float | None
@@ -39,15 +39,15 @@ class Told:
 
 @dataclass
 class RunProgress:
-    """All local nodes; `update` with every record that comes."""
+    """The state of all local nodes. `update` takes every record that comes."""
 
     rounds: int
-    """Planned."""
+    """The number of rounds of the run."""
     nodes: dict[int, NodeState]
     members: frozenset[int] | None = None
-    """Of the last generation that was told of; None while all nodes take part."""
+    """The members of the last reported generation; None while all nodes take part."""
     latest: dict[str, Any] = field(default_factory=dict)
-    """The last evaluation that every local node has told."""
+    """The last evaluation that every local node has reported."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class RunProgress:
         return cls(rounds, {uid: NodeState(uid) for uid in uids}, evaluate_every=evaluate_every)
 
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:
-        """Whether this completes an evaluation round."""
+        """Take a record of a node. Returns whether it completes an evaluation of all local nodes."""
         node = self.nodes[uid]
         if record.get("kind") == "round":
             node.rounds = record["round"] + 1
@@ -90,18 +90,18 @@ class RunProgress:
 
     @property
     def round(self) -> int:
-        """Rounds that every local node that takes part has finished."""
+        """How many rounds every participating local node has finished."""
         return min((node.rounds for node in self.taking_part()), default=0)
 
     @property
     def due(self) -> bool:
-        """Whether the evaluation after this round is still to come, and will tell of the round."""
+        """Returns whether an evaluation after this round is still to come and will be reported."""
         every = self.evaluate_every
         evaluated = self.round == self.rounds or (every > 0 and self.round % every == 0)
         return evaluated and self.latest.get("round", -1) < self.round
 
     def taking_part(self) -> list[NodeState]:
-        """The local nodes of the last generation."""
+        """The local nodes that are members of the last generation."""
         return [node for uid, node in self.nodes.items() if self.members is None or uid in self.members]
 
     @property
@@ -109,12 +109,13 @@ class RunProgress:
         return sum(node.sent_bytes for node in self.nodes.values())
 
     def slowest(self) -> NodeState | None:
-        """The node that waited longest for one neighbor in its last known round."""
+        """Returns the node that waited longest for one neighbor in its last known round."""
         waiting = [node for node in self.taking_part() if node.waited_for >= 0]
         return max(waiting, key=lambda node: node.waited_seconds, default=None)
 
     def evaluation_line(self, again: bool = False) -> str:
-        """`round=20/60 loss=0.1234 acc_mean=0.930 ...`: the last evaluation, everything in it of its own round.
+        """Returns the last evaluation as `round=20/60 loss=0.1234 acc_mean=0.930 ...`, with figures of that round
+        alone.
 
         again: a line told of the round already, so that this one begins with `evaluated=20/60`.
         """
@@ -131,7 +132,8 @@ class RunProgress:
         return self._with_costs(parts, latest["sent_bytes"])
 
     def line(self) -> str:
-        """`round=24/60 loss=0.1234 ...`: where the run stands between evaluations; no accuracy is of this round."""
+        """Returns the progress between evaluations as `round=24/60 loss=0.1234 ...`, without accuracies of earlier
+        rounds."""
         losses = [node.loss for node in self.taking_part() if node.loss is not None]
         parts = [f"round={self.round}/{self.rounds}"]
         if losses:

@@ -1,4 +1,4 @@
-"""Which runs are repeats of one experiment: those whose resolved configs differ in the seed alone."""
+"""Groups runs that are repeats of one experiment: their resolved configs differ in the seed alone."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from decentnode.metrics import summary as summaries
 DERIVED = "derived"
 """Lists the keys, or sections, that the run found a value for as its config left them out."""
 NO_PART_OF_IT = ("seed", "name", "run", DERIVED)
-"""Keys that make no other experiment: the seed repeats it, the name is the row's, and `run` says where results go."""
+"""Keys that do not make another experiment: the seed, the name, and the place of the results (`run`)."""
 EDGES = "graph.edges"
-"""Stands for what a graph file holds, which may change while its name does not."""
+"""The key for the contents of a graph file, which may change while its name does not."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One run as its directory tells of it."""
+    """One run, as read from its directory."""
 
     path: Path
     name: str
     seed: Any
     config: Mapping[str, str]
-    """Every resolved value but those of NO_PART_OF_IT, by dotted key."""
+    """Every resolved value by dotted key, other than those of NO_PART_OF_IT."""
     status: str
     """finished, interrupted, failed; "not finished" where there is no summary."""
     summary: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Ran:
 
     @property
     def ended(self) -> str:
-        """What became of it, for people."""
+        """Returns how the run ended, in words."""
         if "rounds" not in self.summary:
             return self.status
         after = f"after round {self.summary['rounds']} of {self.summary.get('rounds_planned', '?')}"
@@ -51,7 +51,7 @@ class Ran:
 
 
 def read(path: Path) -> Ran:
-    """Raises UsageError when the directory does not say what was run."""
+    """Read a run. Raises UsageError when the directory has no config."""
     try:
         resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
         config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in NO_PART_OF_IT}
@@ -71,7 +71,7 @@ def read(path: Path) -> Ran:
 
 
 def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
-    """(dotted key, value as text) of every leaf."""
+    """Yields (dotted key, value as text) of every leaf."""
     if isinstance(value, dict) and value:
         for name, child in value.items():
             yield from _flat(child, f"{key}.{name}" if key else str(name))
@@ -88,7 +88,7 @@ def _key(run: Ran, without: frozenset[str] = frozenset()) -> Key:
 
 
 def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
-    """(groups of repeats, what was left out and why).
+    """Returns (groups of repeats, reasons for the runs that are left out).
 
     Groups stand in the order of their first runs. A value that follows from the others makes no group of its own, and
     who wrote the value that another run found is that run's repeat. Runs that did not finish are left out, as are those
@@ -121,7 +121,7 @@ def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
 
 
 def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
-    """The name of every group; where several have one name, with the keys in which these differ."""
+    """Returns the name of every group; groups of one name get the keys in which they differ."""
     found = []
     for group in groups:
         name, config = group[0].name, group[0].config
@@ -132,14 +132,14 @@ def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
 
 
 def _telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
-    """The keys in which configs differ, but for those that follow from another component in their section."""
+    """Returns the keys in which configs differ, without those that follow from another component in their section."""
     keys = sorted({key for config in configs for key in config})
     differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
     return [key for key in differing if not _follows(key, configs, differing)]
 
 
 def _follows(key: str, configs: Sequence[Mapping[str, str]], differing: Sequence[str]) -> bool:
-    """Whether configs that name the same component above `key` all have the same value of it."""
+    """Returns whether all configs that name the same component above `key` have the same value for it."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
         name = ".".join([*parts[:depth], "name"])

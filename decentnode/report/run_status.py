@@ -1,4 +1,4 @@
-"""Where the nodes of a run stand, from the status.json that each writes."""
+"""The state of the nodes of a run, read from the status.json that each writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SILENT_SECONDS = 5.0
 
 
 def read(run: Path) -> dict[int, dict[str, Any]]:
-    """uid -> its last status; nodes that have written none are not there."""
+    """Returns uid -> last status, of the nodes that have written one."""
     found = {}
     for path in sorted(run.glob("nodes/*/status.json")):
         try:
@@ -31,12 +31,12 @@ def read(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def going(statuses: dict[int, dict[str, Any]]) -> bool:
-    """Whether some node has not ended."""
+    """Returns whether a node has not ended yet."""
     return any(state_of(status) not in ("finished", "stopped", "failed", "gone") for status in statuses.values())
 
 
 def state_of(status: dict[str, Any]) -> str:
-    """What a node is doing; "gone" when its process ended without saying so."""
+    """Returns the activity of a node; "gone" when its process died without a final status."""
     doing = str(status.get("doing", ""))
     silent = time.time() - float(status.get("time", 0)) > SILENT_SECONDS
     if doing in ("finished", "stopped", "failed") or not silent:
@@ -45,7 +45,7 @@ def state_of(status: dict[str, Any]) -> str:
 
 
 def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> RenderableType:
-    """One row per node; with edges one more per neighbor."""
+    """Returns a table with one row per node, and with edges one more per neighbor."""
     made = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("node", "round", "doing", "waits for", "since", "sent", "received", "chunks", "resends", "faults"):
         made.add_column(column, justify="left" if column in ("doing", "waits for") else "right")
@@ -72,7 +72,7 @@ def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> Renderabl
 
 
 def blame(statuses: dict[int, dict[str, Any]]) -> str:
-    """Whom everybody waits for in the end: waited for, and not waiting itself."""
+    """Returns the nodes that others wait for and that wait for nobody themselves."""
     waited: dict[int, int] = {}
     for status in statuses.values():
         for uid in status["waiting_for"]:

@@ -1,4 +1,4 @@
-"""Runs read back from their directories, as series to draw; repeats of one experiment as one line."""
+"""Reads runs from their directories as series to draw. Repeats of one experiment make one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ METRICS = tuple(CURVES)
 
 @dataclass(frozen=True)
 class Series:
-    """One figure over one axis. low, high: the extremes over nodes, or mean -+ standard deviation over seeds."""
+    """One figure over one axis. low, high: the extremes over nodes, or mean minus and plus standard deviation over
+    seeds."""
 
     x: list[float]
     mean: list[float]
@@ -39,7 +40,7 @@ class RecordedRun:
     nodes: dict[int, list[dict[str, Any]]]
 
     def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
-        """Rounds finished -> (position on the axis, the values of the nodes), scaled as the curve's label says."""
+        """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says."""
         curve, found = CURVES[metric], dict[int, dict[int, tuple[float, float]]]()
         key, offset = curve.merged if merged else curve.key, int(curve.kind == "round")
         for uid, records in self.nodes.items():
@@ -66,12 +67,13 @@ class RecordedRun:
         )  # fmt: skip
 
     def _began(self) -> float:
-        """Time of the first evaluation, or of when the first round began."""
+        """Returns the time of the first evaluation, or of the begin of the first round."""
         first = [r[0] for r in self.nodes.values() if r]
         return min((r["time"] - r.get("seconds", 0.0) for r in first if "time" in r), default=0.0)
 
     def _bytes(self) -> dict[int, float]:
-        """Bytes of payloads that all nodes had sent after so many rounds, whoever left and came back in between."""
+        """Returns bytes of payloads that all nodes had sent after so many rounds, with those of nodes that left in
+        between."""
         grown: dict[int, float] = {}
         for records in self.nodes.values():
             last = 0.0
@@ -90,7 +92,7 @@ class RecordedRun:
 
 @dataclass(frozen=True)
 class Line:
-    """What one line of a plot stands for: a run, or repeats of one experiment."""
+    """One line of a plot: a run, or repeats of one experiment."""
 
     label: str
     runs: tuple[RecordedRun, ...]
@@ -112,7 +114,7 @@ class Line:
 
 
 def load(path: Path, label: str = "") -> RecordedRun:
-    """Raises UsageError when the directory holds no metrics."""
+    """Read a run. Raises UsageError when the directory holds no metrics."""
     files = sorted(path.glob("nodes/*/metrics.jsonl"))
     nodes = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
     if not any(nodes.values()):
@@ -123,8 +125,8 @@ def load(path: Path, label: str = "") -> RecordedRun:
 def lines(
     paths: Sequence[Path], names: Sequence[str] = (), seeds_once: bool = False
 ) -> tuple[list[Line], list[str]]:
-    """(a line per experiment, what was left out and why). Runs that did not finish have lines of their own, which say
-    so, as have earlier runs of one seed, unless `seeds_once` leaves these out.
+    """Returns (a line per experiment, reasons for the runs that are left out). Runs that did not finish have lines of
+    their own, which say so, as have earlier runs of one seed, unless `seeds_once` leaves these out.
 
     names: of the first lines, instead of those that they would have. Raises UsageError for more names than lines.
     """
@@ -153,7 +155,8 @@ def _ran(path: Path) -> Ran:
 
 
 def _labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
-    """Names, with what tells equal ones apart: keys, how they ended, seeds, and folders where nothing else does."""
+    """Returns names that differ: equal ones get keys, how the runs ended, seeds, or folders where nothing else
+    differs."""
     told = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in g] for g in groups]
     found = repeats.labels(told)
     for index, group in enumerate(groups):

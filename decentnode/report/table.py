@@ -14,7 +14,7 @@ COLUMNS = ("node", "round", "loss", "accuracy (after)", "sent", "round time", "w
 
 
 def live_table(state: RunProgress, elapsed: float, note: str, max_rows: int) -> RenderableType:
-    """A bar, one row per local node (at most `max_rows`), and a line with what concerns all."""
+    """Returns a progress bar, a row per local node (at most `max_rows`), and a line with figures of all."""
     done = state.round
     bar = Table.grid(padding=(0, 1))
     left = duration(elapsed / done * (state.rounds - done)) if 0 < done < state.rounds else ""

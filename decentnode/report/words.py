@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Numbers as texts for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def size(count: float) -> str:
-    """Bytes in powers of 1000."""
+    """Returns bytes with a unit, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -29,5 +29,5 @@ def plural(count: int, noun: str) -> str:
 
 
 def number(value: Any, digits: str) -> str:
-    """A figure that may be missing."""
+    """Returns a figure as text, or a placeholder where it is missing."""
     return format(value, digits) if isinstance(value, int | float) else "-"

@@ -18,12 +18,12 @@ class ArgumentsConfig(Config):
     model_config = pydantic.ConfigDict(extra="allow")
 
     def arguments(self) -> dict[str, Any]:
-        """The keys that are no field of this Config: the torch class's own arguments."""
+        """The keys that are not fields of this Config: arguments of the torch class."""
         return dict(self.model_extra or {})
 
 
 def problem_at(key: str, text: str, value: Any) -> pydantic.ValidationError:
-    """An error at one key of a section; `text` starts with "must" or "needs"."""
+    """Returns an error at one key of a section. text: begins with "must" or "needs"."""
     error = PydanticCustomError("component", "{text}", {"text": text})
     return pydantic.ValidationError.from_exception_data(
         "arguments", [InitErrorDetails(type=error, loc=(key,), input=value)]
@@ -31,7 +31,7 @@ def problem_at(key: str, text: str, value: Any) -> pydantic.ValidationError:
 
 
 def chosen(name: str, table: Mapping[str, type[Any]]) -> type[Any]:
-    """The class of that name. Raises ValidationError with the nearest name."""
+    """Returns the class of that name. Raises ValidationError that suggests the nearest name."""
     if name not in table:
         hint = nearest(name, table)
         raise problem_at(

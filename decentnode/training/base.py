@@ -19,7 +19,7 @@ Direction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Update:
-    """What one round of local work did. The model holds the result; nothing is copied for this."""
+    """The report of one round of local work. The model itself has been changed in place."""
 
     steps: int
     samples: int
@@ -57,12 +57,13 @@ class Training(Component, abc.ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next local step: what sharing rules learn as `RoundView.lr`. A training without one leaves it at 1."""
+        """The learning rate of the next local step, which sharing rules get as `RoundView.lr`; 1 for a training without
+        one."""
         return 1.0
 
     @abc.abstractmethod
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
-        """Loss and accuracy of the model as it is now on "test" or "validation"; the model is unchanged.
+        """Returns loss and accuracy of the present model on "test" or "validation". The model is unchanged.
 
         part: (index, count) evaluates every count-th sample from index on; no samples give zeros.
         """

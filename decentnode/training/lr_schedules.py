@@ -62,14 +62,14 @@ class ScheduleConfig(ArgumentsConfig):
 
 
     def most_ticks(self) -> int | None:
-        """Ticks after which torch refuses another one (one_cycle's total_steps); None where a schedule has no end."""
+        """Returns how many ticks torch allows (one_cycle's total_steps); None where a schedule has no end."""
         schedule = LearningRateSchedule(self, trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
         most = getattr(schedule._torch, "total_steps", None)
         return None if most is None else self.warmup + int(most)
 
 
 class LearningRateSchedule:
-    """Sets the learning rates of an optimizer; its whole state is the number of ticks."""
+    """Sets the learning rates of an optimizer. The number of ticks is its whole state."""
 
     def __init__(self, config: ScheduleConfig, optimizer: torch.optim.Optimizer) -> None:
         self.every = config.every
@@ -102,7 +102,7 @@ class LearningRateSchedule:
                 group["lr"] = peak * part if self.ticks < warmup else peak
 
     def tick(self) -> None:
-        """Go to the next learning rate."""
+        """Set the next learning rate."""
         self.ticks += 1
         self._warm()
         if self.ticks > self._config.warmup:
@@ -111,7 +111,8 @@ class LearningRateSchedule:
                 self._torch.step()
 
     def restore(self, ticks: int) -> None:
-        """Start anew and tick so many times, which gives the same bits as the schedule that was interrupted."""
+        """Begin anew and tick so many times. The learning rates are bit for bit those of the schedule that was
+        interrupted."""
         self._start()
         for _ in range(ticks):
             self.tick()

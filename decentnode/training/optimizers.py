@@ -49,7 +49,7 @@ def _as_tuples(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def trial(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of one number, for checks. Raises what the class raises.
+    """Returns an optimizer of one number, for checks. Raises what the class raises.
 
     Optimizer.add_param_group is wrapped in something that imports torch._dynamo, 72 MB in a second; reading a config
     does without.
@@ -65,12 +65,12 @@ def trial(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> torch.o
 
 
 def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The configured optimizer, of one number."""
+    """Returns the configured optimizer for one number."""
     return trial(_optimizers()[config.name], config.arguments())
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer, fused where torch has a fused kernel for these parameters and the config does not choose.
+    """Returns the optimizer, fused where torch has a fused kernel for these parameters and the config does not choose.
 
     Fused: one pass over parameter, gradient and state instead of one per operation.
     """

@@ -8,7 +8,7 @@ from decentnode import rng
 
 
 class Sampler:
-    """Walks through epochs; its state is (epoch, cursor) and goes on across rounds."""
+    """Gives the indices of training samples, epoch by epoch. Its state (epoch, cursor) continues across rounds."""
 
     def __init__(
         self, num_samples: int, batch: int, *, seed: int, uid: int, shuffle: bool = True, drop_last: bool = False,
@@ -28,7 +28,7 @@ class Sampler:
         self.cursor = 0
         self._seed, self._uid, self._shuffle = seed, uid, shuffle
         self.usable = num_samples // batch * batch if drop_last else num_samples - leave_out
-        """Samples of one epoch."""
+        """How many samples an epoch has."""
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     @property
@@ -36,7 +36,8 @@ class Sampler:
         return -(-self.usable // self.batch)
 
     def take(self, steps: int) -> tuple[np.ndarray, list[int]]:
-        """Samples of the next `steps` optimizer steps: indices [M] int64 and how many of them each step has."""
+        """Returns the samples of the next `steps` optimizer steps: indices [M] int64, and how many of them each step
+        has."""
         parts: list[np.ndarray] = []
         for _ in range(steps):
             if self.cursor >= self.usable:

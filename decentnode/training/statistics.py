@@ -1,4 +1,4 @@
-"""Statistics of batch normalization, measured anew from data in place of the running ones."""
+"""Statistics of batch normalization, measured from data instead of the running ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def normalizations(module: nn.Module) -> list[_BatchNorm]:
-    """The layers of batch normalization that keep running statistics, in the order of the module."""
+    """Returns the batch normalization layers that keep running statistics, in the order of the module."""
     return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.running_mean is not None]
 
 
@@ -43,7 +43,7 @@ def needs_two(module: nn.Module, sample: Tensor) -> bool:
 
 
 def measure(module: nn.Module, batches: Iterable[Tensor]) -> Tensor:
-    """What enters every layer of batch normalization while `batches` go through: its moments, float64 [sum (1 + 2 C)].
+    """Returns the moments of the inputs of every batch normalization layer over `batches`, float64 [sum (1 + 2 C)].
 
     Per layer with C channels how many values a channel had, their sums [C] and sums of squares [C]; so moments of
     several data sets may be added, or averaged. As in training, layers normalize by the batch, and as in evaluation
@@ -85,7 +85,7 @@ def _adds_to(total: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
 
 
 def load(module: nn.Module, moments: Tensor) -> None:
-    """Let the running statistics be the mean and variance that `moments` (of `measure`) has; in place."""
+    """Set the running statistics to the mean and variance of `moments` (from `measure`), in place."""
     for layer, part in _parts(module, moments):
         channels = layer.num_features
         mean = part[1 : 1 + channels] / part[0]

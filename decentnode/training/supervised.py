@@ -41,7 +41,7 @@ EVALUATION_ELEMENTS = 1 << 17
 GN-LeNet on 1,000 images takes .13 s so and .27 s at eight times the batch, and the process stays smaller."""
 
 MEASURED_SAMPLES = 4096
-"""Of a node's samples, from which statistics are measured anew."""
+"""Most of a node's samples from which statistics are measured anew."""
 
 
 def _by_name(value: Any) -> Any:
@@ -59,7 +59,7 @@ class ValidationConfig(Settings):
 
 
     def aside(self, samples: int) -> int:
-        """How many of so many samples are set aside."""
+        """Returns how many of so many samples are set aside."""
         return max(1, round(self.fraction * samples))
 
 
@@ -110,14 +110,14 @@ class SupervisedConfig(Config):
         return self
 
     def steps_per_round(self, samples: int) -> int:
-        """Optimizer steps of one round of a node that trains on so many samples."""
+        """Returns the optimizer steps of one round of a node that trains on so many samples."""
         if self.local_epochs is None:
             return 1 if self.local_steps is None else self.local_steps
         whole, rest = divmod(samples, self.batch_size * self.accumulate)
         return self.local_epochs * (whole + (1 if rest and not self.drop_last else 0))
 
     def leaves_one(self, samples: int) -> bool:
-        """Whether a node with so many samples gets a batch of one sample."""
+        """Returns whether a node with so many samples gets a batch of one sample."""
         step = self.batch_size * self.accumulate
         return self.batch_size == 1 or (samples % step % self.batch_size == 1 and not self.drop_last)
 
@@ -132,7 +132,8 @@ class SupervisedConfig(Config):
         return ""
 
     def most_ticks(self, rounds: int, samples: int) -> int:
-        """How often the learning-rate schedule ticks in so many rounds of a node with a share of so many samples."""
+        """Returns how often the learning-rate schedule ticks in so many rounds of a node with a share of so many
+        samples."""
         if self.lr_schedule.every == "round":
             return rounds
         if self.validation is not None and self.validation.source == "train":
@@ -163,7 +164,7 @@ class Supervised(Training):
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
 
     def _split(self, train: Samples, test: Samples) -> dict[str, tuple[Source, Tensor]]:
-        """Per split its source and the indices [M] into it; no sample is in two splits."""
+        """Returns per split its source and the indices [M] into it. No sample is in two splits."""
         device = self.model.device
         kept = {"train": np.arange(len(train)), "test": np.arange(len(test))}
         sources = {"train": Source(train, device), "test": Source(test, device)}
@@ -196,7 +197,8 @@ class Supervised(Training):
         )  # fmt: skip
 
     def _left_out(self) -> int:
-        """How many samples every epoch leaves out so that no batch has one sample where the model cannot train on it.
+        """Returns how many samples every epoch leaves out so that no batch has one sample where the model cannot train
+        on it.
 
         Raises DataError where no batch would have more.
         """
@@ -213,7 +215,7 @@ class Supervised(Training):
 
     @property
     def steps_per_round(self) -> int:
-        """Optimizer steps of one round."""
+        """Returns the optimizer steps of one round."""
         return self.config.steps_per_round(self._sampler.usable)
 
     @property
@@ -260,7 +262,7 @@ class Supervised(Training):
         return Update(steps, len(indices), mean, report, last_gradient)
 
     def _gathered(self, indices: np.ndarray, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of each step; those of several steps are gathered at once."""
+        """Yields inputs and targets of each step. Those of several steps are gathered at once, which costs less."""
         source, members = self._splits["train"]
         picked = members[torch.from_numpy(indices).to(members.device)]
         group = max(1, GATHER_ELEMENTS // (source.sample_elements * self._sampler.batch))
@@ -272,7 +274,7 @@ class Supervised(Training):
             yield from zip(inputs.split(some), targets.split(some), strict=True)
 
     def _gradient(self, inputs: Tensor, targets: Tensor, total: Tensor) -> None:
-        """Leave the gradient of the step's mean loss in .grad, and add the summed loss to `total`."""
+        """Compute the gradient of the step's mean loss into .grad, and add the summed loss to `total`."""
         self._drop_gradients()
         size, batch = len(targets), self.config.batch_size
         for start in range(0, size, batch):
@@ -291,7 +293,8 @@ class Supervised(Training):
             p.grad = None
 
     def _clip(self, most: float) -> Tensor:
-        """Scale the gradient to norm `most` when it is longer (exactly: torch's clip adds 1e-6); the norm before."""
+        """Scale the gradient to norm `most` when it is longer (exactly: torch's clip adds 1e-6). Returns the norm
+        before."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         torch._foreach_mul_(gradients, (most / norm).clamp(max=1.0))
@@ -336,7 +339,7 @@ class Supervised(Training):
     # -- state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The tensors are the live ones: copy them before the next round changes them."""
+        """Returns the state; its tensors are not copies, and the next round changes them."""
         return {
             "optimizer": self._optimizer.state_dict(), "ticks": self._schedule.ticks,
             "epoch": self._sampler.epoch, "cursor": self._sampler.cursor,
@@ -353,7 +356,7 @@ class Supervised(Training):
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed the generators that a module on `device` draws from, and no other backend's."""
+    """Seed the generators that a module on `device` draws from, and those of no other backend."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
@@ -363,7 +366,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation mode; every submodule gets its own mode back."""
+    """Set the module to evaluation mode in a block; every submodule gets its own mode back."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
