@@ -31,6 +31,7 @@ from decentnode.mapping import MAPPINGS
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
 from decentnode.sharing import SHARINGS
+from decentnode.sharing.requirements import Requirements
 from decentnode.training import TRAININGS
 
 TABLES: dict[str, Mapping[str, str]] = {
@@ -136,6 +137,9 @@ def describe(kind: str, name: str) -> ComponentInfo:
         text = module if not text else f"{module}\n\n{text}"
     if (kind, name) in OTHER_NAMES:
         text = f"{OTHER_NAMES[kind, name]}\n\n{text}"
+    requirements = getattr(owner, "requirements", None)
+    if isinstance(requirements, Requirements) and requirements.described():
+        text = f"{text}\n\n{requirements.described()}"
     summary = " ".join(text.split("\n\n")[0].split())
     return ComponentInfo(kind, name, summary, text, tuple(_keys(owner.Config)))
 

@@ -73,3 +73,16 @@ class Requirements:
     def __post_init__(self) -> None:
         if self.phases < 1:
             raise ValueError(f"phases must be at least 1, got {self.phases}")
+
+    def described(self) -> str:
+        """Returns what the rule needs of a run, in one sentence for its reference; empty where it needs nothing."""
+        least = self.smallest_eigenvalue
+        needs = ", ".join(text for needed, text in (
+            (self.tree, "a tree"), (self.static, "a static graph"), (self.symmetric, "a symmetric W"),
+            (self.doubly_stochastic, "a doubly stochastic W"),
+            (least is not None, f"no eigenvalue of W below {least or 0.0:.3f}"),
+            (self.groups, "a graph that treats all nodes of a group alike"),
+            (self.sequential, "schedule: sequential"),
+            (not self.tolerates_missing, "missing: fail or regroup"),
+        ) if needed)  # fmt: skip
+        return f"Needs: {needs}." if needs else ""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decentnode.config.component import Config, load_class
+from decentnode.describe import describe
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.graph.base import RoundView, view
@@ -237,6 +238,14 @@ def test_what_the_config_makes_of_the_requirements_is_checked() -> None:
 def test_a_class_that_is_no_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"must name a class derived from decentnode\.sharing\.base\.Sharing"):
         load(QUICKSTART, ["sharing={name: 'decentnode.models.mlp:Mlp'}"])
+
+
+def test_the_reference_says_what_a_rule_needs() -> None:
+    assert describe("sharing", "d2").text.endswith(
+        "\n\nNeeds: a static graph, a symmetric W, a doubly stochastic W, no eigenvalue of W below -0.333, "
+        "schedule: sequential, missing: fail or regroup."
+    )
+    assert "Needs:" not in describe("sharing", "full").text and describe("sharing", "d2").summary.startswith("D2")
 
 
 def test_phases_are_counted_from_one() -> None:
