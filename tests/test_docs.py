@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -122,6 +123,8 @@ HOWTO = sorted((DOCS / "howto").glob("*.rst"))
 def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
     found = blocks(page)
     shown = [line for language, _, text in found if language == "console" for line in text.splitlines()]
+    for included in re.findall(r"^\.\. literalinclude:: (\S+)", page.read_text(), re.M):
+        shutil.copy(page.parent / included, folder)
     leaves = any("decentnode plot" in line or "decentnode compare" in line for line in shown)
     for language, name, text in found:
         if name:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from decentnode.communication import PATHS
+from decentnode.communication.path import Path
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem, raised
@@ -368,6 +370,13 @@ def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
         named = key in ("cliques", "edges")
         yield Problem(("communication", key if named else "cliques"), rest if named else f": {problem}",
                       other=("mapping",))  # fmt: skip
+    for name in sorted(set(routing.chosen.values()) - {*PATHS, "zeromq"}):
+        try:
+            found = load_class(name, PATHS, "path")
+            if not (isinstance(found, type) and issubclass(found, Path)):
+                raise UsageError(f"{name} must be a class derived from decentnode.communication.path.Path")
+        except UsageError as error:
+            yield Problem(("communication", "edges"), f": {error}")
 
 
 def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:

@@ -425,3 +425,12 @@ def test_a_key_under_both_its_names_is_an_error(write) -> None:
     text = BASE + "communication: {name: collective, at_once: false, use_collectives: true}\n"
     with pytest.raises(ConfigError, match=r"communication.at_once is called communication.use_collectives now"):
         load(write(text), environ={}, check=False)
+
+
+@pytest.mark.parametrize(("by", "why"), [
+    ("nowhere:Path", "nowhere"),
+    ("decentnode.payload:Payload", "must be a class derived from decentnode.communication"),
+])
+def test_a_path_of_ones_own_that_there_is_not_is_told_before_the_start(write, by: str, why: str) -> None:
+    text = said(write(BASE + f"communication: {{name: hybrid, edges: [{{nodes: [0, 1], by: '{by}'}}]}}\n"))
+    assert "communication.edges" in text and why in text
