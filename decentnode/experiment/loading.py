@@ -44,7 +44,7 @@ def load(
     tree = _read(Path(source), source, (), files, seen)
     for keys, item in assignments(overrides, environ):
         tree = replace(tree, keys, item)
-    tree = _with_present_names(_with_name(tree, source))
+    tree = _with_present_names(_with_name(tree, source), source)
     base_dir = Path(source).absolute().parent
     _make_importable(tree, base_dir)
     experiment = _validated(tree, source)
@@ -117,7 +117,7 @@ def _with_name(tree: Item, source: str) -> Item:
     return dataclasses.replace(tree, value={"name": Item(stem, Location(source)), **tree.value})
 
 
-def _with_present_names(tree: Item) -> Item:
+def _with_present_names(tree: Item, source: str) -> Item:
     """Keys of `RENAMED` under the names that they have now. Raises ConfigError where a section has both."""
     for old, new in RENAMED.items():
         section_name, key = old.split(".")
@@ -126,7 +126,8 @@ def _with_present_names(tree: Item) -> Item:
             continue
         place = found.value[key].key or found.value[key].place
         if new in found.value:
-            raise ConfigError([problem(place, f"{old} is called {section_name}.{new} now; write one of them")], "")
+            message = f"{old} is called {section_name}.{new} now; write one of them"
+            raise ConfigError([problem(place, message)], source)
         logger.warning("%s: %s is called %s.%s now", place, old, section_name, new)
         values = {new if each == key else each: value for each, value in found.value.items()}
         tree = replace(tree, (section_name,), dataclasses.replace(found, value=values))

@@ -189,3 +189,17 @@ def test_peers_that_take_nothing_share_a_time_out(clock: Clock) -> None:
             longest = max(longest, clock.now - began)
         assert SECONDS <= longest < SECONDS + 2
         del ahead._status.wait
+
+
+def test_what_came_counts_from_when_it_came_not_from_when_it_was_noticed(clock: Clock) -> None:
+    """The thread is woken when all is there, or after a second: neighbor 1 comes at once, neighbor 2 never."""
+    node, began = Waits(clock), clock.now
+
+    def wait(seconds: float) -> None:
+        if clock.now == began:
+            node.comes(1, 0)
+        clock.now += seconds
+
+    node.status.wait = wait  # type: ignore[method-assign]
+    assert node.missing((1, 2)) == {2}
+    assert clock.now - began == SECONDS

@@ -52,7 +52,7 @@ def test_two_threads_wait_with_one_at_the_bell_and_both_are_woken() -> None:
         status.notify()
     threads[0].join(60)
     assert done == ["a"]
-    wait_until(lambda: doorbell.visits == 2, "nobody took the bell over")
+    wait_until(lambda: doorbell.visits == 2, "nobody took the doorbell over")
     with status.changed:
         wanted["b"] = True
         status.notify()

@@ -41,7 +41,7 @@ class CollectiveConfig(TorchConfig):
 
 
 class EdgeConfig(pydantic.BaseModel):
-    """The way of some edges."""
+    """The path of some edges."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -63,7 +63,7 @@ class HybridConfig(TorchConfig):
     cliques: Literal["machine"] | list[list[int]] = Field(default_factory=list)
     """Nodes that exchange over torch.distributed: lists of uids, no uid twice; machine: the nodes of every machine."""
     edges: list[EdgeConfig] = Field(default_factory=list)
-    """Edges that do not go the way that the rule gives them; the last entry that names a pair counts."""
+    """Edges that take another path than the rule gives them; the last entry that names a pair counts."""
 
     @model_validator(mode="after")
     def _cliques_are_sets(self) -> Self:

@@ -343,7 +343,11 @@ class Inbox:
             status.wait(min(remaining, 1.0))
             still = self._outstanding(key, chunk, waiting)
             if len(still) < len(waiting):
-                last, before = time.monotonic(), 0.0
+                # when it came, not when it was noticed: this thread is woken once all that it waits for is there, or
+                # after a second, which would be added to the wait for the others
+                here = self._incoming.get(key, {})
+                times = [here[s].arrived for s in waiting if s not in still and s in here]
+                last, before = max(times, default=time.monotonic()), 0.0
                 status.waited_seconds = 0.0
             if not still and waiting[-1] != SUM:
                 self.counters.edge(waiting[-1]).wait_seconds += max(0.0, last - max(began, status.exposed_since))

@@ -1,9 +1,9 @@
 """Slots of a publish buffer in memory that is no file: what a GPU's owner of a publish buffer and its readers need of
 each other.
 
-The counters of a publish buffer lie in shared memory of the host all the same (board.py), and say when the host is done
-with a slot. The device may be behind: work is only queued there. So the owner has one event per slot, `written`, and
-one per slot and reader, `left`, and whoever takes a slot up makes its own queue wait for them:
+The counters of a publish buffer lie in shared memory of the host all the same (publish_buffer.py), and say when the
+host is done with a slot. The device may be behind: work is only queued there. So the owner has one event per slot,
+`written`, and one per slot and reader, `left`, and whoever takes a slot up makes its own queue wait for them:
 
 owner   waits for the counters, then `may_write` (its queue waits for the readers' reads), copies, `written`, doorbell
 reader  doorbell, `enter` (its queue waits for `written`), mixes, `leave` (marks its reads), counter

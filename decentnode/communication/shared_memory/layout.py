@@ -20,7 +20,7 @@ class Layout:
     """Where everything lies; a function of the run's schemas alone, so that both ends agree."""
 
     def __init__(self, schemas: tuple[Schema, ...], num_nodes: int, lent: bool = False) -> None:
-        """lent: the slots lie in memory of another kind (lending.py); the file has an offer in their place."""
+        """lent: the slots lie in memory of another kind (device_slots.py); the file has an offer in their place."""
         self.schemas, self.lent = schemas, lent
         self.num_nodes = num_nodes
         self.phases = len(schemas)

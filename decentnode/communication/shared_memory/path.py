@@ -1,7 +1,7 @@
 """The path of payloads between nodes of one host: publish buffers in shared memory, and doorbells that say what lies
 there.
 
-A node on a GPU has a second publish buffer, in the memory of the GPU, for the others on it (lending.py).
+A node on a GPU has a second publish buffer, in the memory of the GPU, for the others on it (device_slots.py).
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class BufferReader:
     """A neighbor's end of a publish buffer."""
 
     def __init__(self, path: Path, layout: Layout, uid: int, device_memory: DeviceMemory | None = None) -> None:
-        """uid: the reading node. lending: where the layout is of lent slots.
+        """uid: the reading node. device_memory: where the slots lie in a device's memory.
 
         Raises PeerFault when the file is not what the run's schemas say.
         """

@@ -6,7 +6,7 @@ gloo):
 
 R1  Every send has its receive: neighbors and sources of a round are one pure function on both ends, sizes come from
     the schema or from the header that went before.
-R2  Batches, and calls of all members in their place (circle.py), are launched in the order of (round, phase,
+R2  Batches, and calls of all members in their place (group_collective.py), are launched in the order of (round, phase,
     bucket), never in the order of arrivals; batch b of a payload is launched when b - 1 of it has been.
 R3  A batch holds all peers at once; different rounds and phases never share one.
 R4  At most 256 operations per batch (`Communicator.batch`).
@@ -153,9 +153,9 @@ class BatchedPath(CliquePath):
         self._rounds.put(_Round(key, plans, sending, coming, self._marked()))
         return frozenset(dropped)
 
-    def _launch_call(self, turn: CollectiveCall) -> None:
-        turn.ready = self._marked()
-        self._rounds.put(turn)
+    def _launch_call(self, call: CollectiveCall) -> None:
+        call.ready = self._marked()
+        self._rounds.put(call)
 
     def _coming_from(self, uid: int, key: ExchangeKey) -> _Coming:
         plans = self._inbox.plans[key[1]]
@@ -224,11 +224,11 @@ class BatchedPath(CliquePath):
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self._device))
 
-    def _launch_calls(self, turn: CollectiveCall) -> None:
+    def _launch_calls(self, call: CollectiveCall) -> None:
         """Bucket by bucket like batches, in the same order of (round, phase): R2."""
-        for launch in turn.launches:
+        for launch in call.launches:
             work = launch()
-            self._launched.put(lambda work=work: self._called(turn, work))  # type: ignore[misc]
+            self._launched.put(lambda work=work: self._called(call, work))  # type: ignore[misc]
 
     def _launch(self, each: _Round) -> None:
         if self._has_header(each.key[1]):
@@ -288,9 +288,9 @@ class BatchedPath(CliquePath):
             elif bucket + 1 == len(coming.parts):
                 self._complete(each, coming)
 
-    def _called(self, turn: CollectiveCall, work: Any) -> None:
+    def _called(self, call: CollectiveCall, work: Any) -> None:
         self._communicator.wait([work])
-        self._call_over(turn)
+        self._call_over(call)
 
     def _complete(self, each: _Round, coming: _Coming) -> None:
         self._count_received(coming.uid, each.key[1], coming.totals, len(coming.parts))

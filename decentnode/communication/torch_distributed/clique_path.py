@@ -81,16 +81,16 @@ class CliquePath(abc.ABC):
         return self._calls.scatters
 
     @abc.abstractmethod
-    def _launch_call(self, turn: CollectiveCall) -> None:
+    def _launch_call(self, call: CollectiveCall) -> None:
         """Not blocking: launch, then tell `_call_over` of every launch that is over."""
 
-    def _call_over(self, turn: CollectiveCall) -> None:
-        """A waiting thread: the next launch of a turn is over."""
-        if turn.ends:
+    def _call_over(self, call: CollectiveCall) -> None:
+        """A waiting thread: the next launch of a call is over."""
+        if call.ends:
             for uid in self.peers:
-                turn.count(self._counters.edge(uid))
+                call.count(self._counters.edge(uid))
             self._expecting(-1)
-        turn.came()
+        call.came()
 
     @abc.abstractmethod
     def leave(self, clean: bool) -> None:

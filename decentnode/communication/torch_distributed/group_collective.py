@@ -71,7 +71,7 @@ class CollectiveCall:
     def load(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> CollectiveCall:
         """Training thread: copy what is sent, and let the inbox know what is to come."""
         if any(payload.scalars for payload in outgoing.values()):
-            raise ValueError("payloads of a circle must have no scalars")
+            raise ValueError("payloads of an averaging group must have no scalars")
         {"all_reduce": self._load_sum, "reduce_scatter": self._load_parts, "all_gather": self._load_all}[self._kind](
             group, outgoing
         )

@@ -51,14 +51,14 @@ class TaggedPath(CliquePath):
                     self._send(payload, open_, key)
         return frozenset(dropped)
 
-    def _launch_call(self, turn: CollectiveCall) -> None:
+    def _launch_call(self, call: CollectiveCall) -> None:
         line = self._clique.line(self._clique.uid, out=False)
-        for launch in turn.launches:
+        for launch in call.launches:
             wait = self._clique.call(launch)
 
             def over(wait: Callable[[], object] = wait) -> None:
                 wait()
-                self._call_over(turn)
+                self._call_over(call)
 
             line.put(over)
 

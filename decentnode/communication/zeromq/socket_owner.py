@@ -1,8 +1,8 @@
 """Who is at the sockets: the I/O thread, or the training thread while it waits for what they bring.
 
 A message that the training thread waits for wakes it directly then, without a detour through the I/O thread. It keeps
-the helm over short absences, as it comes back soon in small rounds; the I/O thread looks after it and takes the helm
-back as soon as the training thread has stayed away for a nap.
+the sockets over short absences, as it comes back soon in small rounds; the I/O thread looks after it and takes the
+sockets back as soon as the training thread has stayed away for a nap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SocketOwner:
         self._wake = wake
         self._mutex = threading.Lock()
         self._guest = False
-        """Whether the helm is the training thread's."""
+        """Whether the sockets are the training thread's."""
         self.inside = self.asked = False
         """Whether the training thread is at the sockets now; whether it waits to be."""
         self._visits = 0
@@ -36,14 +36,14 @@ class SocketOwner:
         self._napping = self._long = self.closed = False
 
     def close(self) -> None:
-        """Any thread: from now on the helm is the I/O thread's, as soon as the training thread leaves it."""
+        """Any thread: from now on the sockets are the I/O thread's, as soon as the training thread leaves it."""
         self.closed = True
         self.rouse()
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def take(self, timeout_seconds: float) -> bool:
-        """Blocking: whether the helm became the caller's in time; if so, `leave` has to follow."""
+        """Blocking: whether the sockets became the caller's in time; if so, `leave` has to follow."""
         if self.closed:
             time.sleep(min(timeout_seconds, NAP_SECONDS))
             return False
@@ -63,7 +63,7 @@ class SocketOwner:
         return self._withdraw()
 
     def recall(self) -> None:
-        """Any thread: the caller of `take` has no reason to wait for the helm any more."""
+        """Any thread: the caller of `take` has no reason to wait for the sockets any more."""
         if self.asked:
             with self._mutex:
                 if self.asked:
@@ -71,14 +71,14 @@ class SocketOwner:
                     self._given.release()
 
     def _withdraw(self) -> bool:
-        """Ask no more; whether the helm was given before."""
+        """Ask no more; whether the sockets were given before."""
         with self._mutex:
             self.asked = False
             self._given.acquire(blocking=False)
             return self._guest
 
     def leave(self) -> None:
-        """The caller goes away from the sockets, and keeps the helm if it comes back soon."""
+        """The caller goes away from the sockets, and keeps the sockets if it comes back soon."""
         with self._mutex:
             self.inside = False
             rouse = self._long
@@ -94,7 +94,7 @@ class SocketOwner:
     # -- I/O thread -------------------------------------------------------------------------------------------
 
     def give(self) -> bool:
-        """Whether the training thread asked for the helm, and has it now."""
+        """Whether the training thread asked for the sockets, and has it now."""
         if not self.asked:
             return False
         with self._mutex:
@@ -130,9 +130,9 @@ class SocketOwner:
 class SocketDoorbell:
     """What a training thread sleeps on whose neighbors are behind sockets: the sockets themselves."""
 
-    def __init__(self, helm: SocketOwner, wake: Callable[[], None], work: Callable[[float], None]) -> None:
+    def __init__(self, owner: SocketOwner, wake: Callable[[], None], work: Callable[[float], None]) -> None:
         """work(seconds): wait at the sockets for no longer, and take in what comes."""
-        self._helm, self._wake, self._work = helm, wake, work
+        self._owner, self._wake, self._work = owner, wake, work
         self.rung = False
         """Whether there is something for the training thread to look at, so that it should come back."""
         self._listener = 0
@@ -141,18 +141,18 @@ class SocketDoorbell:
         """Any thread."""
         self.rung = True
         if threading.get_ident() != self._listener:
-            self._helm.recall()
-            if self._helm.inside:
+            self._owner.recall()
+            if self._owner.inside:
                 self._wake()
 
     def listen(self, timeout_seconds: float) -> None:
         """Training thread: until rung."""
         deadline = time.monotonic() + timeout_seconds
         self._listener = threading.get_ident()
-        if not self.rung and self._helm.take(timeout_seconds):
+        if not self.rung and self._owner.take(timeout_seconds):
             try:
-                while not (self.rung or self._helm.closed) and (remaining := deadline - time.monotonic()) > 0:
+                while not (self.rung or self._owner.closed) and (remaining := deadline - time.monotonic()) > 0:
                     self._work(remaining)
             finally:
-                self._helm.leave()
+                self._owner.leave()
         self.rung = False
