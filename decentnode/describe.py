@@ -25,6 +25,7 @@ from decentnode.config.component import Config, Section, Settings, load_class, n
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
+from decentnode.experiment.loading import RENAMED
 from decentnode.experiment.tree import Experiment, RunConfig
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.mapping import MAPPINGS
@@ -146,6 +147,8 @@ def describe(kind: str, name: str) -> ComponentInfo:
 
 def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
     """What "sharing.choco", "node" or, with a key behind, "sharing.choco.fraction" names. Raises UsageError."""
+    if path in RENAMED:
+        raise UsageError(f"{path} is called {path.partition('.')[0]}.{RENAMED[path]} now")
     kind, _, rest = path.partition(".")
     if kind in TABLES and not rest:
         listed = ", ".join(names(kind))

@@ -110,3 +110,8 @@ def test_commands() -> None:
     assert "default 60" in run("explain", "node.rounds")
     assert json.loads(run("explain", "node.rounds", "--json"))["type"] == "integer"
     assert "has no keys" not in run("explain", "mapping.table")
+
+
+def test_a_key_under_its_former_name_is_told_with_its_present_one() -> None:
+    with pytest.raises(UsageError, match=r"node\.mix_behind is called node\.mix_in_background now"):
+        find("node.mix_behind")
