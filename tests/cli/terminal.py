@@ -58,6 +58,8 @@ def in_terminal(command: Sequence[str], folder: Path, environ: dict[str, str]) -
 
     def take_over() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        for number in (signal.SIGINT, signal.SIGQUIT):  # as a shell does; jobs in the background, such as a run of the
+            signal.signal(number, signal.SIG_DFL)  # tests, have them ignored, and children inherit that
 
     process = subprocess.Popen(
         command, cwd=folder, env=environ, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
