@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import AveragingGroup, CommunicationConfig, Counters, Exchange, Schema
+from decentnode.communication.receive.chunking import mismatch
 from decentnode.communication.receive.inbox import ExchangeKey, Inbox
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.routing import Routing
@@ -76,8 +77,8 @@ class PathContext:
     """What to hold while a tensor is sent from where it lies; None where it has to be copied first."""
     barrier: Callable[[str, float], None]
     """Blocking, (name, timeout_seconds): until every member called it with the same name."""
-    gather: Callable[[str, float, float], list[float]]
-    """Blocking, (key, own value, timeout_seconds): the values of all uids, 0 of those that are no members."""
+    gather: Callable[[str, int, float], list[int]]
+    """Blocking, (key, own value, timeout_seconds): small numbers of all uids, 0 of those that are no members."""
     host_of: Callable[[int], str]
     """The host at which another node listens, as the mapping says it."""
     send: Callable[..., None]
@@ -100,19 +101,12 @@ class PathContext:
 
         Raises PeerFault, and calls let_go, when it is not what the schema says: nothing from a peer is trusted.
         """
-        try:
-            if not 0 <= key[1] < len(self.schemas) or key[0] < 0:
-                raise PeerFault("wrong_shape", f"phase {key[1]} of round {key[0]} from {source}")
-            plans = self.inbox.plans[key[1]]
-            if list(tensors) != [plan.name for plan in plans]:
-                raise PeerFault("wrong_shape", f"tensors {list(tensors)} from {source}")
-            for plan in plans:
-                tensor = tensors[plan.name]
-                if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
-                    raise PeerFault("wrong_shape", f"{plan.name}: {list(tensor.shape)} {tensor.dtype} from {source}")
-        except PeerFault:
+        round, phase = key
+        known = round >= 0 and 0 <= phase < len(self.schemas)
+        wrong = mismatch(self.inbox.plans[phase], tensors) if known else f"is of phase {phase} of round {round}"
+        if wrong:
             let_go()
-            raise
+            raise PeerFault("wrong_shape", f"a payload of {source} {wrong}")
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self.inbox.put_landing(key, source, list(tensors.values()), scalars or {}, let_go):
             edge = self.counters.edge(source)
@@ -209,9 +203,10 @@ class Paths:
         over ZeroMQ, which reaches every member."""
         self._chunks = chunks
         self.opened, self.reached = dict(opened), dict(reached)
-        ordered = sorted(self.opened, key=lambda name: not self.opened[name].leaves_chunks)
-        self._first = [(opened[n], reached[n]) for n in ordered if opened[n].leaves_chunks and reached[n]]
-        self._last = [(opened[n], reached[n]) for n in ordered if not opened[n].leaves_chunks and reached[n]]
+        used = [(path, reached[name]) for name, path in opened.items() if reached[name]]
+        self._first = [(path, uids) for path, uids in used if path.leaves_chunks]
+        self._last = [(path, uids) for path, uids in used if not path.leaves_chunks]
+        self._by_last = frozenset(uid for _, uids in self._last for uid in uids)
         self._path_of = {uid: self.opened[name] for name, uids in peers.items() for uid in uids}
 
     def of(self, kind: type[AnyPath]) -> AnyPath:
@@ -236,8 +231,7 @@ class Paths:
             if rest:
                 dropped.update(self._chunks.send(key, rest, ()).dropped)
             return dropped
-        theirs = {uid for _, reached in self._last for uid in reached}
-        by_chunks = {uid: p for uid, p in rest.items() if uid not in theirs}
+        by_chunks = {uid: p for uid, p in rest.items() if uid not in self._by_last}
         if by_chunks:
             dropped.update(self._chunks.send(key, by_chunks, ()).dropped)
         for path, reached in self._last:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from decentnode.config.component import Config, load_class, section
+from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, problem
 from decentnode.errors import ConfigError, UsageError
-from decentnode.experiment.tree import DERIVED, Experiment
+from decentnode.experiment.tree import Experiment
 from decentnode.mapping import MAPPINGS
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing

@@ -14,6 +14,7 @@ import pydantic
 
 from decentnode.config.component import look_beside
 from decentnode.config.problems import explain
+from decentnode.config.run_files import CODE
 from decentnode.config.yaml_source import Item, Location, assignments, merge, parse, problem, read, replace
 from decentnode.errors import ConfigError
 from decentnode.experiment import derived
@@ -24,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 RENAMED = {"communication.at_once": "use_collectives", "node.mix_behind": "mix_in_background"}
 """Keys that had another name in the version before, and their names now: read with a hint until the next version."""
-
-CODE = "code"
-"""Folder in a run directory for the modules of the user's own that the run imported."""
 
 
 def load(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from decentnode.config.run_files import DERIVED
 from decentnode.experiment.derived import FINDERS
-from decentnode.experiment.tree import DERIVED, Experiment
+from decentnode.experiment.tree import Experiment
 
 
 def schema_text() -> str:

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import CommunicationConfig
 from decentnode.config.component import Config, Settings, load_class, section
+from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
 from decentnode.data import DATASETS
 from decentnode.graph import GRAPHS, WEIGHTS
@@ -30,9 +31,6 @@ from decentnode.training import TRAININGS
 
 DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full", "communication": "auto"}
 """The component of a section that is not written, or written without a name."""
-
-DERIVED = "derived"
-"""The key of resolved files that lists the values that follow from others (derived.py)."""
 
 NOT_IN_DIGEST = frozenset(
     (

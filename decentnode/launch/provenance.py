@@ -22,6 +22,7 @@ from typing import Any
 
 import decentnode
 from decentnode import __version__
+from decentnode.config.run_files import CODE
 from decentnode.metrics.summary import write_atomic
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "SLURM_JOB_ID", "SLURM_NODEID", "RANK")
@@ -127,10 +128,6 @@ def write(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> None:
     for name, text in (("git.txt", state), ("git.diff", diff)):
         if text:
             write_atomic(run_dir / name, text)
-
-
-CODE = "code"
-"""The folder in the run directory; `experiment.load` looks there first (see experiment/loading.py)."""
 
 
 def local_modules() -> dict[str, str]:

@@ -11,11 +11,10 @@ from typing import Any
 
 import yaml
 
+from decentnode.config.run_files import DERIVED
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
 
-DERIVED = "derived"
-"""Lists the keys, or sections, that the run found a value for as its config left them out."""
 NO_PART_OF_IT = ("seed", "name", "run", DERIVED)
 """Keys that do not make another experiment: the seed, the name, and the place of the results (`run`)."""
 EDGES = "graph.edges"

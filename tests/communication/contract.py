@@ -76,23 +76,30 @@ def nodes(
     **options: object,
 ) -> Iterator[list[Communication]]:
     """n started nodes; closed at the end."""
-    made: list[Communication] = []
     with tempfile.TemporaryDirectory(prefix="dn") as folder:
         if transport == "inproc":
             hub = Hub(n)
-            made = [Inproc(Inproc.Config(name="inproc"), uid=u, hub=hub, schemas=schemas) for u in range(n)]
+            made: list[Communication] = [
+                Inproc(Inproc.Config(name="inproc"), uid=u, hub=hub, schemas=schemas) for u in range(n)
+            ]
         else:
-            transports = make(transport, n, schemas, Path(folder), digests, device, **options)
-            addresses = {t.uid: t.bind() for t in transports}
-            for t in transports:
-                t.set_peers(addresses)
-            made = list(transports)
-        try:
-            if start:
-                together(made, lambda node: node.start(60))
+            made = list(make(transport, n, schemas, Path(folder), digests, device, **options))
+        with connected(made, start):
             yield made
-        finally:
-            together(made, lambda node: node.close())
+
+
+@contextlib.contextmanager
+def connected(made: Sequence[Communication], start: bool = True) -> Iterator[None]:
+    """Nodes that know where the others listen, and have started unless told otherwise; closed at the end."""
+    addresses = {node.uid: bound for node in made if (bound := node.bind()) is not None}
+    for node in made:
+        node.set_peers(addresses)
+    try:
+        if start:
+            together(made, lambda node: node.start(60))
+        yield
+    finally:
+        together(made, lambda node: node.close())
 
 
 def together(

@@ -19,7 +19,7 @@ from decentnode.communication.routing import Routing
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
-from tests.communication.contract import flat_schema, gossip, nodes, together
+from tests.communication.contract import connected, flat_schema, gossip, nodes
 from tests.communication.receive.test_exchange import reference
 
 TWO_MACHINES = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1}
@@ -154,15 +154,8 @@ def test_a_machine_with_one_node_starts_beside_one_with_shared_memory() -> None:
                    bind=BindPlan(Path(folder)))
             for u in range(3)
         ]  # fmt: skip
-        addresses = {node.uid: node.bind() for node in made}
-        for node in made:
-            node.set_peers(addresses)
-        try:
-            together(made, lambda node: node.start(60))
+        with connected(made):
             models = gossip(made, 9, torch.float32, 2)
-        finally:
-            for node in made:
-                node.close()
     assert all(torch.equal(a, b) for a, b in zip(models, reference(3, 9, torch.float32, 2), strict=True))
 
 
@@ -176,16 +169,9 @@ def test_a_clique_across_machines_meets_at_the_address_of_its_first_node() -> No
                bind=BindPlan(host=f"127.0.0.{m + 1}"))
         for u, m in machine_of.items()
     ]  # fmt: skip
-    addresses = {node.uid: node.bind() for node in made}
-    for node in made:
-        node.set_peers(addresses)
-    try:
-        together(made, lambda node: node.start(60))
+    with connected(made):
         assert [sorted(node.parts.paths.reached["collective"]) for node in made] == [[], [2, 3], [1, 3], [1, 2]]
         models = gossip(made, 1000, torch.float32, 3)
-    finally:
-        for node in made:
-            node.close()
     assert all(torch.equal(a, b) for a, b in zip(models, reference(4, 1000, torch.float32, 3), strict=True))
 
 

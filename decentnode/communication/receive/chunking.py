@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,19 @@ def plans(schema: Schema, chunk_bytes: int) -> tuple[TensorPlan, ...]:
     return tuple(
         TensorPlan(name, spec, chunk_elements(chunk_bytes, spec.dtype)) for name, spec in schema.tensors.items()
     )
+
+
+def mismatch(plans: tuple[TensorPlan, ...], tensors: Mapping[str, Tensor]) -> str:
+    """What is wrong with a payload's tensors, as "must be ..., got ..."; empty where they are what the schema says."""
+    names = [plan.name for plan in plans]
+    if list(tensors) != names:
+        return f"must have tensors {names}, got {list(tensors)}"
+    for plan in plans:
+        tensor = tensors[plan.name]
+        if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
+            return (f"{plan.name!r} must be [{plan.spec.max_elements}] {plan.spec.dtype}, "
+                    f"got {list(tensor.shape)} {tensor.dtype}")  # fmt: skip
+    return ""
 
 
 def from_buffer(buffer: memoryview, dtype: torch.dtype) -> Tensor:

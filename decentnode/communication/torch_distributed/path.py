@@ -52,23 +52,23 @@ class TorchDistributedPath(Path):
         on a free port; all port numbers travel in one mean."""
         context = self.context
         members = context.routing.joined(context.routing.clique_of(context.uid))
-        first, port = members[0] if members else -1, 0.0
+        first, port = members[0] if members else -1, 0
         if context.uid in members:
             host, via = self._store_host(members)
             if context.uid == first and self._store_file(members) is None:
                 self._store = server = listen(via, timeout_seconds)
-                port = float(server.port)
+                port = server.port
         ports = context.gather("cliques/stores", port, timeout_seconds)
         reached: frozenset[int] = frozenset()
         if context.uid in members:
             others = tuple(uid for uid in members if uid != context.uid)
             try:
                 with context.state.waits_for(others):
-                    self.clique = self._join(host, round(ports[first]), members, via, timeout_seconds)
+                    self.clique = self._join(host, ports[first], members, via, timeout_seconds)
             except RuntimeError as error:
                 raise AssemblyError(
                     f"node {context.uid} could not join the communicator of nodes {', '.join(map(str, members))} at "
-                    f"{host}:{round(ports[first])}: {error}", [context.uid],
+                    f"{host}:{ports[first]}: {error}", [context.uid],
                 ) from error
             reached = peers & self.clique.peers
         context.barrier("cliques/joined", timeout_seconds)

@@ -78,12 +78,11 @@ class GenerationPaths:
         """
         run = self._run
         routing = self.routing(timeout_seconds)
-        members = run.session.members
-        peers = {name: frozenset(uid for uid in members if uid != run.uid and routing.path(run.uid, uid) == name)
-                 for name in routing.names()}  # fmt: skip
-        others = [routing.path(run.uid, uid) for uid in members if uid != run.uid]
-        if run.sender.staging is None and {"zeromq", "shared_memory", "collective"}.intersection(others):
-            self._take_pinned("zeromq" in others)
+        taken = {uid: routing.path(run.uid, uid) for uid in run.session.members if uid != run.uid}
+        peers = {name: frozenset(uid for uid, path in taken.items() if path == name) for name in routing.names()}
+        used = set(taken.values())
+        if run.sender.staging is None and not used.isdisjoint(("zeromq", "shared_memory", "collective")):
+            self._take_pinned("zeromq" in used)
         leases = Leases()
         classes: dict[type[Path], list[str]] = {}
         for name in peers:
@@ -113,9 +112,8 @@ class GenerationPaths:
         cliques = tuple(tuple(uid for uid in clique if uid in members) for clique in routing.cliques)
         routing = dataclasses.replace(routing, cliques=cliques)
         if run.config.looks_for_gpus(routing):
-            found = self._gather("cliques/gpus", float(gpu_number(run.inbox.device)), timeout_seconds)
-            gpus = {uid: round(gpu) for uid, gpu in enumerate(found) if round(gpu)}
-            routing = dataclasses.replace(routing, gpu=gpus)
+            found = self._gather("cliques/gpus", gpu_number(run.inbox.device), timeout_seconds)
+            routing = dataclasses.replace(routing, gpu={uid: gpu for uid, gpu in enumerate(found) if gpu})
         return routing
 
     def _context(
@@ -135,12 +133,12 @@ class GenerationPaths:
             refuse=run.links.refuse,
         )  # fmt: skip
 
-    def _gather(self, key: str, value: float, timeout_seconds: float) -> list[float]:
-        """Blocking: a small whole number of every node, by uid; all of them travel in one mean."""
+    def _gather(self, key: str, value: int, timeout_seconds: float) -> list[int]:
+        """Blocking: a small number of every node, by uid; all of them travel in one mean."""
         values = torch.zeros(len(self._run.machine_of), dtype=torch.float64)
         values[self._run.uid] = value
         mean, contributors = self._collectives.mean(key, values, closing=True).wait(timeout_seconds)
-        return [float(round(each)) for each in (mean * contributors).tolist()]
+        return [round(each) for each in (mean * contributors).tolist()]
 
     def take(self, message: Slot) -> None:
         """I/O thread: an admitted doorbell that came over ZeroMQ. Raises PeerFault when there is no such payload."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from torch import Tensor
 
 from decentnode.communication.base import Counters
-from decentnode.communication.receive.chunking import TensorPlan, to_bytes
+from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
 from decentnode.communication.run_state import RunState
 from decentnode.communication.zeromq.config import ZeroMQConfig
@@ -72,19 +72,11 @@ class Sender:
             self._status.silent.discard(uid)
             self._status.notify()
 
-    def checked(self, payload: Payload, phase: int) -> tuple[TensorPlan, ...]:
-        """The plans of a payload that is what the schema says. Raises ValueError: our own fault."""
-        plans = self._plans[phase]
-        if list(payload.tensors) != [plan.name for plan in plans]:
-            raise ValueError(f"payload must have tensors {[p.name for p in plans]}, got {list(payload.tensors)}")
-        for plan in plans:
-            tensor = payload.tensors[plan.name]
-            if tensor.dtype != plan.spec.dtype or tensor.dim() != 1 or not plan.accepts(tensor.numel()):
-                raise ValueError(
-                    f"payload {plan.name!r} must be [{plan.spec.max_elements}] {plan.spec.dtype}, "
-                    f"got {list(tensor.shape)} {tensor.dtype}"
-                )
-        return plans
+    def checked(self, payload: Payload, phase: int) -> None:
+        """Raises ValueError, as our own fault, for a payload that is not what the schema says."""
+        wrong = mismatch(self._plans[phase], payload.tensors)
+        if wrong:
+            raise ValueError(f"payload {wrong}")
 
     def send_chunks(
         self, payload: Payload, uids: list[int], round: int, phase: int, lease_of: Callable[[Tensor], object]

@@ -23,7 +23,7 @@ from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import PROTOCOL_VERSION, Ack, Arrive, Chunk, Hello, Key, Message, Probe, Stop
 from decentnode.wire.session import Session
-from tests.communication.contract import NETWORKED, TRANSPORTS, flat_schema, gossip, nodes, together, values
+from tests.communication.contract import NETWORKED, TRANSPORTS, connected, flat_schema, gossip, nodes, together, values
 from tests.conftest import free_ports, wait_until
 
 
@@ -206,9 +206,6 @@ def test_a_peer_that_never_comes_is_named_with_its_machine() -> None:
 
 def test_a_node_with_another_config_is_refused_by_name() -> None:
     first, second = lone(0, 2), lone(1, 2, digest="other")
-    table = {0: first.bind(), 1: second.bind()}
-    for node in (first, second):
-        node.set_peers(table)
 
     def run(node: Communication) -> None:
         says = "node 1 was refused: .*another config or graph" if node.uid else r"did not join.*another config or graph"
@@ -217,11 +214,8 @@ def test_a_node_with_another_config_is_refused_by_name() -> None:
         if node.uid:
             first._io.call(first._give_up)  # as when its time is over
 
-    try:
+    with connected([first, second], start=False):
         together([first, second], run)
-    finally:
-        first.close()
-        second.close()
 
 
 def test_a_port_in_use_is_an_environment_fault() -> None:
