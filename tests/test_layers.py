@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "decentnode"
 
 FLOORS: list[list[str]] = [
-    ["errors", "logs", "rng", "tensors", "payload", "native"],
+    ["errors", "logs", "rng", "tensors", "payload", "native", "clock"],
     ["config", "mixing"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "metrics"],
     ["sharing", "training", "communication"],

@@ -1,0 +1,29 @@
+"""The one clock: virtual time moves when told to and serves every reader of time."""
+
+import time
+
+import pytest
+
+from decentnode import clock
+
+
+def test_virtual_time_moves_only_when_told_to() -> None:
+    with clock.use(clock.VirtualClock(wall=1000.0)) as virtual:
+        assert isinstance(virtual, clock.VirtualClock)
+        assert (clock.now(), clock.wall()) == (0.0, 1000.0)
+        clock.sleep(3600.0)
+        assert (clock.now(), clock.wall()) == (3600.0, 4600.0)
+        virtual.advance_to(4000.0)
+        assert clock.now() == 4000.0
+        with pytest.raises(ValueError, match="must not go back"):
+            virtual.advance_to(3999.0)
+        assert clock.now() == 4000.0
+
+
+def test_the_machines_clock_is_back_after_virtual_time() -> None:
+    with pytest.raises(RuntimeError), clock.use(clock.VirtualClock()):
+        raise RuntimeError
+    before = time.monotonic()
+    assert before <= clock.now() <= time.monotonic()
+    before = time.time()
+    assert before <= clock.wall() <= time.time()
