@@ -10,6 +10,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
 
 class Clock(abc.ABC):
@@ -65,6 +66,7 @@ class VirtualClock(Clock):
         self._now = now
 
 
+C = TypeVar("C", bound=Clock)
 _clock: Clock = RealClock()
 
 
@@ -89,7 +91,7 @@ def cpu() -> float:
 
 
 @contextlib.contextmanager
-def use(clock: Clock) -> Iterator[Clock]:
+def use(clock: C) -> Iterator[C]:
     """Within it, this clock is the process's."""
     global _clock
     before, _clock = _clock, clock

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
-import time
+from datetime import UTC, datetime
 from pathlib import Path
 
-FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s {who} %(name)s: %(message)s"
+from decentnode import clock
+
+FORMAT = "%(asctime)s %(levelname)-7s {who} %(name)s: %(message)s"
+
+
+class _Formatter(logging.Formatter):
+    """Takes the time of a line from the project's clock; logging itself reads the machine's."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002
+        return datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 
 def set_up(who: str, path: Path | None = None, level: int = logging.INFO) -> None:
     """Send the log of the `decentnode` tree to `path` (appended, line by line) or to stderr, in UTC."""
     handler: logging.Handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler()
-    formatter = logging.Formatter(FORMAT.format(who=who), datefmt="%Y-%m-%dT%H:%M:%S")
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler.setFormatter(_Formatter(FORMAT.format(who=who)))
     root = logging.getLogger("decentnode")
     for old in root.handlers[:]:
         root.removeHandler(old)

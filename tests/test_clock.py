@@ -1,6 +1,9 @@
 """The one clock: virtual time moves when told to and serves every reader of time."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,6 @@ from decentnode import clock
 
 def test_virtual_time_moves_only_when_told_to() -> None:
     with clock.use(clock.VirtualClock(wall=1000.0)) as virtual:
-        assert isinstance(virtual, clock.VirtualClock)
         assert (clock.now(), clock.wall()) == (0.0, 1000.0)
         clock.sleep(3600.0)
         assert (clock.now(), clock.wall()) == (3600.0, 4600.0)
@@ -27,3 +29,20 @@ def test_the_machines_clock_is_back_after_virtual_time() -> None:
     assert before <= clock.now() <= time.monotonic()
     before = time.time()
     assert before <= clock.wall() <= time.time()
+
+
+@pytest.mark.parametrize("source", [
+    "import time\nprint(time.monotonic())\n",
+    "from time import sleep\nsleep(1.0)\n",
+    "from datetime import datetime\nprint(datetime.now())\n",
+    "import datetime as dates\nprint(dates.date.today())\n",
+])  # fmt: skip
+def test_no_other_module_reads_time_or_sleeps(source: str) -> None:
+    """What the linter of the project says to such a source, as a file of the package and as one of its tests."""
+    root = Path(__file__).parents[1]
+    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", "-"]
+    for name, told in (("decentnode/node/fresh.py", True), ("tests/node/test_fresh.py", False)):
+        ran = subprocess.run(
+            [*ruff, f"--stdin-filename={name}"], input=source, cwd=root, capture_output=True, text=True, timeout=60
+        )
+        assert ("TID251" in ran.stdout and "decentnode.clock" in ran.stdout) is told, ran.stdout + ran.stderr

@@ -23,7 +23,7 @@ FLOORS: list[list[str]] = [
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SIDEWAYS = {  # within one floor, in this direction only
-    ("training", "models"), ("__main__", "cli"),
+    ("training", "models"), ("__main__", "cli"), ("logs", "clock"),
 }  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))

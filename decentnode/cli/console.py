@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from decentnode import clock
 from decentnode.cli.output import Output, OutputKind
 from decentnode.launch.messages import Facts, Failed
 from decentnode.launch.observer import Observer, names
@@ -100,8 +100,8 @@ class ConsoleObserver(Observer):
             self.say(label, text)
 
     def waiting(self, text: str) -> None:
-        if self.console.is_terminal or time.monotonic() - self._line_at > 5:
-            self._line_at = time.monotonic()
+        if self.console.is_terminal or clock.now() - self._line_at > 5:
+            self._line_at = clock.now()
             self.say("waiting", f"for {text}", kind=OutputKind.PROGRESS)
 
     def joined(self, seconds: float) -> None:
@@ -113,7 +113,7 @@ class ConsoleObserver(Observer):
     def _begin(self, what: str) -> None:
         assert self._state is not None
         self.say("nodes", what)
-        self._line_at = time.monotonic()
+        self._line_at = clock.now()
         self._joined = True
         self._begin_live()
 
@@ -133,11 +133,11 @@ class ConsoleObserver(Observer):
             self._say_line(self._state.evaluation_line(again=round <= self._said_round), round)
 
     def _say_line(self, line: str, round: int) -> None:
-        self._line_at, self._said_round = time.monotonic(), max(self._said_round, round)
+        self._line_at, self._said_round = clock.now(), max(self._said_round, round)
         self._print(escape(line), kind=OutputKind.PROGRESS)
 
     def tick(self) -> None:
-        now = time.monotonic()
+        now = clock.now()
         if self._live is not None:
             if self.output.behind or not self.output.foreground:
                 return  # a frame is drawn over the last one, which must have been taken
@@ -150,11 +150,11 @@ class ConsoleObserver(Observer):
 
     def _draw(self, now: float) -> None:
         assert self._state is not None and self._live is not None
-        began = time.process_time()
+        began = clock.cpu()
         rows = max(4, self.console.size.height - 8)
         self._live.update(live_table(self._state, now - self.started, self._note, rows), refresh=True)
-        self._drawn, self._changed = time.monotonic(), False
-        self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (time.process_time() - began))
+        self._drawn, self._changed = clock.now(), False
+        self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (clock.cpu() - began))
 
     def notice(self, text: str) -> None:
         self.say("note", text, "yellow")

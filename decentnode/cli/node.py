@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from decentnode import clock
 from decentnode.cli import start
 from decentnode.errors import EnvironmentFault, UsageError
 
@@ -34,7 +34,7 @@ def command(
     run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,  # noqa: ARG001
 ) -> None:
     """Run node N of CONFIG in this process. Every node needs a port in the mapping (mapping.base_port)."""
-    started = time.monotonic() - start.since_start()
+    started = clock.now() - start.since_start()
     from decentnode.experiment import load
     from decentnode.launch.messages import Request, Task
     from decentnode.launch.node_process import Link, run_node
@@ -64,7 +64,7 @@ def command(
 
     code = run_node(task, Link(send, _stop_on_signals, dict))
     if uid == 0:
-        wall = time.monotonic() - started
+        wall = clock.now() - started
         _summarize(facts, ledger, code, directory, told, Durations(told.joined_after(started), wall), as_json)
     told.drain()
     ctx.exit(code)
@@ -126,7 +126,7 @@ class _Teller:
         from decentnode.launch.messages import Failed, NodeJoined, Progress
 
         if isinstance(message, NodeJoined):
-            self._joined = time.monotonic()
+            self._joined = clock.now()
             connected = "ready, asks the run to let it in" if self._join else "all nodes connected"
             self._echo(connected, OutputKind.LINE)
         elif isinstance(message, Progress):

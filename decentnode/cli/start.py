@@ -8,13 +8,13 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from decentnode import clock
 from decentnode.launch.messages import Request
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def since_start() -> float:
     """
     age = _process_age()
     with contextlib.suppress(ValueError):
-        said = time.time() - float(os.environ.pop("DECENTNODE_STARTED", "nan").replace(",", "."))
+        said = clock.wall() - float(os.environ.pop("DECENTNODE_STARTED", "nan").replace(",", "."))
         if 0 <= said <= age:
             return said
     return age
@@ -121,7 +121,7 @@ def again(request: Request, outcome: Outcome) -> list[str]:
 
 def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False) -> int:
     """Run this machine's share to its end and print its progress and results. Returns the exit code. Blocking."""
-    started = time.monotonic() - since_start()
+    started = clock.now() - since_start()
     from decentnode.launch import forkserver
 
     forkserver.start()  # imports torch while this process gets ready

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 
 import click
 
+from decentnode import clock
 from decentnode.errors import UsageError
 
 
@@ -39,6 +39,6 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
         return
     with Live(table(found, edges), console=console, refresh_per_second=2) as live:
         while going(found):
-            time.sleep(1.0)
+            clock.sleep(1.0)
             found = read(path) or found
             live.update(table(found, edges))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from decentnode import clock
 from decentnode.errors import Regrouping
 
 STOPPING_TIMEOUT_SECONDS = 10.0
@@ -37,7 +37,7 @@ class _Waiting(contextlib.AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         waiting, self._status.waiting = self._status.waiting, None
         if waiting is not None:
-            self._status.waited_seconds += time.monotonic() - waiting[1]
+            self._status.waited_seconds += clock.now() - waiting[1]
 
 
 @dataclass
@@ -97,7 +97,7 @@ class RunState:
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
         """Training thread: a wait, if it comes to one until the context ends, is for these."""
-        self.waiting = (tuple(uids), time.monotonic())
+        self.waiting = (tuple(uids), clock.now())
         return self._until
 
     def patience(self, timeout_seconds: float) -> float:

@@ -11,7 +11,6 @@ import resource
 import shutil
 import statistics
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import msgpack
 import psutil
 import zmq
 
+from decentnode import clock
 from decentnode.build import machines_of, make_model, schemas_of, threads_of
 from decentnode.communication.shared_memory.layout import Layout
 from decentnode.communication.shared_memory.segment import FOLDER
@@ -184,7 +184,7 @@ class Desk:
             kind, number, payload = question
             if kind == "done" and isinstance(payload, int):
                 self.done.add(payload)
-            reply = {"time": time.time(), "ping": None, "block": None, "done": None, "who": self._machine}.get(kind)
+            reply = {"time": clock.wall(), "ping": None, "block": None, "done": None, "who": self._machine}.get(kind)
             self._router.send_multipart([who, msgpack.packb([kind, number, reply])])
 
 
@@ -214,12 +214,12 @@ class Patient:
         """Ask a question. Returns (answer, seconds of the round trip), or None when no answer came in time.
         Blocking."""
         self._number += 1
-        started = time.perf_counter()
+        started = clock.now()
         self._socket.send(msgpack.packb([kind, self._number, payload]))
-        while (left := started + timeout_seconds - time.perf_counter()) > 0 and self._socket.poll(int(1000 * left) + 1):
+        while (left := started + timeout_seconds - clock.now()) > 0 and self._socket.poll(int(1000 * left) + 1):
             answer = _unpack(self._socket.recv())
             if answer is not None and answer[0] == kind and answer[1] == self._number:
-                return answer[2], time.perf_counter() - started
+                return answer[2], clock.now() - started
         return None
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
     own = first[machine]
     assert own.port is not None
     others = [m for m in range(mapping.num_machines) if m != machine]
-    deadline = time.monotonic() + wait_seconds
+    deadline = clock.now() + wait_seconds
     with Desk(own.bind, own.port, machine) as desk, zmq.Context() as context:
         patients: dict[int, Patient] = {}
         for other in others:
@@ -247,8 +247,8 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
                 yield from _examine(patient, other, where, deadline)
             for other, patient in patients.items():
                 patient.ask("done", machine, 0.5 if other not in desk.done else ASK_SECONDS)
-            while not set(others) <= desk.done and time.monotonic() < deadline:
-                time.sleep(0.05)
+            while not set(others) <= desk.done and clock.now() < deadline:
+                clock.sleep(0.05)
         finally:
             for patient in patients.values():
                 patient.close()
@@ -256,8 +256,8 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
 
 def _examine(patient: Patient, other: int, where: str, deadline: float) -> Iterator[Finding]:
     hello = None
-    while hello is None and time.monotonic() < deadline:
-        hello = patient.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - time.monotonic())))
+    while hello is None and clock.now() < deadline:
+        hello = patient.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - clock.now())))
     if hello is None:
         yield Finding(where, False, "no answer: start decentnode doctor there too, check address, port and firewall")
         return
@@ -265,7 +265,7 @@ def _examine(patient: Patient, other: int, where: str, deadline: float) -> Itera
         yield Finding(where, False, f"answers as machine {hello[0]}: the mapping's addresses are mixed up")
         return
     trips = [found[1] for _ in range(PINGS) if (found := patient.ask("ping")) is not None]
-    before = time.time()
+    before = clock.wall()
     told = patient.ask("time")
     block = bytes(MAX_PAYLOAD)
     blocks = [found[1] for _ in range(BLOCKS) if (found := patient.ask("block", block, 10.0)) is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from decentnode import clock
 from decentnode.errors import EnvironmentFault
 from decentnode.launch.messages import ChildMessage, Progress
 from decentnode.metrics.summary import write_atomic
@@ -43,7 +43,7 @@ class Reporter:
         a round is sent late, before a record of another kind."""
         if self._writer is not None:
             self._writer.write(record)
-        now = time.monotonic()
+        now = clock.now()
         if record.get("kind") == "round" and now - self._sent < self._progress_seconds:
             self._unsent = record
             return
@@ -98,9 +98,9 @@ def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
     waiting = communication.waiting
     whom, since = waiting if waiting is not None else ((), 0.0)
     return {
-        "uid": node.uid, "pid": os.getpid(), "time": time.time(), "round": node.round, "rounds": node.config.rounds,
+        "uid": node.uid, "pid": os.getpid(), "time": clock.wall(), "round": node.round, "rounds": node.config.rounds,
         "doing": doing or node.doing, "waiting_for": list(whom),
-        "waiting_seconds": round(time.monotonic() - since, 1) if whom else 0.0,
+        "waiting_seconds": round(clock.now() - since, 1) if whom else 0.0,
         "edges": {
             str(uid): {
                 "sent": edge.payload_bytes_sent, "received": edge.payload_bytes_received,

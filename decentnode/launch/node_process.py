@@ -11,7 +11,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from decentnode import logs
+from decentnode import clock, logs
 from decentnode.build import build, device_of
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import BindPlan, Communication, Schema, TransportParts
@@ -264,12 +263,12 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     joined = threading.Event()
     if node.uid == 0:
         threading.Thread(target=_tell_absent, args=(transport, send, joined), daemon=True).start()
-    started = time.monotonic()
+    started = clock.now()
     try:
         transport.start(transport.config.start_timeout_seconds)
     finally:
         joined.set()
-    logger.info("joined after %.2f s; %d samples", time.monotonic() - started, node.training.num_samples)
+    logger.info("joined after %.2f s; %d samples", clock.now() - started, node.training.num_samples)
     send(NodeJoined(node.uid))
 
 

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import decentnode
-from decentnode import __version__
+from decentnode import __version__, clock
 from decentnode.config.run_files import CODE
 from decentnode.metrics.summary import write_atomic
 
@@ -54,7 +54,7 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
     memory = _lines("/proc/meminfo", "MemTotal")
     return {
         **facts,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": datetime.fromtimestamp(clock.wall()).astimezone().strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
         "system": platform.platform(),
         "cpu": next(iter(_lines("/proc/cpuinfo", "model name")), platform.processor()),

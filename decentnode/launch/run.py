@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from decentnode import clock
 from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interrupted, PeerLost, UsageError
 from decentnode.launch.messages import (
     Bound,
@@ -64,7 +64,7 @@ class Command:
     observer: Observer
     signals: StopSignals
     started: float
-    """`time.monotonic()` of the command."""
+    """`clock.now()` of the command."""
 
 
 class Run:
@@ -95,7 +95,7 @@ class Run:
         self._absent: NodesAbsent | None = None
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
         self._sockets = SocketDir()
-        self._phase_since = self._noticed = time.monotonic()
+        self._phase_since = self._noticed = clock.now()
 
     # -- starting ---------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Run:
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
-        self._phase_since = self._noticed = time.monotonic()
+        self._phase_since = self._noticed = clock.now()
 
     def on_header(self, header: Header) -> None:
         self.observer.header(header.lines)
@@ -147,7 +147,7 @@ class Run:
                 continue
             for worker in self.workers:
                 self._listen(worker, ready)
-            self._check_time(time.monotonic())
+            self._check_time(clock.now())
             poll()
             self.observer.tick()
 
@@ -189,18 +189,18 @@ class Run:
             if self.records is not None:
                 self.records.keep_modules(message.modules)
             self.ledger.lost.pop(message.uid, None)
-            self._first_finish = self._first_finish or time.monotonic()
-            worker.leaving_since = time.monotonic() if worker.over else None
+            self._first_finish = self._first_finish or clock.now()
+            worker.leaving_since = clock.now() if worker.over else None
             if message.stopped:
                 # also where another machine was asked: a node that is on its way back into the run hears it here
                 self._tell_all(StopRun())
         elif isinstance(message, Failed):
-            worker.failed, worker.leaving_since = True, time.monotonic()
+            worker.failed, worker.leaving_since = True, clock.now()
             self._on_death(message)
 
     def _on_all_joined(self) -> None:
         self._enter("running")
-        self.start_seconds = time.monotonic() - self.started
+        self.start_seconds = clock.now() - self.started
         (self.observer.asks_to_join if self.request.join else self.observer.joined)(self.start_seconds)
         if self.records is not None:
             self.records.start()
@@ -265,7 +265,7 @@ class Run:
         self.ledger.failures.append(failed)
         if len(self.ledger.failures) == 1:
             self._tell_all(PeerFailure(failed.uid, failed.title))
-            self._kill_at = time.monotonic() + (GRACE_SECONDS if self.phase == "running" else 1.0)
+            self._kill_at = clock.now() + (GRACE_SECONDS if self.phase == "running" else 1.0)
         if not failed.follower:
             self._tell_cause()
 
@@ -284,7 +284,7 @@ class Run:
             self._signals_seen += 1
             if self._signals_seen > 1 or self.phase != "running" or self._kill_at is not None:
                 self._killed_by_user = True
-                self._kill_at = time.monotonic()
+                self._kill_at = clock.now()
             else:
                 self.observer.stopping(signal.Signals(number).name)
                 self._tell_all(StopRun())
@@ -327,7 +327,7 @@ class Run:
 
     @property
     def _ended(self) -> float:
-        """When the latest of the last messages of nodes came; `time.monotonic()`."""
+        """When the latest of the last messages of nodes came; `clock.now()`."""
         return max((worker.leaving_since or 0.0 for worker in self.workers), default=0.0)
 
     def _leave_behind(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:
@@ -386,7 +386,7 @@ class Run:
             exit_code = 0
         else:
             exit_code = self.signals.exit_code if self.signals.received else 130
-        wall = time.monotonic() - self.started
+        wall = clock.now() - self.started
         found = summary(self.facts, self.ledger, exit_code, self.directory, Durations(self.start_seconds, wall))
         if self.records is not None:
             whole = 0 in self.facts.local or any(finished.reports for finished in self.ledger.finished.values())

@@ -9,13 +9,14 @@ import os
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from decentnode import clock
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch import provenance
 from decentnode.launch.messages import Facts
@@ -38,7 +39,7 @@ def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = ()) -
     Raises EnvironmentFault when it cannot be made.
     """
     suffix = f"-machine{machine}" if machine else ""
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
+    stamp = datetime.fromtimestamp(clock.wall()).strftime("%Y-%m-%dT%H-%M-%S")
     path = runs / name / f"{stamp}-{secrets.token_hex(2)}{suffix}"
     try:
         path.mkdir(parents=True)

@@ -16,9 +16,10 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from decentnode import clock
 
 PREFIX = "decentnode-"
 LOCK, UNLOCKED = "lock", "lock.new"
@@ -95,7 +96,7 @@ def _remove_if_stale(folder: Path) -> None:
         try:
             lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
         except FileNotFoundError:
-            if time.time() - os.fstat(inside).st_mtime > UNFINISHED_SECONDS:
+            if clock.wall() - os.fstat(inside).st_mtime > UNFINISHED_SECONDS:
                 _remove(folder)
             return
         try:

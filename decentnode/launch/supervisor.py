@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from decentnode import clock
 from decentnode.launch import forkserver
 from decentnode.launch.messages import Request
 from decentnode.launch.observer import Observer
@@ -19,11 +18,11 @@ def supervise(
 ) -> Outcome:
     """Run this machine's nodes to the end. Blocking.
 
-    command: the command line, for the run directory. started: `time.monotonic()` of the command. dry_run: write
+    command: the command line, for the run directory. started: `clock.now()` of the command. dry_run: write
     nothing. Raises the error of an experiment that cannot be loaded (DecentnodeError with its exit code); later errors
     are in the outcome.
     """
-    started = time.monotonic() if started is None else started
+    started = clock.now() if started is None else started
     with StopSignals() as signals:
         context = forkserver.start()
         loader = Loader(context, request)

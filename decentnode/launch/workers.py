@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+from decentnode import clock
 from decentnode.errors import ConfigError, DecentnodeError, EnvironmentFault, Interrupted, NodeFailed
 from decentnode.launch import entry
 from decentnode.launch.messages import ChildMessage, Facts, Failed, Header, Request, Task
@@ -38,7 +38,7 @@ class Worker:
     finished: set[int] = field(default_factory=set)
     failed: bool = False
     leaving_since: float | None = None
-    """When its last message came; `time.monotonic()`."""
+    """When its last message came; `clock.now()`."""
     open: bool = True
     """Whether its end of the pipe may still hold messages."""
     exit_code: int | None = None
@@ -124,10 +124,10 @@ def end_all(workers: list[Worker]) -> None:
     """Kill and reap all children that live. Blocking for at most REAP_SECONDS in all."""
     for worker in workers:
         worker.kill()
-    deadline = time.monotonic() + REAP_SECONDS
+    deadline = clock.now() + REAP_SECONDS
     for worker in workers:
         if worker.alive:
-            worker.reap(max(0.1, deadline - time.monotonic()))
+            worker.reap(max(0.1, deadline - clock.now()))
 
 
 class LoadError(DecentnodeError):
@@ -156,7 +156,7 @@ class Loader:
     def facts(self, observer: Observer, signals: StopSignals) -> Facts:
         """Wait for the facts. Blocking. Raises LoadError or LoadConfigError with the child's error, NodeFailed when the
         child died, EnvironmentFault after LOAD_SECONDS, Interrupted."""
-        started = time.monotonic()
+        started = clock.now()
         while True:
             ready = wait([self.worker.channel.connection, self.worker.process.sentinel, signals.fileno()], timeout=1.0)
             signals.clear()
@@ -172,7 +172,7 @@ class Loader:
             if self.worker.process.sentinel in ready or not self.worker.open:
                 self.worker.reap()
                 raise NodeFailed(f"the process that loads the experiment {self.worker.ending()}")
-            elapsed = time.monotonic() - started
+            elapsed = clock.now() - started
             if elapsed > LOAD_SECONDS:
                 raise EnvironmentFault(f"the experiment was not loaded within {LOAD_SECONDS:g} s")
             if not ready:

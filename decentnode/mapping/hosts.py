@@ -6,11 +6,11 @@ import ipaddress
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterable
 
 import psutil
 
+from decentnode import clock
 from decentnode.mapping.base import Mapping, Place
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -95,9 +95,9 @@ def resolve_all(hosts: Iterable[str], seconds: float = RESOLVE_SECONDS) -> dict[
     threads = [threading.Thread(target=ask, args=(host,), daemon=True) for host in sorted(missing)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + seconds
+    deadline = clock.now() + seconds
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, deadline - clock.now()))
     return found | {host: answers.get(host, []) for host in missing}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
+from decentnode import clock
 from decentnode.metrics.writer import MetricsWriter
 
 PER_KIND = 50
@@ -85,7 +85,7 @@ class EventLog:
             self._write({"kind": kind, "peer": peer, "detail": detail[:MAX_DETAIL]})
 
     def _write(self, record: dict[str, object]) -> None:
-        self._writer.write({"time": time.time(), "uid": self.uid, **record})
+        self._writer.write({"time": clock.wall(), "uid": self.uid, **record})
 
     def close(self) -> None:
         """Write how many events of each kind were only counted, and close the file. Idempotent."""

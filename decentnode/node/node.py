@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.base import EVALUATION, Communication
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph, RoundView, averaging_group_of
@@ -201,7 +201,7 @@ class Node:
         then, now = {*before.members}, {*generation.members}
         self.record({
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
-            "round": self.round, "time": time.time(),
+            "round": self.round, "time": clock.wall(),
             "members": sorted(now), "left": sorted(then - now), "joined": sorted(now - then | generation.fresh),
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), self.round)
@@ -228,7 +228,7 @@ class Node:
     def begin_round(self, round: int) -> Update:
         """Make the local steps and begin the exchange. Does not wait for a neighbor."""
         self.doing = "local steps"
-        self._started = time.perf_counter()
+        self._started = clock.now()
         self._plans = self._planned(round)
         self._missing: frozenset[int] = frozenset()
         self._update = self.schedule.begin(self._plans[0], lambda: self._check_finite(round))
@@ -286,13 +286,13 @@ class Node:
         self._buffers.mix(self._plans[-1], self.schedule)
         self._account_missing(self._plans[-2], mixed)
         times, update = self.schedule.times, self._update
-        seconds = time.perf_counter() - self._started
+        seconds = clock.now() - self._started
         self._round_seconds.append(seconds)
         self._train_seconds += times.train
         self._wait_seconds += times.wait
         self._overlaps += times.overlap
         self.record({
-            "kind": "round", "round": round, "time": time.time(), "seconds": seconds,
+            "kind": "round", "round": round, "time": clock.wall(), "seconds": seconds,
             "train_seconds": times.train, "send_seconds": times.send,
             "wait_seconds": times.wait, "mix_seconds": times.mix, "overlap": times.overlap,
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
@@ -362,7 +362,7 @@ class Node:
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
         found = yield from self._evaluator.evaluate(key, closing, (members.index(self.uid), len(members)))
         self.merged, self._evaluation, self._evaluated = found.merged, found.figures, self.round
-        self.record({"kind": "evaluation", "round": self.round, "time": time.time(), **self._evaluation})
+        self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self._evaluation})
 
     def figures(self) -> dict[str, float | int | str]:
         """Returns the node's closing figures, by the names of summary.json."""

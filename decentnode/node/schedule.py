@@ -11,13 +11,13 @@ import contextlib
 import functools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.base import AveragingGroup, Communication, Exchange
 from decentnode.errors import PeerFault, PeerLost
 from decentnode.graph.base import RoundView
@@ -151,7 +151,7 @@ class Schedule(abc.ABC):
         the communication has ended the waits of the other thread by then."""
         mixing, self._mixing = self._mixing, None
         if mixing is not None:
-            self.communication.exposed_since = time.monotonic()
+            self.communication.exposed_since = clock.now()
             with contextlib.suppress(Exception):
                 mixing.join()
 
@@ -161,31 +161,31 @@ class Schedule(abc.ABC):
         return self.communication.config.timeout_seconds * (1 + phase)
 
     def _send(self, model: Tensor, view: RoundView) -> Exchange:
-        started = time.perf_counter()
+        started = clock.now()
         self._outgoing = self.sharing.outgoing(model, view)
         group = None
         if self.averaging_groups and view.averaging and not self.sharing.requirements.scalars:
             group = AveragingGroup(view.averaging, self.sharing.own_contribution(model, view))
         exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase, group)
-        self.times.send += time.perf_counter() - started
+        self.times.send += clock.now() - started
         return exchange
 
     def _train(self, view: RoundView) -> Update:
-        started = time.perf_counter()
+        started = clock.now()
         rule = self.sharing
         update = self.training.local_update(
             view.round, (lambda gradient: rule.direction(gradient, view)) if rule.requirements.gradient else None
         )
-        self.times.train += time.perf_counter() - started
+        self.times.train += clock.now() - started
         return update
 
     def _slices(self, exchange: Exchange, view: RoundView, times: RoundTimes) -> Iterator[_Slice]:
         """Yields slices of the model as their payloads arrive, in blocks that fit a core's cache, with a view in which
         the weights of missing sources are returned. Blocking between them; the time goes to `times.wait`."""
         now, missing = view, frozenset[int]()
-        waiting, wait = time.perf_counter(), 0.0
+        waiting, wait = clock.now(), 0.0
         for arrival in exchange.arrivals(self.timeout_seconds(view.phase)):
-            wait += time.perf_counter() - waiting
+            wait += clock.now() - waiting
             if arrival.missing != missing:
                 missing, now = arrival.missing, view.without(arrival.missing)
             if arrival.total is not None:
@@ -203,8 +203,8 @@ class Schedule(abc.ABC):
             else:
                 received = self._unpacked(arrival.received, view)
                 yield _Slice(arrival.start, arrival.stop, received, now.without(self._refused), exchange)
-            waiting = time.perf_counter()
-        times.wait += wait + time.perf_counter() - waiting
+            waiting = clock.now()
+        times.wait += wait + clock.now() - waiting
 
     def _unpacked(self, received: Mapping[int, Payload], view: RoundView) -> dict[int, Payload]:
         """Returns the payloads as the rule decoded them. Sources whose bytes it could not read go to `_refused`.
@@ -233,14 +233,14 @@ class Schedule(abc.ABC):
             return None
         if not any(payload.tensors["x"].data_ptr() == model.data_ptr() for payload in self._outgoing.values()):
             return None
-        started = time.perf_counter()
+        started = clock.now()
         place = self.communication.acquire_slot(model, self.communication.config.timeout_seconds)
-        self.times.wait += time.perf_counter() - started
+        self.times.wait += clock.now() - started
         return place
 
     def _mix_in_place(self, view: RoundView) -> None:
         """Mix the arrivals of the exchange in flight into the model, which may move to another slot. Blocking."""
-        started, waited = time.perf_counter(), self.times.wait
+        started, waited = clock.now(), self.times.wait
         model, place, chosen = self.model.parameters, None, False
         with torch.no_grad():
             for each in self._slices(self._exchange, view, self.times):
@@ -249,7 +249,7 @@ class Schedule(abc.ABC):
                 each.mix(self.sharing, model, place)
         if place is not None:
             self.model.rebind(place)
-        self.times.mix += time.perf_counter() - started - (self.times.wait - waited)
+        self.times.mix += clock.now() - started - (self.times.wait - waited)
 
     def _settle(self, exchange: Exchange) -> Mixed:
         self.times.flight += exchange.seconds
@@ -280,10 +280,10 @@ class Sequential(Schedule):
 
     def finish(self, view: RoundView) -> Mixed:
         self._mix_in_place(view)
-        started = time.perf_counter()
+        started = clock.now()
         with torch.no_grad():
             self.sharing.finish(self.model.parameters, view)
-        self.times.mix += time.perf_counter() - started
+        self.times.mix += clock.now() - started
         return self._settle(self._exchange)
 
 
@@ -309,12 +309,12 @@ class Overlapped(Schedule):
         if not self.sharing.requirements.elementwise:  # such a rule may keep views of what it sends until it mixes
             self._before = self._before.clone()
         self._exchange = self._send(self._before, view)
-        place, started = self._place(self._before), time.perf_counter()
+        place, started = self._place(self._before), clock.now()
         if place is not None:
             self.model.rebind(place.copy_(self._before))
         elif self.sharing.requirements.elementwise:
             self._before = self._before.clone()
-        self.times.send += time.perf_counter() - started
+        self.times.send += clock.now() - started
         if self._mixes_in_background:
             self._begin_mixing(view)
         update = self._train(view)
@@ -369,11 +369,11 @@ class Overlapped(Schedule):
 
     def _advance_mixed(self, mixing: BackgroundMixer) -> None:
         """Wait until all that arrived is mixed, then make the model W x + delta. Blocking."""
-        started = time.perf_counter()
-        self.communication.exposed_since = time.monotonic()
+        started = clock.now()
+        self.communication.exposed_since = clock.now()
         mixing.join()
         self._mixing = None
-        self.times.wait += (joined := time.perf_counter()) - started
+        self.times.wait += (joined := clock.now()) - started
         model, before, mixed = self.model.parameters, self._before, self._mixed
         assert mixed is not None
         with torch.no_grad():
@@ -381,12 +381,12 @@ class Overlapped(Schedule):
                 for a, b in blocks(start, stop) if self.sharing.requirements.elementwise else [(start, stop)]:
                     delta = model[a:b] - before[a:b]
                     self.sharing.advance(model[a:b].copy_(mixed[a:b]), delta, view)
-        self.times.mix += time.perf_counter() - joined
+        self.times.mix += clock.now() - joined
 
     def _mix_and_advance(self, view: RoundView) -> None:
         """Mix and add the update slice by slice, so that neither the mixed model nor the update needs memory for all
         parameters. Blocking."""
-        started, waited = time.perf_counter(), self.times.wait
+        started, waited = clock.now(), self.times.wait
         model, before = self.model.parameters, self._before
         with torch.no_grad():
             for each in self._slices(self._exchange, view, self.times):
@@ -394,7 +394,7 @@ class Overlapped(Schedule):
                 delta = x - was
                 seen = each.mix(self.sharing, before, model)
                 self.sharing.advance(x, delta, seen)
-        self.times.mix += time.perf_counter() - started - (self.times.wait - waited)
+        self.times.mix += clock.now() - started - (self.times.wait - waited)
 
 
 SCHEDULES: dict[str, type[Schedule]] = {"sequential": Sequential, "overlapped": Overlapped}

@@ -7,7 +7,6 @@ operations of one communicator from deadlock.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.errors import PeerLost
 from decentnode.parallel.advance import Rows
 from decentnode.parallel.buckets import Bucket, BucketPart
@@ -160,14 +160,14 @@ class BucketExchange:
         del self._flights[bucket.index]
 
     def _wait(self, flight: Flight) -> None:
-        started = time.perf_counter()
+        started = clock.now()
         for work, peers in flight.works:
             with self._blamed(flight.step, peers):
                 if dist.get_backend() == "nccl":
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=self.timeout_seconds))
-        self.wait_seconds += time.perf_counter() - started
+        self.wait_seconds += clock.now() - started
 
     @contextlib.contextmanager
     def _blamed(self, step: int, peers: list[int]) -> Iterator[None]:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.shared_memory.segment import (
     FOLDER,
     PAGE,
@@ -205,9 +205,9 @@ class SharedMemoryExchange(BucketExchange):
         """A rank that will not come, if one is known. Blocking for SETTLE_SECONDS at most: a process that ends may lose
         its connections before its lock."""
         others = [r for r in range(self.graph.num_nodes) if r != self.rank]
-        until = time.perf_counter() + SETTLE_SECONDS
-        while (absence := self._presence.absent(others)) is None and time.perf_counter() < until:
-            time.sleep(POLL_SECONDS[1])
+        until = clock.now() + SETTLE_SECONDS
+        while (absence := self._presence.absent(others)) is None and clock.now() < until:
+            clock.sleep(POLL_SECONDS[1])
         return absence
 
     def _own_slot(self, bucket: Bucket) -> Tensor:
@@ -227,10 +227,10 @@ class SharedMemoryExchange(BucketExchange):
         """
         if done():
             return
-        started, backoff = time.perf_counter(), Backoff(POLL_SECONDS)
+        started, backoff = clock.now(), Backoff(POLL_SECONDS)
         look, late = started + LOOK_SECONDS, f"rank {self.rank}: the exchange of step {step} with rank {peer}"
         while not done():
-            now = time.perf_counter()
+            now = clock.now()
             if now > look:
                 look = now + LOOK_SECONDS
                 absence = self._absent(use)
@@ -240,7 +240,7 @@ class SharedMemoryExchange(BucketExchange):
                 raise PeerLost(f"{late} took longer than {self.timeout_seconds:g} s (waiting {what} its parameters)",
                                [peer])  # fmt: skip
             backoff.sleep()
-        self.wait_seconds += time.perf_counter() - started
+        self.wait_seconds += clock.now() - started
 
     def _absent(self, use: int) -> Absence | None:
         """A rank that will never send all of exchange `use`, and why; None if none is known."""

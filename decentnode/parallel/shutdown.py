@@ -14,12 +14,13 @@ import atexit
 import contextlib
 import gc
 import os
-import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
+
+from decentnode import clock
 
 if TYPE_CHECKING:
     from decentnode.parallel.buckets import Bucket
@@ -77,7 +78,7 @@ def leave() -> None:
         dist.destroy_process_group()
     gc.collect()  # groups that only reference cycles hold
     if _gloo_runs():
-        time.sleep(SETTLE_SECONDS)
+        clock.sleep(SETTLE_SECONDS)
 
 
 def _gloo_runs() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from decentnode import clock
 from decentnode.report.words import duration, size
 
 SILENT_SECONDS = 5.0
@@ -38,7 +38,7 @@ def going(statuses: dict[int, dict[str, Any]]) -> bool:
 def state_of(status: dict[str, Any]) -> str:
     """Returns the activity of a node; "gone" when its process died without a final status."""
     doing = str(status.get("doing", ""))
-    silent = time.time() - float(status.get("time", 0)) > SILENT_SECONDS
+    silent = clock.wall() - float(status.get("time", 0)) > SILENT_SECONDS
     if doing in ("finished", "stopped", "failed") or not silent:
         return doing
     return doing if os.path.exists(f"/proc/{status.get('pid')}") or not os.path.exists("/proc/self") else "gone"

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from decentnode.cli import console as module
 from decentnode.cli.console import ConsoleObserver
 from decentnode.cli.output import Output
+from decentnode.clock import VirtualClock, use
 from tests.launch.facts import FACTS
 
 
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+@pytest.fixture
+def clock() -> Iterator[VirtualClock]:
+    with use(VirtualClock()) as virtual:
+        virtual.sleep(100.0)
+        yield virtual
 
 
-def test_every_round_is_printed_once_with_its_own_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, out = Clock(monkeypatch), io.StringIO()
+def test_every_round_is_printed_once_with_its_own_accuracy(clock: VirtualClock) -> None:
+    out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)
     observer.facts(FACTS, None)  # ten rounds, an evaluation every five
@@ -30,12 +33,12 @@ def test_every_round_is_printed_once_with_its_own_accuracy(monkeypatch: pytest.M
         for uid in FACTS.local:
             if finished:
                 observer.progress(uid, {"kind": "round", "round": finished - 1, "loss": 1.0})
-            clock.now += module.LINE_SECONDS
+            clock.sleep(module.LINE_SECONDS)
             observer.tick()  # between the end of a round and its evaluation, too
             if finished in accuracy:
                 observer.progress(uid, {"kind": "evaluation", "round": finished, "accuracy": accuracy[finished],
                                         "accuracy_mean": accuracy[finished]})  # fmt: skip
-        clock.now += module.LINE_SECONDS + 1
+        clock.sleep(module.LINE_SECONDS + 1)
         observer.tick()
     assert output.drain(30)
     told = re.findall(r"^round=(\d+)/10(.*)$", out.getvalue(), re.MULTILINE)
@@ -45,16 +48,14 @@ def test_every_round_is_printed_once_with_its_own_accuracy(monkeypatch: pytest.M
         assert int(round) not in accuracy or f"acc_mean={accuracy[int(round)]:.3f}" in rest
 
 
-def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, out = Clock(monkeypatch), io.StringIO()
+def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(clock: VirtualClock) -> None:
+    out = io.StringIO()
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)
     observer.facts(FACTS, None)
     for uid in FACTS.local:
         observer.progress(uid, {"kind": "round", "round": 6, "loss": 1.0})
-    clock.now += module.LINE_SECONDS + 1
+    clock.sleep(module.LINE_SECONDS + 1)
     observer.tick()
     for uid in FACTS.local:
         observer.progress(uid, {"kind": "evaluation", "round": 7, "accuracy": 0.5, "accuracy_mean": 0.5})

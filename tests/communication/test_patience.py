@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from decentnode.clock import VirtualClock, use
 from decentnode.communication.base import Communication, Counters
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
@@ -24,21 +26,11 @@ from tests.communication.contract import flat_schema, nodes, together
 SECONDS, ELEMENTS = 60.0, 8
 
 
-class Clock:
-    """Stands in for the module `time` where neighbors are waited for: only waits make it go on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        modules = ("receive.inbox", "receive.exchange", "run_state", "shared_memory.model_slots", "shared_memory.path",
-                   "shared_memory.publish_buffer", "torch_distributed.clique_path", "zeromq.sender")  # fmt: skip
-        for name in modules:
-            monkeypatch.setattr(sys.modules[f"decentnode.communication.{name}"], "time", self)
-
-    def monotonic(self) -> float:
-        return self.now
+class Clock(VirtualClock):
+    """Only waits make it go on, in steps of half a second at least."""
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 0.5)
+        super().sleep(max(seconds, 0.5))
 
 
 class Waits:
@@ -79,8 +71,13 @@ class Waits:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    with use(virtual := Clock()):
+        for name in ("receive.inbox", "receive.exchange", "zeromq.sender"):
+            module = sys.modules[f"decentnode.communication.{name}"]
+            if hasattr(module, "time"):
+                monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=virtual.now, sleep=virtual.sleep))
+        yield virtual
 
 
 @pytest.mark.parametrize("slot_first", [True, False], ids=["overlapped", "sequential"])
@@ -88,34 +85,34 @@ def test_the_wait_for_a_slot_and_that_for_payloads_share_a_time_out(clock: Clock
     node = Waits(clock)
     model, lease = node.leased()
     node.inbox.advance(0)
-    began = clock.now
+    began = clock.now()
     if slot_first:
         assert node.slots.acquire_slot(model, SECONDS) is not None
     assert node.missing((1,)) == {1}
     if not slot_first:
         assert node.slots.acquire_slot(model, SECONDS) is not None
-    assert SECONDS <= clock.now - began < SECONDS + 2
+    assert SECONDS <= clock.now() - began < SECONDS + 2
     assert node.missing((1,), round=1) == {1}
-    assert clock.now - began >= 2 * SECONDS, "the next round waits anew"
+    assert clock.now() - began >= 2 * SECONDS, "the next round waits anew"
     assert lease is not None
 
 
 def test_what_comes_gives_the_others_their_time_again(clock: Clock) -> None:
     """A slow network is no dead one: nothing came for so long, not: all of it took so long."""
-    node, began = Waits(clock), clock.now
+    node, began = Waits(clock), clock.now()
     node.during = [lambda: None] * 40 + [lambda: node.comes(1, 0)] + [lambda: None] * 40 + [lambda: node.comes(2, 0)]
     assert node.missing((1, 2)) == frozenset()
-    assert clock.now - began > SECONDS
+    assert clock.now() - began > SECONDS
 
 
 def test_who_was_given_up_is_not_waited_for_again_in_a_round(clock: Clock) -> None:
     """In a later phase, or for the float buffers, whatever else comes meanwhile."""
-    node, began = Waits(clock, phases=3), clock.now
+    node, began = Waits(clock, phases=3), clock.now()
     node.comes(2, 0)
     assert node.missing((1, 2)) == {1}
     node.during = [lambda: node.comes(2, 0, 1)]
     assert node.missing((1, 2), phase=1) == {1}
-    assert clock.now - began < SECONDS + 4
+    assert clock.now() - began < SECONDS + 4
     node.comes(1, 0, 1)  # late, but it lives
     node.during = [lambda: node.comes(2, 0, 2), lambda: node.comes(1, 0, 2)]
     assert node.missing((1, 2), phase=2) == frozenset()
@@ -131,9 +128,9 @@ def test_windows_of_several_peers_in_a_clique_share_a_time_out(clock: Clock) -> 
     node = Waits(clock)
     path = Window(None, None, node.inbox, node.status, Counters(), SECONDS, lambda _t: None)  # type: ignore[abstract, arg-type]
     assert all(path._may_send(uid, 0) for _ in range(SEND_WINDOW) for uid in (1, 2))
-    began = clock.now
+    began = clock.now()
     assert not path._may_send(1, 0) and not path._may_send(2, 0)
-    assert SECONDS <= clock.now - began < SECONDS + 2
+    assert SECONDS <= clock.now() - began < SECONDS + 2
 
 
 class Held(Exception):
@@ -183,23 +180,23 @@ def test_peers_that_take_nothing_share_a_time_out(clock: Clock) -> None:
         ahead._status.wait = clock.sleep  # type: ignore[method-assign]
         longest = 0.0
         for round in range(20):
-            began = clock.now
+            began = clock.now()
             payload = Payload({"x": torch.full((elements,), float(round))})
             ahead.exchange(round, {1: payload, 2: payload}, ())
-            longest = max(longest, clock.now - began)
+            longest = max(longest, clock.now() - began)
         assert SECONDS <= longest < SECONDS + 2
         del ahead._status.wait
 
 
 def test_what_came_counts_from_when_it_came_not_from_when_it_was_noticed(clock: Clock) -> None:
     """The thread is woken when all is there, or after a second: neighbor 1 comes at once, neighbor 2 never."""
-    node, began = Waits(clock), clock.now
+    node, began = Waits(clock), clock.now()
 
     def wait(seconds: float) -> None:
-        if clock.now == began:
+        if clock.now() == began:
             node.comes(1, 0)
-        clock.now += seconds
+        clock.advance_to(clock.now() + seconds)
 
     node.status.wait = wait  # type: ignore[method-assign]
     assert node.missing((1, 2)) == {2}
-    assert clock.now - began == SECONDS
+    assert clock.now() - began == SECONDS

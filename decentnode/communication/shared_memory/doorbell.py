@@ -7,10 +7,10 @@ import contextlib
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from decentnode import clock
 from decentnode.wire.doorbell import MAX_BYTES
 
 _TIMEVAL = struct.Struct("@ll")
@@ -68,14 +68,14 @@ class DatagramDoorbell:
             self._patience = timeout_seconds
             micros = int(1e6 * max(timeout_seconds, _LEAST_SECONDS))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
-        receive, deadline = self._socket.recv, time.monotonic() + timeout_seconds
+        receive, deadline = self._socket.recv, clock.now() + timeout_seconds
         with contextlib.suppress(BlockingIOError):  # the time is over
             while not self._rung:
                 datagram = receive(MAX_BYTES, flags)
                 if not datagram:
                     break
                 self._on_datagram(datagram)
-                if time.monotonic() >= deadline:
+                if clock.now() >= deadline:
                     break
         self._rung = False
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.base import Schema
 from decentnode.communication.path import Path
 from decentnode.communication.receive.staging import Leases
@@ -48,10 +48,10 @@ class ModelSlots:
             ]
         with self._status.waits_for(self.sent_to):
             if owner is not None:
-                slot = owner.acquire_slot(current, time.monotonic() + self._status.patience(timeout_seconds))
+                slot = owner.acquire_slot(current, clock.now() + self._status.patience(timeout_seconds))
                 place = None if slot is None else self._places[slot]
             else:
-                place = self._private(current, time.monotonic() + self._status.patience(timeout_seconds))
+                place = self._private(current, clock.now() + self._status.patience(timeout_seconds))
         return torch.empty_like(current) if place is None else place
 
     def _private(self, current: Tensor, deadline: float) -> Tensor | None:
@@ -64,13 +64,13 @@ class ModelSlots:
                     self._late = False
                     return place
             self._status.raise_if_failed()
-            if self._late or time.monotonic() > deadline or self._status.regrouping:
+            if self._late or clock.now() > deadline or self._status.regrouping:
                 self._late = True
                 return None
             if not hurried:
                 self._leases.hurry()
                 hurried = True
-            time.sleep(LEASE_POLL_SECONDS)
+            clock.sleep(LEASE_POLL_SECONDS)
 
     def lease(self, tensor: Tensor) -> object:
         """For what is sent from such a place: it may not change until the lease is dropped. None for anything else."""

@@ -7,12 +7,12 @@ A node on a GPU has a second publish buffer, in the memory of the GPU, for the o
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
 from decentnode.communication.receive.inbox import ExchangeKey
 from decentnode.communication.shared_memory.cuda_ipc import CudaMemory
@@ -151,7 +151,7 @@ class SharedMemoryPath(Path):
         Readers that still hold an earlier payload after the time-out are not waited for again, nor sent anything, until
         they have released all that they heard of. While they hold every slot, nobody is sent anything.
         """
-        deadline, told = time.monotonic() + self._status.patience(timeout_seconds), []
+        deadline, told = clock.now() + self._status.patience(timeout_seconds), []
         for lent, buffer in self._buffers.items():
             read_by = self._read_by[lent]
             mine = uids if read_by.issuperset(uids) else [uid for uid in uids if uid in read_by]
@@ -251,6 +251,6 @@ class SharedMemoryPath(Path):
     def _drain(self, buffer: PublishBuffer) -> None:
         """Lent memory ends with this process: others have to be done with it."""
         try:
-            buffer.drain(time.monotonic() + DRAIN_SECONDS, self._gone)
+            buffer.drain(clock.now() + DRAIN_SECONDS, self._gone)
         except (TimeoutError, DecentnodeError, RuntimeError) as error:  # a reader that died takes its events along
             logger.debug("lent memory is still read: %s", error)

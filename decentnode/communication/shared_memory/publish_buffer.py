@@ -18,10 +18,10 @@ sequence number again after it has read and before it keeps what it made of it (
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Set
 from pathlib import Path
 
+from decentnode import clock
 from decentnode.communication.receive.partial_payload import SLOTS
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
@@ -163,9 +163,9 @@ class PublishBuffer:
             for slot in range(len(slots)):
                 self.wait_released(phase, slot, deadline, gone)
         while self._lent is not None and not self._lent.idle():
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise TimeoutError(LEASED)
-            time.sleep(POLL_SECONDS[1])
+            clock.sleep(POLL_SECONDS[1])
 
     def _await(
         self, phase: int, slots: list[int], deadline: float, gone: Callable[[int], bool], leases: bool = True
@@ -179,7 +179,7 @@ class PublishBuffer:
                 if holder is None:
                     return slot
                 holders.append(holder)
-            if self.late >= set(holders) or time.monotonic() > deadline:
+            if self.late >= set(holders) or clock.now() > deadline:
                 self.late = self.late | set(holders)
                 raise TimeoutError(holders[0])
             if LEASED in holders and first_look:

@@ -21,13 +21,14 @@ import os
 import platform
 import re
 import stat
-import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from decentnode import clock
 
 FOLDER = Path("/dev/shm")
 PAGE, ALIGNMENT = 4096, 128
@@ -195,7 +196,7 @@ def remove_stale(names: re.Pattern[str], folder: Path = FOLDER) -> None:
 
 def _remove_if_stale(entry: os.DirEntry[str]) -> None:
     found = entry.stat(follow_symlinks=False)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or time.time() - found.st_mtime < STALE_SECONDS:
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or clock.wall() - found.st_mtime < STALE_SECONDS:
         return
     file = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -213,5 +214,5 @@ class Backoff:
         self._pause, self._longest = seconds
 
     def sleep(self) -> None:
-        time.sleep(self._pause)
+        clock.sleep(self._pause)
         self._pause = min(2 * self._pause, self._longest)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.base import AveragingGroup, Counters
 from decentnode.communication.receive.inbox import ExchangeKey, Inbox
 from decentnode.communication.run_state import RunState
@@ -99,10 +99,10 @@ class CliquePath(abc.ABC):
     def close(self) -> None:
         """Blocking until what was sent has left, for CLOSE_SECONDS at most; not at all once the run has failed."""
         status = self._status
-        deadline = time.monotonic() + (0.0 if status.failure is not None or status.regrouping else CLOSE_SECONDS)
+        deadline = clock.now() + (0.0 if status.failure is not None or status.regrouping else CLOSE_SECONDS)
         with status.changed:
             self._blocked += 1
-            while self._sends_under_way() and (remaining := deadline - time.monotonic()) > 0:
+            while self._sends_under_way() and (remaining := deadline - clock.now()) > 0:
                 status.wait(min(remaining, 0.5))
             self._blocked -= 1
             clean = not any(self._flying.values()) and not self._coming
@@ -117,7 +117,7 @@ class CliquePath(abc.ABC):
 
     def _may_send(self, uid: int, round: int) -> bool:
         """Blocking while the window is full; False when the peer is gone or took nothing in time."""
-        deadline = time.monotonic() + self._status.patience(self._timeout_seconds)
+        deadline = clock.now() + self._status.patience(self._timeout_seconds)
         with self._status.changed:
             while True:
                 self._status.raise_if_failed()
@@ -126,7 +126,7 @@ class CliquePath(abc.ABC):
                 if self._has_room(uid):
                     self._flying[uid] = self._flying.get(uid, 0) + 1
                     return True
-                remaining = deadline - time.monotonic()
+                remaining = deadline - clock.now()
                 if remaining <= 0:
                     self._counters.fault("send_window", uid, f"round {round}")
                     return False

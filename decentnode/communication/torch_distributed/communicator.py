@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.torch_distributed.calls import NEVER, Calls
 from decentnode.communication.torch_distributed.gloo import abandon, make_group
 
@@ -150,11 +150,11 @@ class NcclCommunicator(Communicator):
             if timeout_seconds is None:
                 self._waiting.synchronize()
                 return
-            deadline = time.monotonic() + timeout_seconds
+            deadline = clock.now() + timeout_seconds
             while not self._waiting.query():
-                if time.monotonic() > deadline:
+                if clock.now() > deadline:
                     raise RuntimeError(f"a batch of NCCL was not over after {timeout_seconds:g} s")
-                time.sleep(POLL_SECONDS)
+                clock.sleep(POLL_SECONDS)
 
     def leave(self, clean: bool) -> None:
         """An abort may hang itself (nccl#863): it gets ABORT_SECONDS, and the end of the process does the rest."""
