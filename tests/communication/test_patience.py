@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,12 +69,8 @@ class Waits:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock() -> Iterator[Clock]:
     with use(virtual := Clock()):
-        for name in ("receive.inbox", "receive.exchange", "zeromq.sender"):
-            module = sys.modules[f"decentnode.communication.{name}"]
-            if hasattr(module, "time"):
-                monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=virtual.now, sleep=virtual.sleep))
         yield virtual
 
 

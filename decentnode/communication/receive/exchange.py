@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.base import Arrival, Exchange, Schema
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
@@ -32,7 +32,7 @@ class InboxExchange(Exchange):
         self._neighbors = neighbors
         self._missing: frozenset[int] = frozenset()
         self._rejected: frozenset[int] = frozenset()
-        self._began, self._last = time.monotonic(), 0.0
+        self._began, self._last = clock.now(), 0.0
         self._read_in_place: list[tuple[int, SlotPayload]] = []
         """Of the arrival under way: payloads in neighbors' slots that the caller reads where they lie."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.base import Counters, Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, plans
 from decentnode.communication.receive.partial_payload import (
@@ -101,7 +101,7 @@ class Inbox:
                 raise PeerFault("wrong_shape", f"{plan.name} of {message.total} elements after {known}")
             incoming.totals[message.tensor] = message.total
             incoming.buffers[message.tensor][message.chunk] = buffer
-            incoming.arrived = time.monotonic()
+            incoming.arrived = clock.now()
             if message.scalars:
                 incoming.scalars = message.scalars
             if not self.schemas[message.phase].elementwise:
@@ -132,7 +132,7 @@ class Inbox:
             if not isinstance(incoming, MappedPayload) or incoming.pieces is None:
                 return
             incoming.pieces = None if last else incoming.pieces + 1
-            incoming.arrived = time.monotonic()
+            incoming.arrived = clock.now()
             self._wake(key, source, incoming)
 
     def put_slot(
@@ -175,7 +175,7 @@ class Inbox:
             if sources is None:
                 sources = self._incoming[key] = {}
             sources[source] = incoming
-            incoming.arrived = time.monotonic()
+            incoming.arrived = clock.now()
             self._wake(key, source, incoming)
         return size
 
@@ -321,7 +321,7 @@ class Inbox:
     def _await(self, key: ExchangeKey, chunk: int, waiting: list[int], timeout_seconds: float) -> None:
         """With `status.lock` held: until everything of `waiting` came that will."""
         status = self.status
-        began = last = time.monotonic()
+        began = last = clock.now()
         waiting = [s for s in waiting if s not in self._given_up or s not in status.silent]
         before = 0.0 if self._given_up else status.waited_seconds  # whoever used that up is not among these
         while waiting:
@@ -331,7 +331,7 @@ class Inbox:
             if self._skips:
                 waiting = [s for s in waiting if not self._is_skipped(s, key)]
             limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if status.stopping else timeout_seconds
-            exposed, now = status.exposed_since, time.monotonic()
+            exposed, now = status.exposed_since, clock.now()
             remaining = max(last, exposed) + limit - before - now
             if remaining <= 0:
                 status.silent.update(waiting)
@@ -347,16 +347,16 @@ class Inbox:
                 # after a second, which would be added to the wait for the others
                 here = self._incoming.get(key, {})
                 times = [here[s].arrived for s in waiting if s not in still and s in here]
-                last, before = max(times, default=time.monotonic()), 0.0
+                last, before = max(times, default=clock.now()), 0.0
                 status.waited_seconds = 0.0
             if not still and waiting[-1] != SUM:
                 self.counters.edge(waiting[-1]).wait_seconds += max(0.0, last - max(began, status.exposed_since))
             waiting = still
         self._wanted, status.waiting = set(), None
-        status.waited_seconds += max(0.0, time.monotonic() - max(last, status.exposed_since))
+        status.waited_seconds += max(0.0, clock.now() - max(last, status.exposed_since))
         for source in waiting:
             if source != SUM:
-                waited = time.monotonic() - max(began, status.exposed_since)
+                waited = clock.now() - max(began, status.exposed_since)
                 self.counters.edge(source).wait_seconds += max(0.0, waited)
 
     def _whom(self, key: ExchangeKey, waiting: list[int]) -> tuple[int, ...]:

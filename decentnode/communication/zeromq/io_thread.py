@@ -12,7 +12,6 @@ import logging
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Literal, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from decentnode import clock
 from decentnode.communication.base import Endpoints
 from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.security import Authenticator, BulkCredential, Keyring
@@ -164,7 +164,7 @@ class IoThread(threading.Thread):
 
     def close(self, linger_seconds: float) -> None:
         """Stop the thread and release every socket, once the handler has finished or `linger_seconds` are over."""
-        self._deadline = time.monotonic() + linger_seconds
+        self._deadline = clock.now() + linger_seconds
         self._owner.close()
         if self.is_alive():
             self.call(lambda: None)
@@ -236,7 +236,7 @@ class IoThread(threading.Thread):
 
     def _step(self, timeout_seconds: float) -> None:
         """Wait at the sockets for no longer, and take in what is there."""
-        now = time.monotonic()
+        now = clock.now()
         if now >= self._next_tick:
             self._next_tick = now + IDLE_SECONDS
             with self.lock:
@@ -285,7 +285,7 @@ class IoThread(threading.Thread):
         if self._deadline is None or self._calls:
             return False
         with self.lock:
-            return self._handler.finished() or time.monotonic() >= self._deadline
+            return self._handler.finished() or clock.now() >= self._deadline
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -403,7 +403,7 @@ class IoThread(threading.Thread):
         return sender
 
     def _release(self) -> None:
-        left = 0.0 if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        left = 0.0 if self._deadline is None else max(0.0, self._deadline - clock.now())
         for which, monitor in self._sender_monitors.items():
             connections.end_monitor(self._senders[which], monitor)
         for each in self._senders.values():

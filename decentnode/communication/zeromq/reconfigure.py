@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from decentnode import clock
 from decentnode.communication.base import Counters
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunState
 from decentnode.errors import AssemblyError, Interrupted, PeerLost, Regrouping
@@ -56,7 +56,7 @@ class Reconfiguration:
         if self.active:
             self._note_stop()
             try:
-                self._obey(self.membership.receive(message, time.monotonic()))
+                self._obey(self.membership.receive(message, clock.now()))
             finally:
                 self._obey([])  # an answer may belong to what is refused
 
@@ -112,7 +112,7 @@ class Reconfiguration:
         """These do not answer, or (dead) have ended: once this returns, no round of the generation begins here."""
         with self._links.lock:
             if self.active:
-                self._obey(self.membership.suspect(uids, time.monotonic(), reason, dead))
+                self._obey(self.membership.suspect(uids, clock.now(), reason, dead))
 
     def fail(self) -> None:
         """This node failed: tell everybody, so that nobody has to find out."""
@@ -128,7 +128,7 @@ class Reconfiguration:
         with self._links.lock:
             self.active = True
             self._status.regrouping = reason
-            self._obey(self.membership.leave(time.monotonic(), reason))
+            self._obey(self.membership.leave(clock.now(), reason))
 
     def enter(self, round: int) -> None:
         """A round begins. Raises Regrouping when it may not."""
@@ -150,11 +150,11 @@ class Reconfiguration:
         all. Raises Interrupted when the run is to stop and this node is outside, or hears nobody who would close with
         it for STOPPING_TIMEOUT_SECONDS; AssemblyError when it is refused.
         """
-        began = alone_since = time.monotonic()
+        began = alone_since = clock.now()
         while True:
             self._status.raise_if_failed()
             with self._links.lock:
-                now = time.monotonic()
+                now = clock.now()
                 if self._install is not None:
                     generation, self._install = self._install, None
                     install(generation)
@@ -184,8 +184,8 @@ class Reconfiguration:
 
 def given_up(error: Exception, status: RunState, seconds: float) -> bool:
     """Blocking for `seconds` at most: whether a failure of the training thread is but the end of the generation."""
-    deadline = time.monotonic() + seconds
+    deadline = clock.now() + seconds
     with status.changed:
-        while not status.regrouping and status.failure is None and (left := deadline - time.monotonic()) > 0:
+        while not status.regrouping and status.failure is None and (left := deadline - clock.now()) > 0:
             status.changed.wait(min(left, POLL_SECONDS))
         return isinstance(error, Regrouping) or bool(status.regrouping)

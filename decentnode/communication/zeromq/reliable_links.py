@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection
 
 import zmq
 
+from decentnode import clock
 from decentnode.communication.base import Counters
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.zeromq.handshakes import Handshakes
@@ -95,7 +95,7 @@ class ReliableLinks:
         """Hellos, said or heard, that go on and on mean that the answers get lost."""
         edge = self._edge(uid)
         edge.hellos += 1
-        now = time.monotonic()
+        now = clock.now()
         if edge.hellos >= HELLOS_PER_CONNECTION and now >= edge.renewed + RENEW_SECONDS:
             edge.hellos, edge.renewed = 0, now
             self._renew(uid, edge, CONTROL)
@@ -172,7 +172,7 @@ class ReliableLinks:
             for uid, edge in self._edges.items():
                 if edge.planes[BULK].out.kept:
                     edge.planes[BULK].out.ask()
-                    self._probe(uid, edge, BULK, time.monotonic())
+                    self._probe(uid, edge, BULK, clock.now())
 
     def writable(self, uid: int, plane: int) -> None:
         self._pump(uid, self._edge(uid), plane)
@@ -205,7 +205,7 @@ class ReliableLinks:
                 sealed = plane.sealed = (*message.frames(out.following, edge.outwards), lease)
             if not self.io.send(uid, number, sealed[0], sealed[1], edge.log_in):
                 return
-            out.keep(sealed, time.monotonic())
+            out.keep(sealed, clock.now())
             plane.sealed = None
             queue.popleft()
             edge.sent += message.cost
@@ -293,7 +293,7 @@ class ReliableLinks:
             if fault.reason == "protocol_version":  # another version's sums may be others
                 self.refuse(fault)
             return
-        now, came = time.monotonic(), edge.planes[plane].came
+        now, came = clock.now(), edge.planes[plane].came
         came.gap = True
         if now - edge.doubted >= DOUBT_SECONDS:
             edge.doubted = now
@@ -349,11 +349,11 @@ class ReliableLinks:
         if isinstance(message, Ack):
             flow = edge.planes[message.plane]
             flow.again.update(dict.fromkeys(
-                flow.out.acknowledged(message.first_missing, message.ahead, message.probe, time.monotonic())
+                flow.out.acknowledged(message.first_missing, message.ahead, message.probe, clock.now())
             ))
             if message.gap:
                 flow.out.ask()
-                self._probe(uid, edge, message.plane, time.monotonic())
+                self._probe(uid, edge, message.plane, clock.now())
             self._pump(uid, edge, message.plane)
         elif isinstance(message, Probe):
             if message.plane != plane:
@@ -475,7 +475,7 @@ class ReliableLinks:
                     if plane.came.unreported:
                         self._acknowledge(uid, edge, number)
                     plane.out.ask()
-                    self._probe(uid, edge, number, time.monotonic())
+                    self._probe(uid, edge, number, clock.now())
         return not any(plane.out.kept or plane.queue for edge in self._edges.values() for plane in edge.planes)
 
     def goodbye(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.base import Counters
 from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
@@ -48,11 +48,11 @@ class Sender:
         links, status = self._links, self._status
         if links.takes(uid):
             return True
-        deadline = time.monotonic() + status.patience(self._config.timeout_seconds)
+        deadline = clock.now() + status.patience(self._config.timeout_seconds)
         with status.changed, status.waits_for([uid]):
             while not links.takes(uid):
                 status.raise_if_failed()
-                remaining = deadline - time.monotonic()
+                remaining = deadline - clock.now()
                 if status.regrouping or status.departed.get(uid, round + 1) <= round:
                     return False
                 if remaining <= 0 or uid in status.silent:

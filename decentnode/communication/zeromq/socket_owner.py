@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
+
+from decentnode import clock
 
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.001, 0.05
 OFTEN, OFTEN_NAP_SECONDS = 3, 0.004
@@ -45,7 +46,7 @@ class SocketOwner:
     def take(self, timeout_seconds: float) -> bool:
         """Blocking: whether the sockets became the caller's in time; if so, `leave` has to follow."""
         if self.closed:
-            time.sleep(min(timeout_seconds, NAP_SECONDS))
+            clock.sleep(min(timeout_seconds, NAP_SECONDS))
             return False
         with self._mutex:
             self._visits += 1
@@ -147,11 +148,11 @@ class SocketDoorbell:
 
     def listen(self, timeout_seconds: float) -> None:
         """Training thread: until rung."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = clock.now() + timeout_seconds
         self._listener = threading.get_ident()
         if not self.rung and self._owner.take(timeout_seconds):
             try:
-                while not (self.rung or self._owner.closed) and (remaining := deadline - time.monotonic()) > 0:
+                while not (self.rung or self._owner.closed) and (remaining := deadline - clock.now()) > 0:
                     self._work(remaining)
             finally:
                 self._owner.leave()

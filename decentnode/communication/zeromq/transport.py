@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
@@ -14,6 +13,7 @@ import zmq
 from torch import Tensor
 
 import decentnode
+from decentnode import clock
 from decentnode.communication.base import (
     AveragingGroup,
     BindPlan,
@@ -233,14 +233,14 @@ class ZeroMQ(Communication):
             raise ValueError(f"set_peers must name every uid, got none for {absent}")
         self._io.start()
         limit = timeout_seconds + (0 if self.uid == 0 else GRACE_SECONDS)
-        deadline = time.monotonic() + limit
+        deadline = clock.now() + limit
         with self._status.changed:
             while not self._joined:
                 self._status.raise_if_failed()
-                remaining = deadline - time.monotonic()
+                remaining = deadline - clock.now()
                 if remaining <= 0:
                     self._io.call(self._give_up)
-                    deadline = time.monotonic() + GRACE_SECONDS
+                    deadline = clock.now() + GRACE_SECONDS
                 self._status.changed.wait(min(max(remaining, 0.05), 1.0))
         self._open(timeout_seconds)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication.base import Pending
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunState
 from decentnode.communication.zeromq.tree_mean import OutgoingPart, TreeMeans, own_share
@@ -64,7 +64,7 @@ class TreeCollectives:
 
     def wait_mean(self, key: str, closing: bool, timeout_seconds: float) -> tuple[Tensor, int]:
         """What `Pending.wait` does."""
-        began = time.monotonic()
+        began = clock.now()
         deadline = began + timeout_seconds
         with self._status.changed:
             while True:
@@ -76,7 +76,7 @@ class TreeCollectives:
                 if self._status.stopping and not closing:
                     self._call(lambda: self.means.give_up(key))
                     raise Interrupted(f"{key} given up: the run is stopping")
-                remaining = deadline - time.monotonic()
+                remaining = deadline - clock.now()
                 if remaining <= 0:
                     whom = self.means.waiting_for(key)
                     names = ", ".join(map(self._describe, whom)) or "the other nodes"
@@ -93,13 +93,13 @@ class TreeCollectives:
         tree = self._session.tree
         self._passed = None
         self._call(lambda: self.arrive(name, 0, self._uid))
-        began = time.monotonic()
+        began = clock.now()
         deadline = began + timeout_seconds
         with self._status.changed:
             while self._passed != name:
                 self._status.waiting = None
                 self._status.raise_if_over()
-                remaining = deadline - time.monotonic()
+                remaining = deadline - clock.now()
                 late = [child for child in tree.children if self._here.get(child) != name]
                 if self._gone_up == name:
                     late = [] if tree.parent is None else [tree.parent]
@@ -152,10 +152,10 @@ class TreeCollectives:
         """Elsewhere than on the lowest uid this waits for the subtree, whose reports pass through here."""
         below = set(self._session.subtree())
         limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if self._status.stopping else timeout_seconds
-        deadline = time.monotonic() + limit
+        deadline = clock.now() + limit
         with self._status.changed:
             while not below <= self._reports.keys() and self._status.failure is None and not self._status.regrouping:
-                remaining = deadline - time.monotonic()
+                remaining = deadline - clock.now()
                 if remaining <= 0:
                     break
                 self._status.changed.wait(min(remaining, 1.0))
