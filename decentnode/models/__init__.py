@@ -1,4 +1,4 @@
-"""Small models, made by name and initialized as torch does under the caller's seed."""
+"""Models of the field, made by name and initialized as torch does under the caller's seed."""
 
 from __future__ import annotations
 
@@ -7,4 +7,11 @@ MODELS: dict[str, str] = {
     "logistic": "decentnode.models.logistic:Logistic",
     "gn_lenet": "decentnode.models.gn_lenet:GnLenet",
     "cnn": "decentnode.models.cnn:Cnn",
+    "lenet": "decentnode.models.lenet:Lenet",
+    "resnet": "decentnode.models.resnet:Resnet",
+    "wide_resnet": "decentnode.models.wide_resnet:WideResnet",
+    "vgg": "decentnode.models.vgg:Vgg",
+    "femnist_cnn": "decentnode.models.femnist_cnn:FemnistCnn",
+    "rnet": "decentnode.models.rnet:Rnet",
+    "celeba_cnn": "decentnode.models.celeba_cnn:CelebaCnn",
 }

@@ -10,10 +10,14 @@ from torch.nn import functional
 
 from decentnode.config.component import Config
 from decentnode.models.base import Model, image_shape
+from decentnode.models.norms import Norm, make_norm
 
 
 class GnLenetConfig(Config):
     name: str = "gn_lenet"
+    norm: Norm = "group"
+    """group: two groups, 89,834 parameters. batch: BN-LeNet, as many. none: 89,578, the LeNet that Hsieh et al. compare
+    them with."""
 
 
 class GnLenet(Model):
@@ -26,20 +30,20 @@ class GnLenet(Model):
 
     def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         channels, height, width = image_shape("gn_lenet", input_shape, 8)
-        return GnLenetModule(channels, (height // 8) * (width // 8), num_classes)
+        return GnLenetModule(channels, (height // 8) * (width // 8), num_classes, self.config.norm)
 
 
 class GnLenetModule(nn.Module):
     """Three of (5x5 convolution, 2-group norm, ReLU, 2x2 max pooling), then one linear layer."""
 
-    def __init__(self, channels: int, pixels: int, num_classes: int) -> None:
+    def __init__(self, channels: int, pixels: int, num_classes: int, norm: Norm = "group") -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 32, 5, padding=2)
-        self.norm1 = nn.GroupNorm(2, 32)
+        self.norm1 = make_norm(norm, 32, 2)
         self.conv2 = nn.Conv2d(32, 32, 5, padding=2)
-        self.norm2 = nn.GroupNorm(2, 32)
+        self.norm2 = make_norm(norm, 32, 2)
         self.conv3 = nn.Conv2d(32, 64, 5, padding=2)
-        self.norm3 = nn.GroupNorm(2, 64)
+        self.norm3 = make_norm(norm, 64, 2)
         self.output = nn.Linear(64 * pixels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:

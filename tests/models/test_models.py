@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 import torch
 from torch import nn
@@ -9,12 +11,15 @@ from torch.nn import functional
 
 from decentnode.config.component import load_class
 from decentnode.errors import UsageError
+from decentnode.experiment import load
 from decentnode.models import MODELS
 from decentnode.models.base import Model
+from decentnode.models.resnet import PaddedShortcut
 
 from .contract import check_model
 
 CIFAR = (3, 32, 32)
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def make(name: str, **keys: Any) -> Model:
@@ -23,28 +28,125 @@ def make(name: str, **keys: Any) -> Model:
     return found
 
 
+CHECKED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in MODELS if name not in ("resnet", "wide_resnet", "vgg")),
+    ("gn_lenet", {"norm": "batch"}), ("gn_lenet", {"norm": "none"}), ("lenet", {"variant": "caffe"}),
+    ("rnet", {"norm": "group", "groups": 4}), ("wide_resnet", {"depth": 10, "widen": 1, "dropout": 0.1}),
+    ("wide_resnet", {"depth": 10, "widen": 1, "norm": "group"}),
+    *(("resnet", {"widths": [4, 6, 8], "norm": norm, "shortcut": shortcut})
+      for norm in ("batch", "group") for shortcut in ("auto", "projection")),
+    ("resnet", {"depth": 8, "widths": [4, 6, 8]}), ("resnet", {"depth": 18, "widths": [4, 4, 6, 6], "stem": "large"}),
+    ("vgg", {"depth": 11}), ("vgg", {"depth": 11, "norm": "group", "dropout": 0}),
+]  # fmt: skip
+"""Every model, its variants in a small size."""
+
+
+def test_all_models_are_checked() -> None:
+    assert {name for name, _ in CHECKED} == set(MODELS)
+
+
 @pytest.mark.parametrize("shape", [CIFAR, (1, 28, 28), (1, 17, 30)])
-@pytest.mark.parametrize("name", MODELS)
-def test_contract(name: str, shape: tuple[int, ...]) -> None:
-    check_model(make(name), shape, 7)
+@pytest.mark.parametrize("name, keys", CHECKED, ids=str)
+def test_contract(name: str, keys: dict[str, Any], shape: tuple[int, ...]) -> None:
+    if name == "vgg":  # five poolings
+        shape = (shape[0], max(shape[1], 32), max(shape[2], 33))
+    check_model(make(name, **keys), shape, 7)
 
 
 @pytest.mark.parametrize("name, keys, parameters", [
     ("gn_lenet", {}, 89_834),
+    ("gn_lenet", {"norm": "batch"}, 89_834),
+    ("gn_lenet", {"norm": "none"}, 89_578),
     ("cnn", {}, 62_006),
     ("logistic", {}, 30_730),
     ("mlp", {"hidden": [325]}, 1_001_985),
     ("mlp", {"hidden": [4096, 3000]}, 24_908_018),
     ("mlp", {"hidden": []}, 30_730),
+    ("resnet", {"depth": 8}, 4_932_344 - 20_590),
+    ("resnet", {"depth": 18}, 11_173_962),
+    ("resnet", {"depth": 20}, 269_722),
+    ("resnet", {"depth": 20, "norm": "group"}, 269_722),
+    ("resnet", {"depth": 20, "shortcut": "projection"}, 272_474),
+    ("resnet", {"depth": 32}, 464_154),
+    ("resnet", {"depth": 44}, 658_586),
+    ("resnet", {"depth": 56}, 853_018),
+    ("resnet", {"depth": 110}, 1_727_962),
+    ("vgg", {"depth": 11}, 9_756_426),
+    ("vgg", {"depth": 16}, 15_253_578),
+    ("vgg", {"depth": 16, "norm": "none"}, 15_245_130),
+    ("wide_resnet", {}, 36_479_194),
+    ("wide_resnet", {"depth": 16, "widen": 4}, 2_748_890),
 ])
 def test_parameters_on_cifar10(name: str, keys: dict[str, Any], parameters: int) -> None:
+    assert count(name, keys, CIFAR, 10) == parameters
+
+
+@pytest.mark.parametrize("name, keys, shape, classes, parameters", [
+    ("logistic", {}, (1, 28, 28), 62, 48_670),
+    ("femnist_cnn", {}, (1, 28, 28), 62, 1_690_046),
+    ("rnet", {}, (1, 28, 28), 62, 2_811_678),
+    ("rnet", {"norm": "group"}, (1, 28, 28), 62, 2_811_678),
+    ("celeba_cnn", {}, (3, 84, 84), 2, 30_242),
+    ("lenet", {}, (1, 28, 28), 10, 61_706),
+    ("lenet", {"variant": "caffe"}, (1, 28, 28), 10, 431_080),
+    ("resnet", {"depth": 18, "stem": "large"}, (3, 224, 224), 1000, 11_689_512),
+    ("resnet", {"depth": 34, "stem": "large"}, (3, 224, 224), 1000, 21_797_672),
+])
+def test_parameters_on_the_data_of_the_sources(
+    name: str, keys: dict[str, Any], shape: tuple[int, ...], classes: int, parameters: int
+) -> None:
+    assert count(name, keys, shape, classes) == parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_experiment_with_it_validates(name: str) -> None:
+    data = "{name: synthetic, input_shape: [3, 32, 32], train_samples: 640, test_samples: 16}"
+    experiment = load(QUICKSTART, [f"model={{name: {name}}}", f"data={data}"])
+    assert experiment.model.name == name
+
+
+def count(name: str, keys: dict[str, Any], shape: tuple[int, ...], classes: int) -> int:
     with torch.device("meta"):
-        module = make(name, **keys).make(CIFAR, 10)
-    assert sum(p.numel() for p in module.parameters()) == parameters
+        module = make(name, **keys).make(shape, classes)
+    return sum(p.numel() for p in module.parameters())
 
 
-def test_logistic_on_femnist_is_that_of_decentralizepy() -> None:
-    assert sum(p.numel() for p in make("logistic").make((1, 28, 28), 62).parameters()) == 48_670
+def test_rnet_is_the_resnet_that_it_says() -> None:
+    keys = {"depth": 18, "widths": [32, 64, 128, 256], "stem": "large"}
+    outputs = []
+    for model in (make("rnet"), make("resnet", **keys)):
+        torch.manual_seed(3)
+        outputs.append(model.make((1, 28, 28), 62)(torch.ones(2, 1, 28, 28)))
+    assert torch.equal(*outputs)
+
+
+def test_residual_nets_start_with_signals_of_one_size() -> None:
+    """Deep nets that start with vanishing or exploding outputs do not learn."""
+    for name, keys in (("resnet", {"depth": 110}), ("resnet", {"depth": 56, "norm": "group"}), ("vgg", {"depth": 19})):
+        torch.manual_seed(0)
+        outputs = make(name, **keys).make(CIFAR, 10)(torch.randn(4, *CIFAR))
+        assert 1e-2 < float(outputs.detach().std()) < 1e2, name
+
+
+def test_a_padded_shortcut_keeps_every_other_pixel() -> None:
+    found = PaddedShortcut(2, 3)(torch.arange(32.0).reshape(1, 2, 4, 4))
+    assert found.shape == (1, 5, 2, 2) and not found[0, [0, 3, 4]].any()
+    assert found[0, 1:3].tolist() == [[[0, 2], [8, 10]], [[16, 18], [24, 26]]]
+
+
+@pytest.mark.parametrize("name, keys, rule", [
+    ("resnet", {"depth": 8, "widths": [1, 2]}, "must have 3 widths at depth 8, got 2"),
+    ("resnet", {"depth": 21}, "Input should be 8, 18"),
+    ("wide_resnet", {"depth": 12}, r"must be 6 n \+ 4 .* got 12"),
+])
+def test_depths_that_there_are_not(name: str, keys: dict[str, Any], rule: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=rule):
+        make(name, **keys)
+
+
+def test_groups_that_do_not_divide_the_widths() -> None:
+    with pytest.raises(UsageError, match=r"model\.groups must divide the widths of the layers, got 3 for 16 channels"):
+        make("resnet", norm="group", groups=3).make(CIFAR, 10)
 
 
 class _Reference(nn.Module):
@@ -75,13 +177,20 @@ def test_gn_lenet_computes_what_the_reference_does() -> None:
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name, shape", [("gn_lenet", (1, 7, 8)), ("gn_lenet", (64,)), ("cnn", (3, 15, 32))])
+@pytest.mark.parametrize("name, shape", [
+    ("gn_lenet", (1, 7, 8)), ("gn_lenet", (64,)), ("cnn", (3, 15, 32)), ("lenet", (1, 11, 28)), ("resnet", (3, 3, 4)),
+    ("wide_resnet", (32, 32)), ("vgg", (3, 31, 32)), ("femnist_cnn", (1, 3, 28)), ("rnet", (784,)),
+    ("celeba_cnn", (3, 84, 15)),
+])
 def test_inputs_that_a_model_cannot_take(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=rf"model {name} needs images .* got samples of shape \["):
         make(name).make(shape, 10)
 
 
-@pytest.mark.parametrize("name, shape", [("gn_lenet", (1, 8, 8)), ("cnn", (3, 16, 16))])
+@pytest.mark.parametrize("name, shape", [
+    ("gn_lenet", (1, 8, 8)), ("cnn", (3, 16, 16)), ("lenet", (1, 12, 12)), ("resnet", (3, 4, 4)), ("vgg", (1, 32, 32)),
+    ("femnist_cnn", (1, 4, 4)), ("rnet", (1, 16, 16)), ("celeba_cnn", (3, 16, 16)),
+])
 def test_the_smallest_images(name: str, shape: tuple[int, ...]) -> None:
     assert make(name).make(shape, 10)(torch.zeros(2, *shape)).shape == (2, 10)
 

@@ -1,0 +1,125 @@
+"""Residual nets of basic blocks: those of He et al. for CIFAR and ImageNet, and decentralizepy's."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import pydantic
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional
+
+from decentnode.config.component import Config
+from decentnode.models.base import Model, image_shape
+from decentnode.models.norms import Norm, he_normal, make_norm
+
+SHAPES: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    8: ((128, 256, 512), (1, 1, 1)),
+    18: ((64, 128, 256, 512), (2, 2, 2, 2)),
+    34: ((64, 128, 256, 512), (3, 4, 6, 3)),
+    **{6 * n + 2: ((16, 32, 64), (n, n, n)) for n in (3, 5, 7, 9, 18)},
+}
+"""Depth -> widths and blocks of the stages; every stage but the first halves the image."""
+
+
+class ResnetConfig(Config):
+    name: str = "resnet"
+    depth: Literal[8, 18, 20, 32, 34, 44, 56, 110] = 20
+    """20, 32, 44, 56, 110: three stages of 16, 32 and 64 channels, for CIFAR (He et al., section 4.2): 269,722
+    parameters at 20, 853,018 at 56. 18, 34: four stages of 64 to 512, 11,173,962 at 18. 8: three stages of 128, 256 and
+    512 with one block each, decentralizepy's ResNet8 without the layers that it does not use, 4,911,754 of its
+    4,932,344. Counts are those of 3x32x32 and 10 classes."""
+    norm: Norm = "batch"
+    """group has no running statistics and does not suffer where nodes hold few classes (Hsieh et al. 2020, arXiv
+    1910.00189); both have the same number of parameters."""
+    groups: int = Field(2, ge=1)
+    """Groups of norm: group."""
+    widths: tuple[PositiveInt, ...] | None = None
+    """Channels of the stages, instead of the depth's."""
+    stem: Literal["small", "large"] = "small"
+    """small: one 3x3 convolution, for images up to 64x64. large: a 7x7 convolution and max pooling, which divide each
+    side by four, for ImageNet's."""
+    shortcut: Literal["auto", "pad", "projection"] = "auto"
+    """Around a block that changes the shape. pad: every other pixel and zeros for the new channels (option A of He et
+    al.). projection: a 1x1 convolution. auto: pad for the nets of 16, 32 and 64 channels, projection for others."""
+    features: int | None = Field(None, ge=1)
+    """Side of the grid to which the last images are averaged. Default: 2 at depth 8, as in decentralizepy; 1, the
+    average of the whole image, at others."""
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> ResnetConfig:
+        stages = len(SHAPES[self.depth][0])
+        if self.widths is not None and len(self.widths) != stages:
+            raise ValueError(f"must have {stages} widths at depth {self.depth}, got {len(self.widths)}")
+        return self
+
+
+class Resnet(Model):
+    """Images of any size from 4x4 on (He et al. 2016, arXiv 1512.03385)."""
+
+    Config: ClassVar[type[Config]] = ResnetConfig
+
+    def __init__(self, config: ResnetConfig) -> None:
+        self.config = config
+
+    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        channels, _, _ = image_shape(self.config.name, input_shape, 4)
+        return he_normal(ResnetModule(self.config, channels, num_classes))
+
+
+class ResnetModule(nn.Sequential):
+    """Stem, stages of blocks, average, one linear layer."""
+
+    def __init__(self, config: ResnetConfig, channels: int, num_classes: int) -> None:
+        widths, counts = SHAPES[config.depth]
+        pads = config.shortcut == "pad" or (config.shortcut == "auto" and widths[0] == 16)
+        widths = config.widths or widths
+        kernel, stride = (3, 1) if config.stem == "small" else (7, 2)
+        layers: list[nn.Module] = [
+            nn.Conv2d(channels, widths[0], kernel, stride, kernel // 2, bias=False),
+            make_norm(config.norm, widths[0], config.groups), nn.ReLU(),
+        ]
+        if config.stem == "large":
+            layers.append(nn.MaxPool2d(3, 2, 1))
+        inputs = widths[0]
+        for stage, (width, count) in enumerate(zip(widths, counts, strict=True)):
+            for block in range(count):
+                layers.append(BasicBlock(inputs, width, 2 if stage and not block else 1, config, pads))
+                inputs = width
+        side = config.features or (2 if config.depth == 8 else 1)
+        layers += [nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(inputs * side * side, num_classes)]
+        super().__init__(*layers)
+
+
+class BasicBlock(nn.Module):
+    """x -> relu(shortcut(x) + two 3x3 convolutions of x)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, config: ResnetConfig, pads: bool) -> None:
+        """pads: whether the shortcut has no parameters."""
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = make_norm(config.norm, outputs, config.groups)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = make_norm(config.norm, outputs, config.groups)
+        self.shortcut: nn.Module = nn.Identity()
+        if (stride != 1 or inputs != outputs) and pads:
+            self.shortcut = PaddedShortcut(stride, outputs - inputs)
+        elif stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), make_norm(config.norm, outputs, config.groups)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = functional.relu(self.norm1(self.conv1(x)))
+        return functional.relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
+
+
+class PaddedShortcut(nn.Module):
+    """Every stride-th pixel; new channels are zeros, half of them before and half behind."""
+
+    def __init__(self, stride: int, more: int) -> None:
+        super().__init__()
+        self.stride, self.before, self.behind = stride, more // 2, more - more // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.behind))
