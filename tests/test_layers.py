@@ -57,6 +57,30 @@ def test_imports_go_down(path: Path) -> None:
         assert ROOMS[other] < ROOMS[room], f"{room} (floor {ROOMS[room]}) imports {other} (floor {ROOMS[other]})"
 
 
+READS_THE_WORLD = {"asyncio", "multiprocessing", "os", "random", "secrets", "select", "socket", "subprocess",
+                   "tempfile", "time", "zmq"}  # fmt: skip
+"""Modules by which code learns what its arguments do not say, or acts on what its results do not show."""
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "wire").rglob("*.py")), ids=lambda p: p.stem)
+def test_the_protocol_knows_of_the_world_what_it_is_given(path: Path) -> None:
+    """Bytes, messages, the time and random bytes are arguments: the same calls lead to the same state."""
+    tree = ast.parse(path.read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {name.split(".")[0] for name in names} & READS_THE_WORLD
+    assert "clock" not in imports_of(path)
+    assert "threading" not in names or set(re.findall(r"threading\.\w+", path.read_text())) == {"threading.local"}
+
+
+PURE = {"graph", "mixing", "compression", "optim", "models", "data", "sharing", "training", "wire"}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) in PURE], ids=lambda p: p.stem)
+def test_rooms_of_pure_functions_do_not_ask_for_the_time(path: Path) -> None:
+    assert "clock" not in imports_of(path)
+
+
 COMMUNICATION: list[list[str]] = [
     ["__init__", "base", "routing", "run_state"],
     ["receive"],

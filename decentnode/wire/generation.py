@@ -35,7 +35,7 @@ trains.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from decentnode.wire.messages import MAX_ROUND, NO_ORIGIN, ORIGIN_BYTES
@@ -46,9 +46,12 @@ FIRST: Name = (0, NO_ORIGIN)
 """The name of the generation that a run starts with."""
 
 
-def new_origin(proposer: int) -> bytes:
-    """Returns 12 bytes that no other proposal has: the uid of the proposer (4, big-endian), then random ones."""
-    return proposer.to_bytes(4, "big") + os.urandom(ORIGIN_BYTES - 4)
+def new_origin(proposer: int, draw: Callable[[int], bytes]) -> bytes:
+    """Returns 12 bytes that no other proposal has: the uid of the proposer (4, big-endian), then random ones.
+
+    draw: returns so many random bytes that nobody drew before, as os.urandom does.
+    """
+    return proposer.to_bytes(4, "big") + draw(ORIGIN_BYTES - 4)
 
 
 def proposer_of(origin: bytes) -> int:

@@ -28,7 +28,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return base
 
 
-@pytest.mark.parametrize("generation", [FIRST, (12, new_origin(3))], ids=["first", "later"])
+@pytest.mark.parametrize("generation", [FIRST, (12, new_origin(3, os.urandom))], ids=["first", "later"])
 @pytest.mark.parametrize("lent", [False, True])
 def test_socket_folders_and_boards_of_killed_runs_are_removed_by_the_next(
     shared: Path, generation: Name, lent: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ def test_a_damaged_doorbell_is_a_fault_or_another_doorbell(data: st.DataObject) 
 @pytest.mark.parametrize(
     ("other", "reason"),
     [(ends(run=b"run 9999"), "wrong_run"), (ends(generation=(1, FIRST[1])), "wrong_generation"),
-     (ends(generation=(0, new_origin(1))), "wrong_generation")],
+     (ends(generation=(0, new_origin(1, os.urandom))), "wrong_generation")],
 )
 def test_another_run_or_generation_is_refused_by_name(other: Doorbells, reason: str) -> None:
     with pytest.raises(PeerFault) as caught:

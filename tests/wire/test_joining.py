@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 from decentnode.wire.generation import FIRST, new_origin
 from decentnode.wire.membership.joining import JOIN_EVERY_SECONDS, JoinRequests
 from tests.wire.world import SUSPECT
@@ -21,7 +23,7 @@ def test_a_node_that_comes_from_outside_again_waits_longer_each_time() -> None:
 
 
 def test_a_request_names_the_generation_that_its_receiver_is_in() -> None:
-    joining, name = JoinRequests(SUSPECT), (3, new_origin(1))
+    joining, name = JoinRequests(SUSPECT), (3, new_origin(1, os.urandom))
     joining.begin(10.0)
     assert joining.due(10.0)
     assert joining.name_for(1) == FIRST

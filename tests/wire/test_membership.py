@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -328,7 +329,7 @@ def test_who_lives_in_another_generation_is_missed_in_this_one() -> None:
         world.now += TICK
         membership.tick(world.now, [1, 2], 1.0)
         membership.receive(Pong(RUN, 0, 2), world.now)
-        membership.receive(Pong(RUN, 0, 1, origin=new_origin(1)), world.now)
+        membership.receive(Pong(RUN, 0, 1, origin=new_origin(1, os.urandom)), world.now)
     assert membership.suspects == {1}
 
 
@@ -390,7 +391,7 @@ def test_a_join_with_another_config_is_refused_by_name_on_both_sides() -> None:
     assert world.processes[0].membership.steady
     ((to, denied),) = world.processes[0].membership.outbox
     assert to == 2
-    joiner = Membership(2, 3, world.limits, digest="other")
+    joiner = Membership(2, 3, world.limits, draw=os.urandom, digest="other")
     joiner.leave(world.now, "started")
     (event,) = joiner.receive(denied, world.now)
     assert event == JoinRefused(
@@ -432,7 +433,7 @@ def test_a_late_copy_of_a_prepare_does_not_break_what_it_prepared() -> None:
 def test_who_is_asked_to_promise_ends_its_generation_once() -> None:
     """The training is told that it is over, by the first word that ends it, and not again by those that follow."""
     membership = World(4).processes[1].membership
-    words = [Prepare(RUN, number, 0, bitmap(range(4), 4), origin=new_origin(0)) for number in (1, 1, 2)]
+    words = [Prepare(RUN, number, 0, bitmap(range(4), 4), origin=new_origin(0, os.urandom)) for number in (1, 1, 2)]
     events = [membership.receive(word, 100.0) for word in words]
     assert events == [[Broken("node 0 prepares generation 1")], [], []]
     assert membership.stage == "promised" and membership.reason == "node 0 prepares generation 1"
@@ -441,14 +442,14 @@ def test_who_is_asked_to_promise_ends_its_generation_once() -> None:
 def test_who_misses_somebody_already_keeps_the_reason_when_it_is_asked_to_promise() -> None:
     membership = World(4).processes[1].membership
     assert membership.suspect([3], 100.0) == [Broken("node 3 does not answer")]
-    assert membership.receive(Prepare(RUN, 1, 0, bitmap([0, 1, 2], 4), origin=new_origin(0)), 100.0) == []
+    assert membership.receive(Prepare(RUN, 1, 0, bitmap([0, 1, 2], 4), origin=new_origin(0, os.urandom)), 100.0) == []
     assert membership.stage == "promised" and membership.reason == "node 3 does not answer"
 
 
 @pytest.mark.parametrize("length", [511, 512, 513])
 def test_of_a_long_refusal_as_much_is_told_as_a_message_holds(length: int) -> None:
     who = "n" * (length - 1) + "!"
-    member = Membership(0, 3, Limits(SUSPECT, 20.0, 2), digest="d", run=RUN, describe=lambda _uid: who)
+    member = Membership(0, 3, Limits(SUSPECT, 20.0, 2), draw=os.urandom, digest="d", run=RUN, describe=lambda _uid: who)
     with pytest.raises(PeerFault):
         member.receive(Join(NO_RUN, 0, 2, PROTOCOL_VERSION, "other", 3), 100.0)
     ((_, denied),) = member.outbox

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 from decentnode.wire.generation import Generation, Limits, new_origin
 from decentnode.wire.membership.proposal import MAX_RIVALS, Proposal, Rivals, Watch
 from decentnode.wire.messages import Promise
@@ -13,7 +15,7 @@ def promise(uid: int, position: int, fresh: int = 0, stopping: int = 0) -> Promi
 
 
 def test_the_outcome_begins_after_the_furthest_member_that_has_a_model() -> None:
-    proposal = Proposal((1, new_origin(0)), frozenset({0, 1, 2}), {1: 0.0, 2: 0.0})
+    proposal = Proposal((1, new_origin(0, os.urandom)), frozenset({0, 1, 2}), {1: 0.0, 2: 0.0})
     for each in (promise(0, 3), promise(1, 5, stopping=1), promise(2, 9, fresh=1)):
         assert not proposal.promised_by_all()
         proposal.promises[each.source] = each
@@ -22,12 +24,13 @@ def test_the_outcome_begins_after_the_furthest_member_that_has_a_model() -> None
 
 
 def test_without_a_model_there_is_no_outcome() -> None:
-    proposal = Proposal((1, new_origin(0)), frozenset({0}), {}, {0: promise(0, 3, fresh=1)})
+    proposal = Proposal((1, new_origin(0, os.urandom)), frozenset({0}), {}, {0: promise(0, 3, fresh=1)})
     assert proposal.outcome() is None
 
 
 def test_silence_counts_from_when_a_member_spoke_and_readiness_from_the_commit() -> None:
-    proposal = Proposal((1, new_origin(0)), frozenset({0, 1, 2}), {1: 0.0, 2: 5.0}, ready={0, 1}, committed_at=0.0)
+    name = (1, new_origin(0, os.urandom))
+    proposal = Proposal(name, frozenset({0, 1, 2}), {1: 0.0, 2: 5.0}, ready={0, 1}, committed_at=0.0)
     assert proposal.silent(5.0, LIMITS, committing=False) == {1}
     proposal.heard[1] = 20.0
     proposal.heard[2] = 20.0
@@ -39,8 +42,8 @@ def test_silence_counts_from_when_a_member_spoke_and_readiness_from_the_commit()
 
 def test_who_is_told_to_go_by_too_few_stays() -> None:
     """A generation of a lower name outvotes this node's only with more than half of the run, whatever `min_nodes`."""
-    rivals, own = Rivals(5, LIMITS), (3, new_origin(0))
-    lower, higher = (2, new_origin(1)), (4, new_origin(1))
+    rivals, own = Rivals(5, LIMITS), (3, new_origin(0, os.urandom))
+    lower, higher = (2, new_origin(1, os.urandom)), (4, new_origin(1, os.urandom))
     assert rivals.heard(higher, 1, 0.0, own)
     assert [rivals.heard(lower, uid, 0.0, own) for uid in (1, 1, 2, 3)] == [False, False, False, True]
     rivals.expire(2 * SUSPECT)
@@ -48,8 +51,8 @@ def test_who_is_told_to_go_by_too_few_stays() -> None:
 
 
 def test_rivals_are_bounded() -> None:
-    rivals, own = Rivals(5, LIMITS), (1, new_origin(0))
-    heard = [rivals.heard((2 + number, new_origin(1)), 1, 0.0, own) for number in range(MAX_RIVALS + 1)]
+    rivals, own = Rivals(5, LIMITS), (1, new_origin(0, os.urandom))
+    heard = [rivals.heard((2 + number, new_origin(1, os.urandom)), 1, 0.0, own) for number in range(MAX_RIVALS + 1)]
     assert heard == [True] * MAX_RIVALS + [False]
 
 

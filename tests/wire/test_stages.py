@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -62,15 +63,16 @@ def test_every_row_of_the_table_happens_and_nothing_else() -> None:
     assert [wrong for seed in range(150) if (wrong := survive(seed, membership))] == []
 
     limits = Limits(SUSPECT, 20.0, 2)
-    alone = membership(0, 3, limits, run=RUN)  # counts who left when it proposes, but that is too few for a round
+    # counts who left when it proposes, but that is too few for a round
+    alone = membership(0, 3, limits, draw=os.urandom, run=RUN)
     alone.left = {2}
     alone.suspect([1], 0.0)
     assert alone.stage == "short"
 
-    leading = membership(0, 3, limits, run=RUN)
+    leading = membership(0, 3, limits, draw=os.urandom, run=RUN)
     leading.suspect([2], 0.0)
     for _ in leading.outbox[:1]:
-        promise = membership(1, 3, limits, run=RUN)
+        promise = membership(1, 3, limits, draw=os.urandom, run=RUN)
         promise.receive(leading.outbox[0][1], 0.0)
         leading.receive(promise.outbox[0][1], 0.0)
     assert leading.stage == "committing"

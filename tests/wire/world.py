@@ -50,6 +50,7 @@ class World:
         self.num_nodes, self.loss, self.random = num_nodes, loss, random.Random(seed)
         least = num_nodes // 2 + 1 if min_nodes is None else min_nodes
         self.limits = Limits(SUSPECT, 20.0, least) if rounds is None else Limits(SUSPECT, 20.0, least, rounds)
+        self.draw = random.Random(f"{seed} origins").randbytes
         self.now = 100.0
         self.processes = {uid: Process(self.make(uid, RUN)) for uid in range(num_nodes)}
         self.cut: set[frozenset[int]] = set()
@@ -70,7 +71,7 @@ class World:
         self.processes = {uid: Process(self.make(uid, RUN)) for uid in range(self.num_nodes)}
 
     def make(self, uid: int, run: bytes) -> Membership:
-        return self.membership(uid, self.num_nodes, self.limits, digest="d", run=run)
+        return self.membership(uid, self.num_nodes, self.limits, draw=self.draw, digest="d", run=run)
 
     # -- faults -----------------------------------------------------------------------------------------------
 

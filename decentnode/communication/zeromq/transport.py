@@ -131,7 +131,8 @@ class ZeroMQ(Communication):
         self._io = self._links.io
         self._regroup: Reconfiguration | None = None
         if limits is not None:
-            membership = Membership(uid, len(machine_of), limits, digest=digest, describe=self.describe)
+            membership = Membership(uid, len(machine_of), limits, draw=os.urandom, digest=digest,
+                                    describe=self.describe)
             self._regroup = Reconfiguration(membership, self._links, self._status, self.counters)
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip

@@ -43,10 +43,10 @@ class Membership(MemberState):
     """
 
     def __init__(
-        self, uid: int, num_nodes: int, limits: Limits, *, digest: str = "", run: bytes = NO_RUN,
-        describe: Callable[[int], str] = lambda uid: f"node {uid}",
+        self, uid: int, num_nodes: int, limits: Limits, *, draw: Callable[[int], bytes], digest: str = "",
+        run: bytes = NO_RUN, describe: Callable[[int], str] = lambda uid: f"node {uid}",
     ) -> None:
-        super().__init__(uid, num_nodes, limits, digest=digest, run=run, describe=describe)
+        super().__init__(uid, num_nodes, limits, draw=draw, digest=digest, run=run, describe=describe)
         self._leader, self._follower = Leader(self), Follower(self)
         self._last_tick: float | None = None
         self._handlers: dict[type[Message], Callable[[Any, float], None]] = {

@@ -32,13 +32,15 @@ class MemberState:
     """
 
     def __init__(
-        self, uid: int, num_nodes: int, limits: Limits, *, digest: str = "", run: bytes = NO_RUN,
-        describe: Callable[[int], str] = lambda uid: f"node {uid}",
+        self, uid: int, num_nodes: int, limits: Limits, *, draw: Callable[[int], bytes], digest: str = "",
+        run: bytes = NO_RUN, describe: Callable[[int], str] = lambda uid: f"node {uid}",
     ) -> None:
-        """digest: of configuration and graph, compared with that of nodes that ask to join. describe: a node's name in
-        reasons."""
+        """draw: returns so many random bytes (os.urandom), which keep apart what this node proposes before and after it
+        was started again. digest: of configuration and graph, compared with that of nodes that ask to join. describe: a
+        node's name in reasons."""
         self.uid, self.num_nodes, self.limits = uid, num_nodes, limits
         self.run = run
+        self._draw = draw
         self.digest, self.describe = digest, describe
         self.generation = Generation(0, tuple(range(num_nodes)))
         """The one in force, or the last that was."""
@@ -109,7 +111,7 @@ class MemberState:
         return self.stopping or self.position >= self.limits.rounds
 
     def new_name(self, number: int) -> Name:
-        return number, new_origin(self.uid)
+        return number, new_origin(self.uid, self._draw)
 
     @staticmethod
     def may_propose(proposer: int, name: Name) -> bool:
