@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,14 +28,30 @@ def labels(count: int, classes: int = 10, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, classes, count)
 
 
+CHECKED: list[tuple[str, dict[str, Any], Callable[[int], bool]]] = [
+    *((name, {}, lambda n: True) for name in PARTITIONS if name != "k_classes"),
+    ("k_classes", {}, lambda n: n * 2 >= 10),
+    ("dirichlet", {"balanced": False}, lambda n: True),
+    ("by_key", {"even": "keys"}, lambda n: True),
+    ("by_key", {"even": "keys", "order": "ascending"}, lambda n: True),
+    ("by_key", {"keys_per_node": 2}, lambda n: n * 2 >= 40),
+]
+"""Partition, its keys, and with how many nodes it covers all samples (of 10 classes and 40 keys)."""
+FIXED = {"ordered"}
+"""Partitions that nothing is drawn for."""
+
+
+def test_all_partitions_are_checked() -> None:
+    assert {name for name, _, _ in CHECKED} == set(PARTITIONS)
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2, 7, 16])
-@pytest.mark.parametrize("name", PARTITIONS)
-def test_contract(name: str, num_nodes: int) -> None:
+@pytest.mark.parametrize("name, section, covers", CHECKED, ids=str)
+def test_contract(name: str, section: dict[str, Any], covers: Callable[[int], bool], num_nodes: int) -> None:
     targets, keys = labels(1437), labels(1437, 40, seed=1)
-    covers = name != "k_classes" or num_nodes * 2 >= 10
-    check_split(make(name), targets, num_nodes, covers, keys)
-    if num_nodes > 1:
-        check_seed_matters(make(name), targets, num_nodes, keys)
+    check_split(make(name, **section), targets, num_nodes, covers(num_nodes), keys)
+    if num_nodes > 1 and name not in FIXED and "order" not in section:
+        check_seed_matters(make(name, **section), targets, num_nodes, keys)
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
@@ -129,3 +147,84 @@ def test_keys_stay_whole_and_even() -> None:
     assert np.ptp([len(part) for part in parts]) <= 10
     with pytest.raises(DataError, match="node 3 would get no training sample: 3 keys for 5 nodes"):
         make("by_key").split(labels(30), 5, np.random.default_rng(0), np.arange(30) % 3)
+
+
+def test_keys_by_number() -> None:
+    keys = np.repeat(np.arange(10), [1, 50, 1, 1, 1, 1, 1, 1, 1, 1])
+    parts = check_split(make("by_key", even="keys"), labels(59), 3, keys=keys)
+    assert sorted(len(set(keys[part])) for part in parts) == [3, 3, 4]
+    parts = check_split(make("by_key", even="keys", order="ascending"), labels(59), 3, keys=keys)
+    assert [sorted(set(keys[part])) for part in parts] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    parts = check_split(make("by_key", keys_per_node=2), labels(59), 3, covers=False, keys=keys)
+    assert [len(set(keys[part])) for part in parts] == [2, 2, 2]
+    parts = check_split(make("by_key", keys_per_node=1, order="ascending"), labels(59), 3, covers=False, keys=keys)
+    assert [set(keys[part]) for part in parts] == [{0}, {1}, {2}]
+    with pytest.raises(DataError, match=r"node 2 would .* 10 keys for 3 nodes with partition\.keys_per_node = 4; use "):
+        make("by_key", keys_per_node=4).split(labels(59), 3, np.random.default_rng(0), keys)
+    with pytest.raises(pydantic.ValidationError, match="must have even: keys, or keys_per_node, with order: ascending"):
+        make("by_key", order="ascending")
+
+
+def test_fractions() -> None:
+    parts = check_split(make("fractions", fractions=[0.5, 0.3, 0.2]), labels(999), 3)
+    assert [len(part) for part in parts] == [500, 299, 200]  # ends at 499.5, 799.2 and 999
+    thirds = check_split(make("fractions", fractions=[1 / 3] * 3), labels(100), 3)
+    assert sum(map(len, thirds)) == 100  # 3 / 3 is .9999 in floats, and yet nothing is left out
+    some = check_split(make("fractions", fractions=[0.1, 0.2]), labels(100), 2, covers=False)
+    assert [len(part) for part in some] == [10, 20]
+    ordered = check_split(make("ordered", fractions=[0.25, 0.5]), labels(100), 2, covers=False)
+    assert np.array_equal(np.concatenate(ordered), np.arange(75)) and len(ordered[0]) == 25
+    equal = check_split(make("ordered"), labels(10), 3)
+    assert [part.tolist() for part in equal] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+@pytest.mark.parametrize("fractions, problem", [
+    ([0.5, 0.5], "must name 3 fractions, one per node, got 2"),
+    ([0.5, 0.5, 0.1], r"must add up to at most 1, got 1\.1"),
+    ([0.5, 0.001, 0.4], r"node 1 would get no training sample; its fraction is too small: raise it in partition\.frac"),
+])
+def test_fractions_that_cannot_be(fractions: list[float], problem: str) -> None:
+    for name in ("fractions", "ordered"):
+        with pytest.raises(DataError, match=problem):
+            make(name, fractions=fractions).split(labels(20), 3, np.random.default_rng(0))
+
+
+def _of_hsu(alpha: float, num_nodes: int, generator: np.random.Generator) -> np.ndarray:
+    """[n, C] counts as Hsu et al. deal 10 classes of 5,000: each node draws the shares of its classes."""
+    left, size = np.full(10, 5000), 50_000 // num_nodes
+    counts = np.zeros((num_nodes, 10), np.int64)
+    for mine in counts:
+        wanted = generator.dirichlet(np.full(10, alpha))
+        while (missing := size - mine.sum()) > 0:
+            shares = np.where(left > 0, wanted, 0.0)
+            shares = shares if shares.sum() > 0 else (left > 0).astype(float)
+            taken = np.minimum(generator.multinomial(missing, shares / shares.sum()), left)
+            mine += taken
+            left -= taken
+    return counts
+
+
+def test_dirichlet_compared_with_that_of_hsu() -> None:
+    """What docs/howto/data.rst says: distance of a node's labels from all labels (total variation)."""
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "data.rst").read_text()
+    targets = np.repeat(np.arange(10), 5000)
+
+    def skew(counts: np.ndarray) -> float:
+        return float(np.abs(counts / counts.sum(1, keepdims=True) - 0.1).sum(1).mean() / 2)
+
+    for alpha in (0.1, 0.5, 1.0):
+        found = []
+        for balanced in (True, False):
+            skews, smallest, largest = [], [], []
+            for seed in range(20):
+                parts = make("dirichlet", alpha=alpha, balanced=balanced, min_samples=1).split(
+                    targets, 16, np.random.default_rng(seed))
+                skews.append(skew(np.array([np.bincount(targets[part], minlength=10) for part in parts])))
+                smallest.append(min(map(len, parts)))
+                largest.append(max(map(len, parts)))
+            found.append(float(np.mean(skews)))
+            row = f"{found[-1]:.2f}         {np.median(smallest):,.0f} to {np.median(largest):,.0f}"
+            assert row in page, (alpha, balanced, row)
+        hsu = float(np.mean([skew(_of_hsu(alpha, 16, np.random.default_rng(seed))) for seed in range(20)]))
+        assert f"{hsu:.2f}         3,125 to 3,125" in page
+        assert abs(found[0] - hsu) < 0.03 < hsu - found[1] + 0.01

@@ -7,5 +7,7 @@ PARTITIONS: dict[str, str] = {
     "shards": "decentnode.data.partition.shards:Shards",
     "k_classes": "decentnode.data.partition.k_classes:KClasses",
     "dirichlet": "decentnode.data.partition.dirichlet:Dirichlet",
+    "fractions": "decentnode.data.partition.fractions:Fractions",
+    "ordered": "decentnode.data.partition.fractions:Ordered",
     "by_key": "decentnode.data.partition.by_key:ByKey",
 }

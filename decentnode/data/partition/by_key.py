@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
+import pydantic
+from pydantic import Field
 
 from decentnode.config.component import Config
 from decentnode.data.base import Partition
@@ -14,10 +16,26 @@ from decentnode.errors import DataError
 
 class ByKeyConfig(Config):
     name: str = "by_key"
+    even: Literal["samples", "keys"] = "samples"
+    """What nodes get equally much of. samples: keys in random order go to the node that has the fewest samples so far.
+    keys: nodes get equally many keys, one more or less (decentralizepy, which leaves the remainder to the last)."""
+    keys_per_node: int | None = Field(None, ge=1)
+    """So many keys for each node, drawn at random; the samples of the other keys are left out. All are dealt when not
+    given."""
+    order: Literal["random", "ascending"] = "random"
+    """Of the keys. ascending with even: keys gives every node a consecutive range of users, as decentralizepy deals
+    MovieLens; with keys_per_node the first keys are taken."""
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> ByKeyConfig:
+        if self.order == "ascending" and self.even == "samples" and self.keys_per_node is None:
+            raise ValueError("must have even: keys, or keys_per_node, with order: ascending")
+        return self
 
 
 class ByKey(Partition):
-    """Covers all samples. Keys in random order go to the node that has the fewest samples so far."""
+    """A node may get several keys, and no key is divided. Covers all samples, or with keys_per_node those of the keys
+    that were drawn."""
 
     Config: ClassVar[type[Config]] = ByKeyConfig
 
@@ -31,15 +49,28 @@ class ByKey(Partition):
         if keys is None:
             raise DataError("partition by_key needs a dataset whose samples have keys; choose another partition")
         owners, owner_of, sizes = np.unique(keys, return_inverse=True, return_counts=True)
-        if len(owners) < num_nodes:
+        each = self.config.keys_per_node or 1
+        if len(owners) < num_nodes * each:
+            needs = "" if each == 1 else f" with partition.keys_per_node = {each}"
             raise DataError(
-                f"node {len(owners)} would get no training sample: {len(owners)} keys for {num_nodes} nodes; "
-                "use fewer nodes"
+                f"node {len(owners) // each} would get no training sample: {len(owners)} keys for {num_nodes} "
+                f"nodes{needs}; use fewer nodes" + ("" if each == 1 else " or fewer keys for each")
             )
-        node_of = np.empty(len(owners), dtype=np.int64)
+        order = generator.permutation(len(owners)) if self.config.order == "random" else np.arange(len(owners))
+        assigned = self._nodes(order, sizes, num_nodes)[owner_of]
+        return dealt([np.flatnonzero(assigned == uid) for uid in range(num_nodes)], "use fewer nodes")
+
+    def _nodes(self, order: np.ndarray, sizes: np.ndarray, num_nodes: int) -> np.ndarray:
+        """Returns the node of every key [K]; -1 for those that are left out."""
+        node_of = np.full(len(order), -1, dtype=np.int64)
+        if self.config.keys_per_node is not None:
+            order = order[: num_nodes * self.config.keys_per_node]
+        if self.config.keys_per_node is not None or self.config.even == "keys":
+            for uid, mine in enumerate(np.array_split(order, num_nodes)):
+                node_of[mine] = uid
+            return node_of
         held = np.zeros(num_nodes, dtype=np.int64)
-        for owner in generator.permutation(len(owners)):
+        for owner in order:
             node_of[owner] = held.argmin()
             held[node_of[owner]] += sizes[owner]
-        assigned = node_of[owner_of]
-        return dealt([np.flatnonzero(assigned == uid) for uid in range(num_nodes)], "use fewer nodes")
+        return node_of

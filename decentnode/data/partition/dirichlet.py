@@ -23,13 +23,15 @@ class DirichletConfig(Config):
     """Every node gets at least so many samples: the draw is repeated until it holds (decentralizepy's K)."""
     balanced: bool = True
     """Whether a node that has N/n samples gets no more of later classes, which makes sizes more even and labels more
-    uneven; false lets sizes fall as they may."""
+    uneven; false lets sizes fall as they may. docs/howto/data.rst compares both with Hsu et al."""
 
 
 class Dirichlet(Partition):
-    """Covers all samples. Per class, shares ~ Dirichlet(alpha); when balanced, a node that has N/n samples gets no more
-    of later classes (Hsu et al. 2019, arXiv 1909.06335; the balancing is that of decentralizepy and of Yurochkin et
-    al. 2019).
+    """Covers all samples. Per class, the nodes' shares ~ Dirichlet(alpha); unless balanced: false, a node that has N/n
+    samples gets no more of later classes (as decentralizepy; Yurochkin et al. 2019, arXiv 1905.12022).
+
+    Hsu et al. 2019 (arXiv 1909.06335) draw the other way round, the classes' shares of each node, and give all nodes
+    equally many samples. The balanced draw is as skewed in its labels as theirs at the same alpha, the other is milder.
     """
 
     Config: ClassVar[type[Config]] = DirichletConfig
