@@ -15,7 +15,8 @@ __all__ = ["DATASETS", "PARTITIONS", "shares"]
 
 DATASETS: dict[str, str] = {
     "digits": "decentnode.data.digits:Digits",
-    "cifar10": "decentnode.data.cifar10:Cifar10",
+    "cifar10": "decentnode.data.cifar:Cifar10",
+    "cifar100": "decentnode.data.cifar:Cifar100",
     "mnist": "decentnode.data.idx:Idx",
     "idx": "decentnode.data.idx:Idx",
     "npz": "decentnode.data.npz:Npz",

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 import decentnode
 from decentnode.cli import main
-from decentnode.data.cifar10 import Cifar10
+from decentnode.data.cifar import Cifar10
 from decentnode.errors import DataError, GraphError
 from decentnode.graph.file import TOLD_LINES, read
 from tests.data.files import write_cifar10

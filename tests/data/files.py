@@ -22,6 +22,71 @@ def open_dataset(section: dict[str, Any], base_dir: Path = Path()) -> Dataset:
     return found
 
 
+def write_cifar10_python(folder: Path, train: np.ndarray, test: np.ndarray, files: int = 2) -> None:
+    """The same records as CIFAR-10's Python version stores them."""
+    folder.mkdir(exist_ok=True)
+    parts = zip([f"data_batch_{n}" for n in range(1, files + 1)], np.array_split(train, files), strict=True)
+    for name, part in (*parts, ("test_batch", test)):
+        content = {"batch_label": name, "labels": part[:, 0].tolist(), "data": part[:, 1:],
+                   "filenames": [f"a_{n}.png" for n in range(len(part))]}  # fmt: skip
+        (folder / name).write_bytes(python2_pickle(content))
+
+
+def python2_pickle(content: dict[str, Any]) -> bytes:
+    """A dict of texts, numbers, lists of them and uint8 arrays as cPickle of Python 2 writes it in protocol 2."""
+    memo = 0
+
+    def keep() -> bytes:
+        nonlocal memo
+        memo += 1
+        return b"q" + bytes([memo - 1]) if memo <= 256 else b"r" + struct.pack("<I", memo - 1)
+
+    def text(value: bytes) -> bytes:
+        length = b"U" + bytes([len(value)]) if len(value) < 256 else b"T" + struct.pack("<I", len(value))
+        return length + value + keep()
+
+    def number(value: int) -> bytes:
+        return (b"K" + bytes([value]) if value < 256 else b"M" + struct.pack("<H", value) if value < 65536
+                else b"J" + struct.pack("<i", value))  # fmt: skip
+
+    def array(value: np.ndarray) -> bytes:
+        made = b"cnumpy.core.multiarray\n_reconstruct\n" + keep() + b"cnumpy\nndarray\n" + keep()
+        made += b"K\x00\x85U\x01b\x87R" + keep()
+        made += b"(K\x01" + b"".join(map(number, value.shape)) + b"\x86"
+        made += b"cnumpy\ndtype\n" + keep() + b"U\x02u1K\x00K\x01\x87R" + keep()
+        made += b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        return made + b"\x89T" + struct.pack("<I", value.size) + value.tobytes() + b"tb"
+
+    def any_of(value: Any) -> bytes:
+        if isinstance(value, np.ndarray):
+            return array(value)
+        if isinstance(value, list):
+            return b"]" + keep() + b"(" + b"".join(map(any_of, value)) + b"e"
+        return number(value) if isinstance(value, int) else text(value.encode())
+
+    items = b"".join(any_of(key) + any_of(value) for key, value in content.items())
+    return b"\x80\x02}" + keep() + b"(" + items + b"u."
+
+
+def write_cifar100(folder: Path, python: bool = False, count: int = 9) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the training records [N, 3074] (coarse label, fine label, pixels) and those of the test."""
+    draw = np.random.default_rng(2)
+    folder.mkdir(exist_ok=True)
+    made = []
+    for name in ("train", "test"):
+        records = draw.integers(0, 256, (count, 3074), np.uint8)
+        records[:, 1] %= 100
+        records[:, 0] = records[:, 1] // 5
+        content = {"filenames": ["x.png"] * count, "batch_label": f"{name} batch", "data": records[:, 2:],
+                   "fine_labels": records[:, 1].tolist(), "coarse_labels": records[:, 0].tolist()}  # fmt: skip
+        if python:
+            (folder / name).write_bytes(python2_pickle(content))
+        else:
+            (folder / f"{name}.bin").write_bytes(records.tobytes())
+        made.append(records)
+    return made[0], made[1]
+
+
 def write_cifar10(folder: Path, per_file: int = 7, files: int = 2, tests: int = 5) -> tuple[np.ndarray, np.ndarray]:
     """Returns all training records [N, 3073] and the test records."""
     draw = np.random.default_rng(0)

@@ -22,6 +22,9 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
     if name == "cifar10":
         files.write_cifar10(tmp_path / "d")
         section |= {"folder": "d", "batches": 2}
+    elif name == "cifar100":
+        files.write_cifar100(tmp_path / "d", python=packed)
+        section["folder"] = "d"
     elif name in ("mnist", "idx"):
         files.write_idx(tmp_path / "d", *files.samples(), packed=packed)
         section["folder"] = "d"

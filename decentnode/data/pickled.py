@@ -1,0 +1,297 @@
+"""Reads what CIFAR's files hold in Python's pickle format, without a general unpickler.
+
+A pickle is a program, and the general machine for it imports and calls whatever the file names. This one knows the few
+instructions that dicts of labels and of one array of bytes are made of (pickletools.py of Python documents them), and
+as functions those with which NumPy arrays are put together, which it does itself. Everything else is refused by its
+name and place. What it makes is bounded by the file's length: no length in the file is trusted, nothing is expanded,
+and texts and bytes are views of the mapped file.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decentnode.errors import DataError
+
+MAX_BYTES = 1 << 30
+"""Larger files are refused: CIFAR-100's training images take 155 MB."""
+MAX_INSTRUCTIONS = 4_000_000
+"""CIFAR-100's training file takes about 300,000. This bounds what a file of one-byte instructions makes of memory."""
+MAX_DEPTH = 64
+"""Objects and marks that are under way at once, apart from the items of a list: CIFAR's files have fewer than 20."""
+
+_RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
+_CALLABLE = {*_RECONSTRUCT, "numpy dtype", "_codecs encode"}
+_KNOWN = {*_CALLABLE, "numpy ndarray"}
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Mark:
+    """Where the items of a tuple, list or dict begin on the stack."""
+
+
+_MARK = _Mark()
+
+
+@dataclass(frozen=True)
+class _Global:
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Bytes:
+    """A text of Python 2, or bytes: a view of the file."""
+
+    view: memoryview
+
+    def text(self) -> str:
+        return bytes(self.view[:4096]).decode("latin-1")
+
+
+class _Array:
+    """An array, or a dtype, under construction."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.value: np.ndarray | None = None
+
+
+def read_pickled(path: Path) -> dict[str, Any]:
+    """Returns the dict of a file: lists of whole numbers, texts or bytes, whole numbers, and [N, ...] uint8 arrays that
+    are views of the mapped file.
+
+    Raises DataError for whatever is not that, with the place in the file.
+    """
+    size = path.stat().st_size
+    if not 0 < size <= MAX_BYTES:
+        raise DataError(f"{path}: size must be 1 to {MAX_BYTES} bytes, got {size}")
+    # Mapped privately: pages stay shared while nobody writes, and torch takes the array without a warning.
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    machine = _Machine(memoryview(mapped))
+    try:
+        return machine.run()
+    except (_Refused, IndexError, UnicodeDecodeError) as error:
+        detail = "ends too early" if isinstance(error, IndexError) else str(error)
+        raise DataError(f"{path}: not a batch of CIFAR in Python's format: byte {machine.start}: {detail}") from error
+
+
+class _Machine:
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self.at = self.start = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        for _ in range(MAX_INSTRUCTIONS):
+            self.start = self.at
+            code = self._take(1)[0]
+            if code == ord("."):
+                break
+            action = _ACTIONS.get(code)
+            if action is None:
+                raise _Refused(f"instruction 0x{code:02x}, which such files do not have")
+            action(self)
+            if len(self.marks) > MAX_DEPTH:
+                raise _Refused(f"more than {MAX_DEPTH} objects in one another")
+        else:
+            raise _Refused(f"more than {MAX_INSTRUCTIONS} instructions")
+        if len(self.stack) != 1 or not isinstance(self.stack[0], dict) or self.marks:
+            raise _Refused("what it holds is not one dict")
+        return {key: _plain(key, value) for key, value in self.stack[0].items()}
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> memoryview:
+        if count > len(self.data) - self.at:
+            raise IndexError
+        piece = self.data[self.at : self.at + count]
+        self.at += count
+        return piece
+
+    def number(self, count: int, signed: bool = False) -> int:
+        return int.from_bytes(self._take(count), "little", signed=signed)
+
+    def line(self) -> str:
+        for length in range(min(64, len(self.data) - self.at)):
+            if self.data[self.at + length] == 0x0A:
+                text = bytes(self._take(length)).decode("ascii")
+                self.at += 1
+                return text
+        raise _Refused("a name of more than 64 letters")
+
+    def text(self, width: int) -> None:
+        self.stack.append(_Bytes(self._take(self.number(width))))
+
+    # -- the stack ------------------------------------------------------------------------------------------------
+
+    def pop(self) -> Any:
+        if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
+            raise _Refused("takes an object where there is none")
+        return self.stack.pop()
+
+    def mark(self) -> None:
+        self.marks.append(len(self.stack))
+
+    def items(self) -> list[Any]:
+        """Everything above the last mark."""
+        if not self.marks:
+            raise _Refused("ends a list that has not begun")
+        begin = self.marks.pop()
+        found = self.stack[begin:]
+        del self.stack[begin:]
+        return found
+
+    def top(self, kind: type) -> Any:
+        if not self.stack or not isinstance(self.stack[-1], kind):
+            raise _Refused(f"needs a {kind.__name__.strip('_').lower()} before it")
+        return self.stack[-1]
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.top(object)
+
+    def get(self, index: int) -> None:
+        if index not in self.memo:
+            raise _Refused(f"object {index} has not been made")
+        self.stack.append(self.memo[index])
+
+    def tuple_of(self, count: int) -> None:
+        self.stack.append(tuple([self.pop() for _ in range(count)][::-1]))
+
+    # -- what is made of them -------------------------------------------------------------------------------------
+
+    def append(self, found: list[Any]) -> None:
+        self.top(list).extend(found)
+
+    def set_items(self, found: list[Any]) -> None:
+        if len(found) % 2:
+            raise _Refused("a key without a value")
+        target = self.top(dict)
+        for key, value in zip(found[::2], found[1::2], strict=True):
+            if not isinstance(key, _Bytes) or len(key.view) > 64:
+                raise _Refused("a key that is not a short text")
+            target[key.text()] = value
+
+    def set_item(self) -> None:
+        value, key = self.pop(), self.pop()
+        self.set_items([key, value])
+
+    def name(self, module: str, name: str) -> None:
+        if f"{module} {name}" not in _KNOWN:
+            raise _Refused(f"names {module}.{name}"[:200] + ", which is not loaded")
+        self.stack.append(_Global(f"{module} {name}"))
+
+    def stack_name(self) -> None:
+        name, module = self.pop(), self.pop()
+        if not isinstance(name, _Bytes) or not isinstance(module, _Bytes):
+            raise _Refused("a name that is not a text")
+        self.name(module.text(), name.text())
+
+    def reduce(self) -> None:
+        arguments, function = self.pop(), self.pop()
+        if not isinstance(function, _Global) or function.name not in _CALLABLE or not isinstance(arguments, tuple):
+            raise _Refused("calls something else than what makes an array")
+        if function.name == "_codecs encode":  # bytes of Python 3 in the format of Python 2: text of Latin-1 letters
+            self.stack.append(_encoded(arguments))
+        elif function.name == "numpy dtype":
+            kind = arguments[0].text() if arguments and isinstance(arguments[0], _Bytes) else ""
+            if kind not in ("u1", "|u1"):
+                raise _Refused(f"an array of {kind[:20]!r}, where pixels are bytes (u1)")
+            self.stack.append(_Array("dtype"))
+        else:
+            self.stack.append(_Array("array"))
+
+    def build(self) -> None:
+        state = self.pop()
+        target: _Array = self.top(_Array)
+        if target.kind == "dtype":  # (version, byte order, ...) of one byte per item: nothing that matters
+            return
+        if target.value is not None or not isinstance(state, tuple) or len(state) != 5:
+            raise _Refused("an array that is not (version, shape, dtype, order, bytes)")
+        _, shape, dtype, fortran, content = state
+        sound = isinstance(shape, tuple) and 1 <= len(shape) <= 4 and all(type(n) is int and n >= 0 for n in shape)
+        if not sound or not isinstance(dtype, _Array) or dtype.kind != "dtype" or not isinstance(content, _Bytes):
+            raise _Refused("an array whose shape, dtype or bytes are not such")
+        if fortran is not False:
+            raise _Refused("an array in Fortran order")
+        if math.prod(shape) != len(content.view):
+            raise _Refused(f"an array of shape {list(shape)} with {len(content.view)} bytes")
+        target.value = np.frombuffer(content.view, np.uint8).reshape(shape)
+
+
+def _encoded(arguments: tuple[Any, ...]) -> _Bytes:
+    """The bytes that a text stands for, letter by letter."""
+    right = len(arguments) == 2 and all(isinstance(each, _Bytes) for each in arguments)
+    if not right or arguments[1].text() not in ("latin1", "latin-1"):
+        raise _Refused("encodes something else than a text as latin1")
+    return _Bytes(memoryview(bytes(arguments[0].view).decode("utf-8").encode("latin-1")))
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, _Array) and value.value is not None:
+        return value.value
+    if isinstance(value, _Bytes):
+        return value.text()
+    if isinstance(value, int):
+        return value
+    if isinstance(value, list) and all(type(each) is int for each in value):
+        return value
+    if isinstance(value, list) and all(isinstance(each, _Bytes) for each in value):
+        return [each.text() for each in value]
+    raise _Refused(f"{key[:64]!r} is neither numbers, texts nor an array")
+
+
+def _pushes(value: Any) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+_ACTIONS: dict[int, Callable[[_Machine], Any]] = {
+    0x80: lambda m: m.number(1),  # PROTO
+    0x95: lambda m: m.number(8),  # FRAME: only a hint for readers of streams
+    ord("}"): lambda m: m.stack.append({}),  # EMPTY_DICT
+    ord("]"): lambda m: m.stack.append([]),  # EMPTY_LIST
+    ord(")"): _pushes(()),  # EMPTY_TUPLE
+    ord("N"): _pushes(None),  # NONE
+    0x88: _pushes(True),  # NEWTRUE
+    0x89: _pushes(False),  # NEWFALSE
+    ord("("): _Machine.mark,  # MARK
+    ord("J"): lambda m: m.stack.append(m.number(4, signed=True)),  # BININT
+    ord("K"): lambda m: m.stack.append(m.number(1)),  # BININT1
+    ord("M"): lambda m: m.stack.append(m.number(2)),  # BININT2
+    ord("U"): lambda m: m.text(1),  # SHORT_BINSTRING
+    ord("T"): lambda m: m.text(4),  # BINSTRING
+    ord("X"): lambda m: m.text(4),  # BINUNICODE
+    0x8C: lambda m: m.text(1),  # SHORT_BINUNICODE
+    ord("C"): lambda m: m.text(1),  # SHORT_BINBYTES
+    ord("B"): lambda m: m.text(4),  # BINBYTES
+    0x8E: lambda m: m.text(8),  # BINBYTES8
+    0x85: lambda m: m.tuple_of(1),  # TUPLE1
+    0x86: lambda m: m.tuple_of(2),  # TUPLE2
+    0x87: lambda m: m.tuple_of(3),  # TUPLE3
+    ord("t"): lambda m: m.stack.append(tuple(m.items())),  # TUPLE
+    ord("a"): lambda m: m.append([m.pop()]),  # APPEND
+    ord("e"): lambda m: m.append(m.items()),  # APPENDS
+    ord("s"): _Machine.set_item,  # SETITEM
+    ord("u"): lambda m: m.set_items(m.items()),  # SETITEMS
+    ord("q"): lambda m: m.put(m.number(1)),  # BINPUT
+    ord("r"): lambda m: m.put(m.number(4)),  # LONG_BINPUT
+    0x94: lambda m: m.put(len(m.memo)),  # MEMOIZE
+    ord("h"): lambda m: m.get(m.number(1)),  # BINGET
+    ord("j"): lambda m: m.get(m.number(4)),  # LONG_BINGET
+    ord("c"): lambda m: m.name(m.line(), m.line()),  # GLOBAL
+    0x93: _Machine.stack_name,  # STACK_GLOBAL
+    ord("R"): _Machine.reduce,  # REDUCE
+    ord("b"): _Machine.build,  # BUILD
+}

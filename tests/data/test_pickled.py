@@ -1,0 +1,184 @@
+"""The reader of CIFAR's Python files reads them, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decentnode.data import pickled
+from decentnode.data.pickled import read_pickled
+from decentnode.errors import DataError
+
+from .files import python2_pickle
+
+CONTENT = {"batch_label": "training batch 1", "labels": [6, 9, 300, 70_000], "filenames": ["a.png", "b.png"],
+           "data": np.arange(4 * 300, dtype=np.int64).astype(np.uint8).reshape(4, 300)}  # fmt: skip
+
+
+def read(folder: Path, content: bytes) -> dict[str, Any]:
+    path = folder / "batch"
+    path.write_bytes(content)
+    return read_pickled(path)
+
+
+def same(found: dict[str, Any]) -> bool:
+    plain = {key: value for key, value in found.items() if key != "data"}
+    return np.array_equal(found["data"], CONTENT["data"]) and plain == {k: v for k, v in CONTENT.items() if k != "data"}
+
+
+def test_a_file_of_python_2(tmp_path: Path) -> None:
+    content = python2_pickle(CONTENT)
+    reference = pickle.loads(content, encoding="latin-1")
+    assert np.array_equal(reference.pop("data"), CONTENT["data"])
+    assert reference == {key: value for key, value in CONTENT.items() if key != "data"}
+    assert same(read(tmp_path, content))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_files_written_again_by_python_3(tmp_path: Path, protocol: int) -> None:
+    assert same(read(tmp_path, pickle.dumps(CONTENT, protocol)))
+    bytes_keys = {key.encode(): value for key, value in CONTENT.items()}
+    assert same(read(tmp_path, pickle.dumps(bytes_keys, protocol)))
+
+
+def test_pixels_are_a_view_of_the_file(tmp_path: Path) -> None:
+    content = python2_pickle({"data": np.zeros((2000, 3072), np.uint8)})
+    (tmp_path / "batch").write_bytes(content)
+    tracemalloc.start()
+    found = read_pickled(tmp_path / "batch")["data"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.shape == (2000, 3072) and peak < 1 << 20
+
+
+class Runs:
+    """What a general unpickler would do for whoever made the file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/decentnode-was-here",)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_programs_are_refused(tmp_path: Path, protocol: int) -> None:
+    with pytest.raises(DataError, match="not a batch of CIFAR in Python's format: byte"):
+        read(tmp_path, pickle.dumps({"data": Runs()}, protocol))
+
+
+@pytest.mark.parametrize("content, problem", [
+    (b"\x80\x02cos\nsystem\nU\x02ls\x85R.", r"byte 2: names os\.system, which is not loaded"),
+    (b"\x80\x02cbuiltins\neval\nU\x011\x85R.", r"names builtins\.eval, which is not loaded"),
+    (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", r"names os\.system, which is not loaded"),
+    (b"\x80\x02i\x00.", "instruction 0x69, which such files do not have"),
+    (b"\x80\x02}U\x04dataNs.", "'data' is neither numbers, texts nor an array"),
+    (b"\x80\x02]q\x00h\x00a.", "what it holds is not one dict"),
+    (b"\x80\x02}U\x01a]q\x00h\x00as.", "'a' is neither"),
+    (b"\x80\x02}}U\x01aNs" * 2 + b".", "what it holds is not one dict"),
+    (b"\x80\x02}NNs.", "a key that is not a short text"),
+    (b"\x80\x02}(Nu.", "a key without a value"),
+    (b"\x80\x02}T\xff\xff\xff\xffab.", "byte 3: ends too early"),
+    (b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7fab.", "ends too early"),
+    (b"\x80\x02h\x07.", "object 7 has not been made"),
+    (b"\x80\x02s.", "takes an object where there is none"),
+    (b"\x80\x02e.", "ends a list that has not begun"),
+    (b"\x80\x02}(.", "what it holds is not one dict"),
+    (b"\x80\x02NNR.", "calls something else than what makes an array"),
+    (b"\x80\x02cnumpy\nndarray\n)R.", "calls something else than what makes an array"),
+    (b"\x80\x02c_codecs\nencode\nU\x01aU\x05utf-8\x86R.", "encodes something else than a text as latin1"),
+    (b"\x80\x02cnumpy\ndtype\nU\x01O\x85R.", "an array of 'O', where pixels are bytes"),
+    (b"\x80\x02cnumpy\ndtype\nU\x02f8\x85R.", "an array of 'f8', where pixels are bytes"),
+    (b"c" + b"a" * 100, "a name of more than 64 letters"),
+    (b"", "size must be 1 to"),
+    (b"\x80", "byte 0: ends too early"),
+])
+def test_what_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        read(tmp_path, content)
+
+
+def array(shape: bytes, order: bytes = b"\x89", content: bytes = b"U\x04abcd", version: bytes = b"K\x01") -> bytes:
+    dtype = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
+    return (b"\x80\x02}U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R("
+            + version + shape + dtype + order + content + b"tbs.")  # fmt: skip
+
+
+@pytest.mark.parametrize("content, problem", [
+    (array(b"K\x05\x85"), r"an array of shape \[5\] with 4 bytes"),
+    (array(b"J\xff\xff\xff\xff\x85"), "whose shape, dtype or bytes are not such"),
+    (array(b"\x88\x85"), "whose shape, dtype or bytes are not such"),
+    (array(b")"), "whose shape, dtype or bytes are not such"),
+    (array(b"K\x04\x85", b"\x88"), "in Fortran order"),
+    (array(b"K\x04\x85", content=b"N"), "whose shape, dtype or bytes are not such"),
+    (array(b"K\x04\x85", version=b""), "an array that is not"),
+])
+def test_arrays_that_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    assert read(tmp_path, array(b"K\x02K\x02\x86"))["data"].tolist() == [[97, 98], [99, 100]]
+    with pytest.raises(DataError, match=problem):
+        read(tmp_path, content)
+
+
+def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of one-byte instructions may not fill the memory: objects are bounded, not only bytes."""
+    monkeypatch.setattr(pickled, "MAX_INSTRUCTIONS", 1000)
+    with pytest.raises(DataError, match="more than 1000 instructions"):
+        read(tmp_path, b"\x80\x02" + b"N" * 2000 + b".")
+    with pytest.raises(DataError, match="more than 64 objects in one another"):
+        read(tmp_path, b"\x80\x02" + b"(" * 100 + b".")
+    doubling = b"\x80\x02]q\x00" + b"".join(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1])
+                                            for n in range(100)) + b"."  # fmt: skip
+    with pytest.raises(DataError, match="not one dict"):  # 2^100 leaves, 200 objects
+        read(tmp_path, doubling)
+    monkeypatch.setattr(pickled, "MAX_BYTES", 100)
+    with pytest.raises(DataError, match="size must be 1 to 100 bytes, got 101"):
+        read(tmp_path, b"x" * 101)
+
+
+VALID = python2_pickle({"labels": [1, 2], "data": np.arange(12, dtype=np.uint8).reshape(2, 6), "t": "x"})
+
+
+@given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=6),
+       st.integers(0, len(VALID)), st.booleans())  # fmt: skip
+@settings(max_examples=400 if not os.environ.get("DECENTNODE_STRESS") else 100_000, deadline=None)
+def test_any_damage_is_an_error_or_plain_data(flips: list[tuple[int, int]], cut: int, cuts: bool) -> None:
+    content = bytearray(VALID)
+    for place, value in flips:
+        content[place] = value
+    outcome(bytes(content[:cut]) if cuts else bytes(content))
+
+
+@given(st.binary(min_size=1, max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes(content: bytes) -> None:
+    outcome(b"\x80\x02" + content + b".")
+
+
+@given(st.lists(st.sampled_from([
+    b"}", b"]", b")", b"(", b"N", b"\x88", b"K\x03", b"U\x01a", b"a", b"e", b"s", b"u", b"t", b"\x85", b"\x86", b"\x87",
+    b"q\x00", b"h\x00", b"\x94", b"R", b"b", b"\x93", b"cnumpy\ndtype\n", b"cnumpy\nndarray\n", b"U\x02u1",
+    b"cnumpy.core.multiarray\n_reconstruct\n", b"c_codecs\nencode\n",
+]), max_size=40))  # fmt: skip
+@settings(max_examples=400 if not os.environ.get("DECENTNODE_STRESS") else 100_000, deadline=None)
+def test_any_instructions(program: list[bytes]) -> None:
+    outcome(b"\x80\x02" + b"".join(program) + b".")
+
+
+def outcome(content: bytes) -> None:
+    machine = pickled._Machine(memoryview(bytearray(content)))
+    try:
+        found = machine.run()
+    except (pickled._Refused, IndexError, UnicodeDecodeError):
+        return
+    assert all(isinstance(value, np.ndarray | str | int | list) for value in found.values())
+
+
+def test_lengths_are_little_endian(tmp_path: Path) -> None:
+    text = b"x" * 300
+    assert read(tmp_path, b"\x80\x02}U\x01tT" + struct.pack("<I", 300) + text + b"s.") == {"t": text.decode()}
