@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from decentnode import rng
-from decentnode.communication.base import Communication, Schema
+from decentnode.communication.base import Communication
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
+from decentnode.communication.parts import Schema
 from decentnode.config.component import load_class
 from decentnode.data import shares
 from decentnode.errors import EnvironmentFault

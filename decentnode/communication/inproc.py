@@ -7,18 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from decentnode.communication.base import (
-    Arrival,
-    AveragingGroup,
-    Communication,
-    CommunicationConfig,
-    Counters,
-    Exchange,
-    Pending,
-    PendingGeneration,
-    Schema,
-    purpose_of,
-)
+from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange, Pending
+from decentnode.communication.counters import Counters, purpose_of
+from decentnode.communication.hooks import PendingGeneration
+from decentnode.communication.parts import CommunicationConfig, Schema
 from decentnode.communication.receive.chunking import plans
 from decentnode.config.component import Config
 from decentnode.errors import Interrupted, PeerLost, Regrouping

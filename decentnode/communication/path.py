@@ -36,7 +36,9 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import AveragingGroup, CommunicationConfig, Counters, Exchange, Schema
+from decentnode.communication.base import AveragingGroup, Exchange
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import CommunicationConfig, Schema
 from decentnode.communication.receive.chunking import mismatch
 from decentnode.communication.receive.inbox import ExchangeKey, Inbox
 from decentnode.communication.receive.staging import Leases

@@ -14,7 +14,7 @@ import yaml
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from decentnode.communication import COMMUNICATIONS
-from decentnode.communication.base import CommunicationConfig
+from decentnode.communication.parts import CommunicationConfig
 from decentnode.config.component import Config, Settings, load_class, section
 from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location

@@ -21,7 +21,8 @@ import torch
 from decentnode import clock, logs
 from decentnode.build import build, device_of
 from decentnode.communication import COMMUNICATIONS
-from decentnode.communication.base import BindPlan, Communication, Schema, TransportParts
+from decentnode.communication.base import Communication
+from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.config.component import load_class
 from decentnode.errors import DecentnodeError, Diverged, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment, load

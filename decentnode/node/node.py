@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.base import EVALUATION, Communication
+from decentnode.communication.base import Communication
+from decentnode.communication.counters import EVALUATION
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph, RoundView, averaging_group_of
 from decentnode.graph.base import parts as connected_parts

@@ -23,8 +23,8 @@ import torch
 from common import machine, memory_ceilings, run_rounds
 from link import both
 
-from decentnode.communication.base import BindPlan, Schema
 from decentnode.communication.hybrid.transport import Collective
+from decentnode.communication.parts import BindPlan, Schema
 from decentnode.communication.torch_distributed.gloo import connect, listen, make_group
 from decentnode.payload import Payload, TensorSpec
 

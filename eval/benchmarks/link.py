@@ -23,7 +23,7 @@ import torch
 import zmq
 from common import machine, memory_ceilings
 
-from decentnode.communication.base import BindPlan, Schema
+from decentnode.communication.parts import BindPlan, Schema
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import BindPlan, Communication, Schema
+from decentnode.communication.base import Communication
 from decentnode.communication.hybrid.transport import Collective, Hybrid
 from decentnode.communication.inproc import Hub, Inproc
+from decentnode.communication.parts import BindPlan, Schema
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ

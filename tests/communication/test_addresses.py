@@ -10,8 +10,8 @@ import pytest
 import torch
 import zmq
 
-from decentnode.communication.base import BindPlan
 from decentnode.communication.hybrid.transport import Collective
+from decentnode.communication.parts import BindPlan
 from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ

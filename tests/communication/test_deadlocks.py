@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Arrival, Communication, Schema
+from decentnode.communication.base import Arrival, Communication
+from decentnode.communication.parts import Schema
 from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW
 from decentnode.communication.torch_distributed.communicator import MAX_OPERATIONS, GlooCommunicator
 from decentnode.communication.zeromq.transport import ZeroMQ

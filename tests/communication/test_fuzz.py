@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from decentnode.communication.base import Counters, Schema
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.errors import PeerFault

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.communication.base import BindPlan
+from decentnode.communication.parts import BindPlan
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ

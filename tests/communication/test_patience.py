@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from decentnode.clock import VirtualClock, use
-from decentnode.communication.base import Communication, Counters
+from decentnode.communication.base import Communication
+from decentnode.communication.counters import Counters
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.staging import Leases

@@ -12,9 +12,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from decentnode.communication.base import BindPlan
 from decentnode.communication.hybrid.config import HybridConfig
 from decentnode.communication.hybrid.transport import Hybrid
+from decentnode.communication.parts import BindPlan
 from decentnode.communication.routing import Routing
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from decentnode.communication.base import BindPlan
 from decentnode.communication.hybrid.transport import Hybrid
+from decentnode.communication.parts import BindPlan
 from tests.communication.contract import flat_schema
 
 Work = Callable[[Hybrid, torch.device], Any]

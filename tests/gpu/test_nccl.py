@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from decentnode.communication.base import AveragingGroup, Counters, Schema
+from decentnode.communication.base import AveragingGroup
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState

@@ -14,7 +14,9 @@ import torch
 
 from decentnode import native
 from decentnode.build import schemas_of
-from decentnode.communication.base import Communication, Counters, Schema
+from decentnode.communication.base import Communication
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.errors import NodeFailed, PeerLost

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from decentnode.build import schemas_of
-from decentnode.communication.base import CommunicationConfig
 from decentnode.communication.inproc import Hub, Inproc
+from decentnode.communication.parts import CommunicationConfig
 from decentnode.config.component import load_class
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig

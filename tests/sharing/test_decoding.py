@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from decentnode.communication.base import Arrival, Counters, Exchange
+from decentnode.communication.base import Arrival, Exchange
+from decentnode.communication.counters import Counters
 from decentnode.errors import Interrupted, PeerFault
 from decentnode.node.schedule import Sequential
 from decentnode.payload import Payload, ScalarSpec, TensorSpec

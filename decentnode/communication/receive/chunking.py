@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Schema
+from decentnode.communication.parts import Schema
 from decentnode.payload import TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS, as_bytes
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.base import Arrival, Exchange, Schema
+from decentnode.communication.base import Arrival, Exchange
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
 from decentnode.payload import Payload

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.base import Counters, Schema
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, plans
 from decentnode.communication.receive.partial_payload import (
     SLOTS,

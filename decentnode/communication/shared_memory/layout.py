@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from decentnode.communication.base import Schema
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.partial_payload import SLOTS
 from decentnode.communication.shared_memory.segment import PAGE, Segment, placed, rounded
 from decentnode.payload import TensorSpec

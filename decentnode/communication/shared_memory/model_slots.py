@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.base import Schema
+from decentnode.communication.parts import Schema
 from decentnode.communication.path import Path
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.run_state import RunState

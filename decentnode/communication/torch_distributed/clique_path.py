@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.base import AveragingGroup, Counters
+from decentnode.communication.base import AveragingGroup
+from decentnode.communication.counters import Counters
 from decentnode.communication.receive.inbox import ExchangeKey, Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Pool

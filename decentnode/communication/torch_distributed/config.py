@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from decentnode.communication.base import CommunicationConfig
+from decentnode.communication.parts import CommunicationConfig
 
 
 class TorchKeys(CommunicationConfig):

@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from decentnode.communication.base import Arrival, AveragingGroup, EdgeCounters, Exchange, Schema
+from decentnode.communication.base import Arrival, AveragingGroup, Exchange
+from decentnode.communication.counters import EdgeCounters
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import SUM, ExchangeKey, Inbox
 from decentnode.communication.torch_distributed.buffers import Buffers, Pool, pieces

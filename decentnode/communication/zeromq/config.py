@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from decentnode.communication.base import CommunicationConfig
+from decentnode.communication.parts import CommunicationConfig
 from decentnode.communication.routing import Routing
 
 

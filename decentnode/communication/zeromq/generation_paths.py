@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from decentnode.communication import PATHS
-from decentnode.communication.base import Counters, Endpoints, Schema
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Endpoints, Schema
 from decentnode.communication.path import Path, PathContext, Paths
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.staging import Leases, staging_of

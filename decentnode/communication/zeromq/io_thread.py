@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from decentnode import clock
-from decentnode.communication.base import Endpoints
+from decentnode.communication.parts import Endpoints
 from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.security import Authenticator, BulkCredential, Keyring
 from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner

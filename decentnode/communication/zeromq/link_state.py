@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from decentnode.communication.base import EdgeCounters
+from decentnode.communication.counters import EdgeCounters
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.zeromq.security import BulkCredential, Cipher
 from decentnode.metrics.figures import Purpose

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from decentnode import clock
-from decentnode.communication.base import Counters
+from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunState
 from decentnode.errors import AssemblyError, Interrupted, PeerLost, Regrouping
 from decentnode.wire.generation import Broken, Generation, GenerationEvent, Install, JoinRefused, Outside

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import zmq
 
 from decentnode import clock
-from decentnode.communication.base import Counters
+from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.zeromq.handshakes import Handshakes
 from decentnode.communication.zeromq.io_thread import BULK, CONTROL, IoThread, Security

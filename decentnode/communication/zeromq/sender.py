@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.base import Counters
+from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
 from decentnode.communication.run_state import RunState

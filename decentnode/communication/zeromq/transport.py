@@ -14,20 +14,10 @@ from torch import Tensor
 
 import decentnode
 from decentnode import clock
-from decentnode.communication.base import (
-    AveragingGroup,
-    BindPlan,
-    Communication,
-    CommunicationConfig,
-    Counters,
-    Endpoints,
-    Exchange,
-    Pending,
-    PendingGeneration,
-    Schema,
-    TransportParts,
-    purpose_of,
-)
+from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
+from decentnode.communication.counters import Counters, purpose_of
+from decentnode.communication.hooks import PendingGeneration
+from decentnode.communication.parts import BindPlan, CommunicationConfig, Endpoints, Schema, TransportParts
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.chunking import MESSAGE_COST, chunk_elements, to_bytes
 from decentnode.communication.receive.exchange import InboxExchange

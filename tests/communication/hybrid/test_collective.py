@@ -9,8 +9,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from decentnode.communication.base import Exchange, Schema
+from decentnode.communication.base import Exchange
 from decentnode.communication.hybrid.transport import Collective
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.chunking import plans
 from decentnode.communication.torch_distributed import path as path_module
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, pack, unpack

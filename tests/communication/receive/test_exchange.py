@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from decentnode.communication.base import Communication, Schema
+from decentnode.communication.base import Communication
+from decentnode.communication.parts import Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.segment import FOLDER

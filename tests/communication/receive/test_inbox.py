@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from decentnode.communication.base import Counters
+from decentnode.communication.counters import Counters
 from decentnode.communication.receive import inbox as module
 from decentnode.communication.receive.inbox import MAX_SKIPS, Inbox
 from decentnode.communication.run_state import RunState

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentnode.communication.base import Communication, Schema
+from decentnode.communication.base import Communication
+from decentnode.communication.parts import Schema
 from decentnode.communication.shared_memory.cuda_ipc import EVENT_BYTES, unpacked
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
 from decentnode.communication.shared_memory.layout import SLOTS, Layout

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from decentnode.communication.base import Arrival, Counters, Schema
+from decentnode.communication.base import Arrival
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Schema
 from decentnode.communication.path import PathContext
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from decentnode.build import schemas_of
-from decentnode.communication.base import Arrival, AveragingGroup, Communication, Schema
+from decentnode.communication.base import Arrival, AveragingGroup, Communication
+from decentnode.communication.parts import Schema
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.communication.torch_distributed.clique_path import CliquePath
 from decentnode.communication.torch_distributed.group_collective import kind_of

@@ -12,7 +12,8 @@ import pytest
 import torch
 import zmq
 
-from decentnode.communication.base import BindPlan, Communication
+from decentnode.communication.base import Communication
+from decentnode.communication.parts import BindPlan
 from decentnode.communication.run_state import RunState
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.transport import ZeroMQ

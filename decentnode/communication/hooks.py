@@ -1,0 +1,115 @@
+"""What a transport may add: methods that a node calls and that do nothing, or refuse, unless overridden."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Collection, Mapping
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from decentnode.communication.parts import CommunicationConfig, Endpoints, TransportParts
+from decentnode.wire.generation import Generation
+
+
+class PendingGeneration(abc.ABC):
+    """The next generation of members, asked for by `Communication.regroup`: `wait` blocks, nothing before it does."""
+
+    @property
+    def ready(self) -> bool:
+        """As `Pending.ready`."""
+        return True
+
+    @abc.abstractmethod
+    def wait(self) -> Generation:
+        """The generation in force, its paths open. Raises PeerLost where none can be had within the time-outs."""
+
+
+class Hooks:
+    """The second level of `Communication` (base.py), called from the node's training thread like the first."""
+
+    # -- a transport whose nodes are processes of their own
+
+    @classmethod
+    def make(cls, config: CommunicationConfig, parts: TransportParts) -> Self:
+        """One node's transport, for a process of its own. Raises EnvironmentFault, UsageError."""
+        raise NotImplementedError(f"communication {config.name} runs in one process: its nodes are made together")
+
+    def bind(self) -> Endpoints | None:
+        """Before `start`: listen. The endpoints for nodes on the same host; None where nothing listens. Raises
+        EnvironmentFault when a port is taken."""
+        return None
+
+    def set_peers(self, endpoints: Mapping[int, Endpoints]) -> None:
+        """After `bind`, before `start`: where the other uids listen."""
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """While `start` waits on uid 0: the uids that have not joined yet. Any thread."""
+        return ()
+
+    @property
+    def refusals(self) -> dict[int, str]:
+        """Why nodes were refused at the start, by the uid they claimed. Any thread."""
+        return {}
+
+    @property
+    def waiting(self) -> tuple[tuple[int, ...], float] | None:
+        """(uids, `clock.now()` of when the wait began) that a call of this moment waits for; any thread."""
+        return None
+
+    # -- mixing in the background: another thread takes in arrivals while the training thread makes its local steps
+
+    concurrent: ClassVar[bool] = False
+    """Whether another thread may take in an exchange's arrivals."""
+    exposed_since: float = 0.0
+    """Since when (`clock.now()`) the training thread itself waits for these arrivals, infinite while it does not: only
+    from then on do time-outs run and waits count."""
+
+    @property
+    def ahead_bytes(self) -> float:
+        """How many bytes of a payload are received before somebody takes in its arrivals."""
+        return math.inf
+
+    # -- models that neighbors read where they lie
+
+    def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:  # noqa: ARG002
+        """A place [P] for the model's next values, from where sending them costs no copy; None without such a place.
+
+        current: where the model is now, and stays unchanged until the next call. Only for elementwise schemas of one
+        tensor. What was sent from the place before is no longer needed by anybody; blocking until that is so. After
+        the time-out a place of its own comes back, as it does when others still read both.
+        """
+        return None
+
+    # -- generations of members; without them all nodes of the run take part to its end
+
+    @property
+    def generation(self) -> Generation | None:
+        """The one in force; None where there is but one, of all nodes."""
+        return None
+
+    def enter(self, round: int) -> None:
+        """A round begins here. Raises Regrouping when the generation has ended."""
+
+    def suspect(self, uids: Collection[int], reason: str) -> None:
+        """Any thread: these members failed or do not answer; the others go on without them."""
+        raise NotImplementedError(f"{type(self).__name__} has no generations of members ({reason}: {sorted(uids)})")
+
+    def regroup(self) -> PendingGeneration:
+        """After Regrouping was raised, with no exchange under way: take part in the next generation. Not blocking.
+
+        Places that `acquire_slot` gave, and all that `Exchange` gave, are no longer to be used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no generations of members")
+
+    def caught_up(self) -> None:
+        """This node, one of `Generation.fresh`, now has a model."""
+
+    def stop_asked(self) -> None:
+        """Any thread: this node is to stop; it waits for nobody who could make up a generation with it any more."""
+
+    def join(self) -> None:
+        """Instead of `start`: this process comes to a run that has begun. Not blocking; `regroup` follows."""
+        raise NotImplementedError(f"{type(self).__name__} has no generations of members")

@@ -1,0 +1,96 @@
+"""What a transport is made from: the keys that all transports have, where it listens, what payloads look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from decentnode.config.component import Config
+from decentnode.payload import TensorSpec
+from decentnode.wire.generation import Limits
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What every payload of a run looks like; receivers size and validate by it, never by a message."""
+
+    elements: int
+    """Length P of the flat model."""
+    tensors: Mapping[str, TensorSpec]
+    elementwise: bool
+
+
+@dataclass(frozen=True)
+class BindPlan:
+    """Where a node listens."""
+
+    ipc_dir: Path | None = None
+    """Private folder for Unix sockets, or None for tcp only."""
+    host: str = "127.0.0.1"
+    """Address of the interface for tcp."""
+    port: int | None = None
+    """Control port (bulk is port + 1); None: free ones, and no tcp at all beside `ipc_dir`."""
+    again: tuple[str, ...] = ()
+    """Instead of free ports: the endpoints that the node had before it was started again."""
+
+
+Endpoints = tuple[str, str]
+"""Where a node listens: for control and for bulk messages."""
+
+
+@dataclass(frozen=True)
+class TransportParts:
+    """What a node's transport is made from, beside its config (`Communication.make`)."""
+
+    uid: int
+    machine_of: Mapping[int, int]
+    """The machine of every uid of the run."""
+    schemas: tuple[Schema, ...]
+    """What payloads look like, by phase; the last one is that of averaged buffers."""
+    digest: str
+    """Of config and graph; nodes of another digest are refused."""
+    base_dir: Path
+    """Folder that the config's paths are relative to."""
+    run_id: bytes | None = None
+    """None adopts the one that uid 0 drew."""
+    bind: BindPlan = BindPlan()
+    device: torch.device | None = None
+    """Of the models, and of payloads in `Arrival`; the CPU when None."""
+    limits: Limits | None = None
+    """Of generations of members; None where there is but one."""
+
+
+class CommunicationConfig(Config):
+    """Keys that every transport has, and what the rest of the project asks of its config."""
+
+    networked: ClassVar[bool] = False
+    """Whether nodes are processes of their own, which listen and connect."""
+    has_generations: ClassVar[bool] = False
+    """Whether members that fail can be left out (`node.missing: regroup`)."""
+
+    @property
+    def key_folder(self) -> Path | None:
+        """Folder with the keys by which nodes prove who they are; None where they do not."""
+        return None
+
+    @property
+    def unix_sockets(self) -> bool:
+        """Whether nodes of one machine meet at Unix sockets."""
+        return self.networked
+
+    @property
+    def shared_memory(self) -> bool | None:
+        """Whether nodes of one machine exchange payloads through shared memory; None: where there is room for it."""
+        return False
+
+    timeout_seconds: float = Field(60.0, gt=0)
+    """Longest wait of one round or collective for a node before it counts as lost, in seconds."""
+    start_timeout_seconds: float = Field(60.0, gt=0)
+    """Longest wait for all nodes to join at the start, and in a new generation, in seconds."""
+    suspect_seconds: float = Field(10.0, gt=0)
+    """With `node.missing: regroup`: a process that is asked and says nothing for so long is left out, in seconds."""
