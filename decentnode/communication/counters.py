@@ -26,7 +26,7 @@ class EdgeCounters:
     announced_bytes_sent: int = 0
     """Of protocol: doorbells, and headers of payloads inside a clique."""
     framing_bytes_sent: int = 0
-    """The rest of protocol. With `ReliableLinks.lock` held, as are evaluation and control."""
+    """The rest of protocol. With `LinkDriver.lock` held, as are evaluation and control."""
     evaluation_bytes_sent: int = 0
     control_bytes_sent: int = 0
     saved_bytes: int = 0

@@ -7,6 +7,7 @@ which of those sent before it are missing; exactly these are sent again. No sock
 
 from __future__ import annotations
 
+import math
 from typing import Generic, TypeVar
 
 from decentnode.errors import PeerFault
@@ -62,10 +63,22 @@ class SendStream(Generic[T]):
     def stuck(self, now: float) -> bool:
         """Returns whether nothing was acknowledged for so long that a new connection should be made. After True, the
         time without an acknowledgement counts anew, and twice as much is allowed."""
-        if not self.kept or now - self._progress < max(self._limit, 4 * self._delay):
+        if not self.kept or now < self._stuck_at:
             return False
         self._limit, self._progress = 2 * self._limit, now
         return True
+
+    @property
+    def _stuck_at(self) -> float:
+        return self._progress + max(self._limit, 4 * self._delay)
+
+    @property
+    def next_deadline(self) -> float:
+        """When a probe is due or the connection counts as stuck, whichever is first; infinite with nothing kept."""
+        if not self.kept:
+            return math.inf
+        probe = self._quiet_since if self._asked else self._quiet_since + self._patience
+        return min(probe, self._stuck_at)
 
     def sent_again(self, sequence: int) -> None:
         """Note that the message `sequence` is sent again now."""
@@ -80,7 +93,7 @@ class SendStream(Generic[T]):
 
     def probe_due(self, now: float) -> bool:
         """Whether to send a probe now."""
-        return bool(self.kept) and (self._asked or now - self._quiet_since >= self._patience)
+        return bool(self.kept) and (self._asked or now >= self._quiet_since + self._patience)
 
     def forget(self) -> None:
         """Drop all messages: the receiver is gone."""
@@ -151,6 +164,11 @@ class ReceiveStream:
         self._ahead.add(sequence)
         self.unreported += 1
         return True
+
+    @property
+    def taken(self) -> int:
+        """How many messages came so far, each counted once."""
+        return self.first_missing - 1 + len(self._ahead)
 
     def report(self) -> tuple[int, bytes, bool]:
         """Returns the fields of the acknowledgement that is sent now: (first missing number, bitmap of the arrived ones

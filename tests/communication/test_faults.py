@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from zmq import Frame
 
-from decentnode.communication.zeromq.io_thread import BULK
+from decentnode.communication.zeromq.link_state import BULK, Body
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
@@ -96,18 +95,18 @@ def test_cut_anywhere_every_model_arrives_once_and_bit_exact(transport: str, see
 def watch_numbers(node: ZeroMQ, seen: dict[tuple[int, int], bytes]) -> list[int]:
     """Whatever `node` gives its bulk sockets under a number goes to `seen`, by peer and number; how often one came
     again. Fails where the bytes are others than before."""
-    send, again = node._io.send, [0]
+    send, again = node._driver.send, [0]
 
-    def watched(uid: int, plane: int, first: bytes, body: Frame | bytes | None, token: bytes = b"") -> bool:
+    def watched(uid: int, plane: int, first: bytes, body: Body | None) -> bool:
         sequence = framing.opened(memoryview(first))[0]
         if plane == BULK and sequence:
             second = b"" if body is None else bytes(body if isinstance(body, bytes) else body.buffer)
             digest = hashlib.sha256(first + second).digest()
             again[0] += (uid, sequence) in seen
             assert seen.setdefault((uid, sequence), digest) == digest, "one number, and nonce, for two messages"
-        return send(uid, plane, first, body, token)
+        return send(uid, plane, first, body)
 
-    node._io.send = watched  # type: ignore[method-assign]
+    node._driver.send = watched  # type: ignore[method-assign]
     return again
 
 

@@ -38,7 +38,7 @@ def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(t
         assert sent == [True] * count + [False] * (ROUNDS - count), "none is dropped between two that leave"
         in_window = -(-ahead._links.window // (4 * ELEMENTS))
         assert MAX_PAYLOADS <= count <= MAX_PAYLOADS + in_window + SLOTS
-        edge = ahead._links._edges[1]
+        edge = ahead._links.sender.edges[1]
         assert edge.queued <= MAX_PAYLOADS and len(edge.planes[1].queue) <= 4 * MAX_PAYLOADS
         assert ahead.counters.faults == {"send_window": ROUNDS - count}
 
@@ -57,7 +57,7 @@ def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(t
 
 
 def test_messages_without_numbers_for_a_peer_that_takes_none_are_bounded() -> None:
-    urgent = PeerLink(1 << 20, needs_pass=False).planes[0].urgent
+    urgent = PeerLink(1 << 20, needs_credential=False).planes[0].urgent
     for number in range(3 * MAX_URGENT):
         urgent.append(b"%d" % number)
     assert len(urgent) == MAX_URGENT and urgent[-1] == b"%d" % (3 * MAX_URGENT - 1), "the newest are kept"

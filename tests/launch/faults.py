@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from decentnode.communication.zeromq.link_sender import LinkSender
 from decentnode.communication.zeromq.reconfigure import Reconfiguration
-from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.config.component import Config
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
@@ -165,9 +165,9 @@ class Mortal(Slow):
         if self._uid != int(node):
             self._tell_when_heard(word, marker)
             return
-        say = ReliableLinks.word
+        say = LinkSender.send_once
 
-        def say_and_die(links: ReliableLinks, uid: int, message: Message) -> None:
+        def say_and_die(links: LinkSender, uid: int, message: Message) -> None:
             say(links, uid, message)
             if type(message).__name__ == word:
                 for _ in range(100):  # until somebody has it; half a second, as it may be for a node that is gone
@@ -175,18 +175,18 @@ class Mortal(Slow):
                         break
                 os.kill(os.getpid(), getattr(signal, fault))
 
-        ReliableLinks.word = say_and_die  # type: ignore[method-assign]
+        LinkSender.send_once = say_and_die  # type: ignore[method-assign]
 
     @staticmethod
     def _tell_when_heard(word: str, marker: Path) -> None:
-        hear = Reconfiguration.heard
+        hear = Reconfiguration.receive
 
-        def hear_and_tell(regroup: Reconfiguration, message: Message) -> None:
+        def hear_and_tell(regroup: Reconfiguration, message: Message, now: float) -> None:
             if type(message).__name__ == word:
                 marker.touch()
-            hear(regroup, message)
+            hear(regroup, message, now)
 
-        Reconfiguration.heard = hear_and_tell  # type: ignore[method-assign]
+        Reconfiguration.receive = hear_and_tell  # type: ignore[method-assign]
 
 
 class DiesOnce(Supervised):

@@ -7,6 +7,7 @@ import errno
 
 import zmq
 
+from decentnode.communication.zeromq.link_state import Body, HeldBody
 from decentnode.communication.zeromq.security import Keyring
 from decentnode.mapping.hosts import address, endpoint, resolved
 
@@ -126,3 +127,9 @@ def _watch_for_silence(socket_: zmq.Socket[bytes]) -> None:
     socket_.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
     socket_.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
     socket_.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def held(body: memoryview, shared: bool) -> Body:
+    """The body of a message as the sockets keep it (`link_state.Hold`)."""
+    frame: HeldBody = zmq.Frame(body, copy=not shared)
+    return frame

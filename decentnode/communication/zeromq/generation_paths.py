@@ -9,6 +9,7 @@ from pathlib import Path as Folder
 import torch
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.communication import PATHS
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Endpoints, Schema
@@ -22,9 +23,8 @@ from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.torch_distributed.communicator import gpu_number
 from decentnode.communication.zeromq.chunk_path import ChunkPath
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.io_thread import CONTROL
-from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES
-from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.link_driver import LinkDriver
+from decentnode.communication.zeromq.link_state import CONTROL, ONE_FRAME_BYTES
 from decentnode.communication.zeromq.sender import Sender
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.config.component import load_class
@@ -47,7 +47,7 @@ class RunParts:
     addresses: Mapping[int, Endpoints]
     """Where the others listen."""
     session: Session
-    links: ReliableLinks
+    driver: LinkDriver
     inbox: Inbox
     sender: Sender
     state: RunState
@@ -96,7 +96,7 @@ class GenerationPaths:
         context = self._context(routing, partners, leases, lease_of)
         self._made = {made: made(context) for made in classes}
         owner = next((path for path in self._made.values() if path.leaves_chunks), None)
-        model_slots = ModelSlots(run.schemas[0], leases, owner, run.state, run.links.hurry)
+        model_slots = ModelSlots(run.schemas[0], leases, owner, run.state, run.driver.hurry)
         wanted = {names[0]: frozenset().union(*(peers[name] for name in names)) for names in classes.values()}
         opened, reached = {}, {}
         for made, (first, *_) in classes.items():
@@ -122,7 +122,8 @@ class GenerationPaths:
     ) -> PathContext:
         def send(uid: int, kind: type[Message], *values: object) -> None:
             header = run.sender.header(kind, *values)
-            run.links.io.call(lambda: run.links.control_header(uid, header, purpose="protocol"))
+            control = run.driver.links.sender.control_header
+            run.driver.call(lambda: control(uid, header, clock.now(), purpose="protocol"))
 
         run, session = self._run, self._run.session
         return PathContext(
@@ -131,7 +132,7 @@ class GenerationPaths:
             folder=run.folder, inbox=run.inbox, state=run.state, counters=run.counters, leases=leases,
             lease_of=lease_of, barrier=self._collectives.barrier, gather=self._gather,
             host_of=lambda uid: host_of(run.addresses[uid][CONTROL]), send=send, admit=session.admit,
-            refuse=run.links.refuse,
+            refuse=run.driver.links.refuse,
         )  # fmt: skip
 
     def _gather(self, key: str, value: int, timeout_seconds: float) -> list[int]:

@@ -13,9 +13,8 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -23,7 +22,9 @@ from zmq.utils.monitor import recv_monitor_message
 from decentnode import clock
 from decentnode.communication.parts import Endpoints
 from decentnode.communication.zeromq import connections
-from decentnode.communication.zeromq.security import Authenticator, BulkCredential, Keyring
+from decentnode.communication.zeromq.credentials import BulkCredential
+from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
+from decentnode.communication.zeromq.security import Authenticator, Security
 from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner
 from decentnode.errors import NodeFailed
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
@@ -31,7 +32,6 @@ from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 logger = logging.getLogger(__name__)
 
 
-CONTROL, BULK = 0, 1
 SEND_MESSAGES = 1000
 """Messages that wait in one socket for a peer, before it is full."""
 MAX_CALLS = 10_000
@@ -52,26 +52,17 @@ def _nothing() -> None:
     """What there is to take in from a socket that only sends."""
 
 
-@dataclass(frozen=True)
-class Security:
-    """How a node's sockets are closed to strangers: CURVE on control, and on bulk too or a pass given over control."""
-
-    keyring: Keyring
-    bulk: Literal["curve", "aes-gcm", "none"]
-
-    @property
-    def bulk_needs_credential(self) -> bool:
-        return self.bulk != "curve"
-
-
 class Handler(Protocol):
     """Who is told what happens on the sockets; all calls come from the thread at the sockets, which holds `lock`
     meanwhile."""
 
     lock: threading.RLock
 
-    def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
+    def received(self, plane: int, frames: Sequence[memoryview], uid: int | None, now: float) -> None:
         """One message, of one frame or more; uid: who it is from, where sockets are authenticated."""
+
+    def log_in(self, uid: int) -> bytes:
+        """A credential for one connection to a peer's bulk socket, where that needs one."""
 
     def writable(self, uid: int, plane: int) -> None:
         """A socket that refused a message takes messages again."""
@@ -103,9 +94,9 @@ class IoThread(threading.Thread):
 
     def __init__(
         self, name: str, max_bulk_bytes: int, handler: Handler, security: Security | None = None,
-        passes: Mapping[int, BulkCredential] | None = None,
+        credentials: Mapping[int, BulkCredential] | None = None,
     ) -> None:
-        """passes: what lets peers into the bulk socket where it does not use CURVE; filled as they ask."""
+        """credentials: what lets peers into the bulk socket where it does not use CURVE; filled as they ask."""
         super().__init__(name=name, daemon=True)
         self.lock = handler.lock
         """Held by whoever uses a socket for sending, or any state of the handler."""
@@ -139,7 +130,7 @@ class IoThread(threading.Thread):
         self._door: Authenticator | None = None
         if security is not None:
             self._door = Authenticator(
-                self.context, security.keyring, {} if passes is None else passes, handler.connection_event
+                self.context, security.keyring, {} if credentials is None else credentials, handler.connection_event
             )
             self._look_after(self._door.socket, self._door.answer)
         self.listeners = [self._listener(CONTROL, connections.MAX_CONTROL_BYTES), self._listener(BULK, max_bulk_bytes)]
@@ -307,13 +298,13 @@ class IoThread(threading.Thread):
             except zmq.Again:
                 return
             frame = recv(_NOW, copy=False)
-            frames = [frame]
+            frames = [frame.buffer]  # which keeps the frame
             while frame.more:
                 frame = recv(_NOW, copy=False)
-                frames.append(frame)
+                frames.append(frame.buffer)
             uid = int(frame.get("User-Id")) if secure else None
             with lock:
-                received(plane, frames, uid)
+                received(plane, frames, uid, clock.now())
             if owner.asked or doorbell.rung:
                 break
         self._behind.add(plane)
@@ -338,28 +329,23 @@ class IoThread(threading.Thread):
                     if event["event"] & BROKEN_HANDSHAKES:
                         coded = event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
                         self._handler.handshake_refused(uid, int(event["value"]) if coded else 0)
-            if broken and self._by_pass(plane):
+            if broken and self._by_credential(plane):
                 self._handler.disconnected(uid, plane)
 
-    def _by_pass(self, plane: int) -> bool:
+    def _by_credential(self, plane: int) -> bool:
         return plane == BULK and self._security is not None and self._security.bulk_needs_credential
 
-    def send(
-        self, uid: int, plane: int, first: bytes, body: zmq.Frame | bytes | None, log_in: Callable[[], bytes] = bytes
-    ) -> bool:
-        """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later.
-
-        log_in: called where a connection is made to a bulk socket that needs a pass; its credential.
-        """
+    def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
+        """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later."""
         if (uid, plane) in self._blocked:
             return False
-        sender = self._senders.get((uid, plane)) or self._connect(uid, plane, log_in)
+        sender = self._senders.get((uid, plane)) or self._connect(uid, plane)
         try:
             if body is None:
                 sender.send(first, _NOW)
             else:
                 sender.send(first, _MORE)
-                sender.send(body, _NOW, copy=False)
+                sender.send(body, _NOW, copy=False)  # type: ignore[arg-type]  # a Frame, or bytes
         except zmq.Again:
             self._blocked.add((uid, plane))
             if threading.current_thread() is not self:
@@ -370,7 +356,7 @@ class IoThread(threading.Thread):
     def renew(self, uid: int, plane: int) -> None:
         """With `lock` held: give the connection up, with what is under way; the next message makes a new one.
 
-        To close without linger is what makes libzmq abort where half a message was taken: traffic.ONE_FRAME_BYTES.
+        To close without linger is what makes libzmq abort where half a message was taken: link_state.ONE_FRAME_BYTES.
         """
         sender = self._senders.pop((uid, plane), None)
         if sender is None:
@@ -385,12 +371,12 @@ class IoThread(threading.Thread):
             connections.end_monitor(sender, monitor)
         sender.close(linger=0)
 
-    def _connect(self, uid: int, plane: int, log_in: Callable[[], bytes]) -> zmq.Socket[bytes]:
+    def _connect(self, uid: int, plane: int) -> zmq.Socket[bytes]:
         at, security = self.endpoints[uid][plane], self._security
         sender = connections.sender(self.context, SEND_MESSAGES, self._by_ipv6.get(host_of(at), False))
         events = BROKEN_HANDSHAKES if self.joining and plane == CONTROL else 0
-        if security is not None and self._by_pass(plane):
-            connections.log_in_once(sender, security.keyring, log_in())
+        if security is not None and self._by_credential(plane):
+            connections.log_in_once(sender, security.keyring, self._handler.log_in(uid))
             events = BROKEN_HANDSHAKES | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         elif security is not None:
             connections.log_in_by_key(sender, security.keyring, uid)

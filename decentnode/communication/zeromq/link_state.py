@@ -1,21 +1,24 @@
-"""What is under way between a node and one peer: messages that leave, both directions of both planes, windows."""
+"""What is under way between a node and one peer: queued messages, both directions of both planes, windows. No sockets.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import zmq
+from typing import Protocol
 
 from decentnode.communication.counters import EdgeCounters
 from decentnode.communication.receive.chunking import MESSAGE_COST
-from decentnode.communication.zeromq.security import BulkCredential, Cipher
+from decentnode.communication.zeromq.credentials import BulkCredential, Cipher
 from decentnode.metrics.figures import Purpose
 from decentnode.wire import framing
 from decentnode.wire.stream import ReceiveStream, SendStream
 
 ExchangeKey = tuple[int, int]
 """Round and phase."""
+CONTROL, BULK = 0, 1
+"""The two planes of an edge: control messages arrive in order, bulk messages in any order."""
 MAX_PAYLOADS = 4
 """Payloads of rounds that wait for one peer, with anything of them not handed to the socket yet; further ones are not
 sent to it, and count as undelivered."""
@@ -33,12 +36,32 @@ part that a batch ends in, as it may after short messages.
 """
 
 
+class HeldBody(Protocol):
+    """The body of a bulk message that is kept until its receivers have it, without a copy: a `zmq.Frame`."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """Its bytes."""
+
+    def __len__(self) -> int: ...
+
+
+Body = bytes | HeldBody
+Hold = Callable[[memoryview, bool], Body]
+"""hold(body, shared) keeps a long body; shared: its memory does not change, so that it needs no copy."""
+
+
+def copied(body: memoryview, shared: bool) -> Body:  # noqa: ARG001
+    """A `Hold` that copies."""
+    return bytes(body)
+
+
 @dataclass(eq=False, slots=True)
 class QueuedMessage:
     """One message towards one or several peers; the body is shared."""
 
     header: bytes
-    body: zmq.Frame | bytes | None = None
+    body: Body | None = None
     cost: int = 0
     """What it counts for in the receiver's window."""
     kind: int = framing.NONE
@@ -52,20 +75,23 @@ class QueuedMessage:
 
     @classmethod
     def bulk(
-        cls, header: bytes, body: memoryview, kind: int, lease: object = None, purpose: Purpose = "data", *,
-        last: bool = False,
+        cls, header: bytes, body: memoryview, kind: int, lease: object = None, *, hold: Hold = copied,
+        purpose: Purpose = "data", last: bool = False,
     ) -> QueuedMessage:
-        """A message with a copy of `body`, or with `body` itself where it is long and does not change while the lease
-        is held."""
+        """A message with a copy of `body`, or with what `hold` makes of it where it is long.
+
+        lease: while it is held, the memory of `body` does not change; None: `body` has to be copied.
+        """
         size = body.nbytes
         if size <= ONE_FRAME_BYTES:
             short = bytes(body)
             return cls(header, short, size + MESSAGE_COST, kind, framing.body_sum(kind, short), None, purpose, last)
-        frame = zmq.Frame(body, copy=lease is None)
-        return cls(header, frame, size + MESSAGE_COST, kind, framing.body_sum(kind, frame.buffer), lease, purpose, last)
+        held = hold(body, lease is not None)
+        of_body = framing.body_sum(kind, held if isinstance(held, bytes) else held.buffer)
+        return cls(header, held, size + MESSAGE_COST, kind, of_body, lease, purpose, last)
 
-    def count(self, edge: EdgeCounters, first: bytes, body: zmq.Frame | bytes | None) -> None:
-        """With `ReliableLinks.lock` held: this message, as `frames` made it, was sent for the first time."""
+    def count(self, edge: EdgeCounters, first: bytes, body: Body | None) -> None:
+        """Count that this message, as `frames` made it, was sent for the first time."""
         size = len(first) + (0 if body is None else len(body))
         if self.body is not None:
             plain = self.cost - MESSAGE_COST
@@ -78,7 +104,7 @@ class QueuedMessage:
         elif self.body is None:
             edge.framing_bytes_sent += size
 
-    def frames(self, sequence: int, cipher: Cipher | None) -> tuple[bytes, zmq.Frame | bytes | None]:
+    def frames(self, sequence: int, cipher: Cipher | None) -> tuple[bytes, Body | None]:
         """The message as it travels: its first frame, and its second or None. cipher: encrypts the body."""
         header, body, kind, of_body = self.header, self.body, self.kind, self.of_body
         if body is None:
@@ -91,7 +117,7 @@ class QueuedMessage:
         return framing.sealed(sequence, header, kind, of_body), body
 
 
-Sealed = tuple[bytes, zmq.Frame | bytes | None, object]
+Sealed = tuple[bytes, Body | None, object]
 """A message as it travels to one peer: first frame, second frame or None, and the lease on what these bytes lie in."""
 
 
@@ -111,12 +137,43 @@ class Channel:
     """Numbers of messages, among those that are kept, that have to be sent again; in this order, each once."""
     queue: deque[QueuedMessage] = field(default_factory=deque)
     came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
+    probes: int = 0
+    """Probes of the peer since anything else of this plane came."""
+    probed_at: int = -1
+    """How much had come by then."""
+    probed_since: float = 0.0
+    """When the first of these probes came."""
+
+
+class ReceiveCredits:
+    """What peers may send: the window of each moves on by the bytes of it that are used up here. Not thread-safe."""
+
+    def __init__(self, window: int) -> None:
+        """window: most bytes that one peer may have under way to this node and not used up, headers included."""
+        self.window = window
+        self.used: dict[int, int] = {}
+        """By uid: bytes that were used up so far."""
+        self._granted: dict[int, int] = {}
+
+    def consumed(self, uid: int, size: int) -> int | None:
+        """Bytes of `uid` are used up. Returns how far it may send from now on, once a quarter of its window is free
+        that it does not know of; None before."""
+        used = self.used[uid] = self.used.get(uid, 0) + size
+        if used - self._granted.get(uid, 0) < self.window // 4:
+            return None
+        self._granted[uid] = used
+        return used + self.window
+
+    def clear(self) -> None:
+        """Nobody has sent anything yet."""
+        self.used.clear()
+        self._granted.clear()
 
 
 class PeerLink:
     """All about one peer."""
 
-    def __init__(self, window: int, needs_pass: bool) -> None:
+    def __init__(self, window: int, needs_credential: bool) -> None:
         self.planes = (Channel(came=ReceiveStream(ordered=True)), Channel())
         self.sent = 0
         """Cost of the bulk messages sent so far."""
@@ -128,23 +185,24 @@ class PeerLink:
         """The first and the last (round, phase) of payloads that were not sent, until the peer is told."""
         self.came = 0
         """Cost of the bulk messages that came."""
-        self.needs_pass = needs_pass
-        self.passes: BulkCredential | None = None
+        self.needs_credential = needs_credential
+        """Whether bulk to the peer waits for its credential."""
+        self.asked = False
+        """Whether it was asked for one."""
+        self.credential: BulkCredential | None = None
         self.outwards: Cipher | None = None
         self.inwards: Cipher | None = None
         """What bulk to and from the peer is encrypted with, where it is."""
-        self.asked = False
         self.hellos = 0
+        """Hellos sent to it or received from it since the last new connection."""
         self.renewed = 0.0
+        """When hellos last brought about a new connection."""
         self.doubted = 0.0
+        """When a damaged message of the peer was last acknowledged at once."""
         self.gone = False
         """Nothing is sent to this peer any more."""
         self.left = False
         """It said goodbye."""
-
-    def log_in(self) -> bytes:
-        """A credential for one connection to the peer's bulk socket; empty where that needs none."""
-        return b"" if self.passes is None else self.passes.log_in()
 
     def forget(self) -> None:
         """Nothing is owed to this peer any more."""

@@ -15,7 +15,7 @@ from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Message
 
 if TYPE_CHECKING:
-    from decentnode.communication.zeromq.reliable_links import ReliableLinks
+    from decentnode.communication.zeromq.link_driver import LinkDriver
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Reconfiguration:
     training thread ends then, and no round begins.
     """
 
-    def __init__(self, membership: Membership, links: ReliableLinks, status: RunState, counters: Counters) -> None:
+    def __init__(self, membership: Membership, links: LinkDriver, status: RunState, counters: Counters) -> None:
         self.membership = membership
         self.active = False
         """Whether the run has begun; before it, a missing node is the start's business."""
@@ -51,12 +51,12 @@ class Reconfiguration:
         with self._links.lock:
             self.membership.run, self.active = run, True
 
-    def heard(self, message: Message) -> None:
+    def receive(self, message: Message, now: float) -> None:
         """With `links.lock` held. Raises PeerFault."""
         if self.active:
             self._note_stop()
             try:
-                self._obey(self.membership.receive(message, clock.now()))
+                self._obey(self.membership.receive(message, now))
             finally:
                 self._obey([])  # an answer may belong to what is refused
 
@@ -95,7 +95,7 @@ class Reconfiguration:
                     self._status.notify()
         outbox, self.membership.outbox = self.membership.outbox, []
         for uid, message in outbox:
-            self._links.word(uid, message)
+            self._links.links.sender.send_once(uid, message)
 
     def _fail_with(self, reason: str) -> None:
         uid = self.membership.uid

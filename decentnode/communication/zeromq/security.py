@@ -8,26 +8,21 @@ machine, readable by its owner alone; nobody else may be able to change either. 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import zmq
 from zmq.utils import z85
 
-from decentnode.errors import EnvironmentFault, PeerFault, UsageError
-from decentnode.wire import framing
-from decentnode.wire.framing import Bytes
+from decentnode.communication.zeromq.credentials import BulkCredential
+from decentnode.errors import EnvironmentFault, UsageError
 
 PUBLIC_FILE = "public.keys"
-TOKEN_BYTES, SESSION_KEY_BYTES, TAG_BYTES = 16, 32, 16
-LOGIN_DIGITS = 16
-"""Of the number of a login, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -153,63 +148,17 @@ def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
     return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)})
 
 
-@dataclass
-class BulkCredential:
-    """What lets one peer send bulk to this node; given over CURVE, it is never sent in the clear.
+@dataclass(frozen=True)
+class Security:
+    """How a node's sockets are closed to strangers: CURVE on control, and on bulk either CURVE or a credential that is
+    given over control."""
 
-    A bulk socket without CURVE takes a credential that every eavesdropper reads. So that it lets nobody in a second
-    time, each is good for one login: a number that grows, and a proof that whoever sends it has the token.
-    """
+    keyring: Keyring
+    bulk: Literal["curve", "aes-gcm", "none"]
 
-    token: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
-    key: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(SESSION_KEY_BYTES))
-    logins: int = 0
-    """Number of the last login: the last one that was made, or that was accepted."""
-
-    def log_in(self) -> bytes:
-        """A credential for one connection."""
-        self.logins += 1
-        return self._credential(self.logins)
-
-    def refusal(self, credential: bytes) -> str | None:
-        """Why nobody gets in with a credential, or None where somebody does: once, and no more with those made before
-        it, which belong to connections that were given up."""
-        number = credential[:LOGIN_DIGITS]
-        if len(number) < LOGIN_DIGITS or number.strip(b"0123456789abcdef"):
-            return "stranger"
-        if not hmac.compare_digest(self._credential(int(number, 16)), credential):
-            return "stranger"
-        if int(number, 16) <= self.logins:
-            return "replayed_login"
-        self.logins = int(number, 16)
-        return None
-
-    def _credential(self, number: int) -> bytes:
-        digits = b"%0*x" % (LOGIN_DIGITS, number)
-        return digits + hmac.new(self.token, b"decentnode bulk login " + digits, hashlib.sha256).hexdigest().encode()
-
-
-class Cipher:
-    """AES-256-GCM over the bodies of bulk messages, one direction of one edge (wire/framing.py)."""
-
-    def __init__(self, given: BulkCredential) -> None:
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-        self._cipher, self._refusals = AESGCM(given.key), (InvalidTag, ValueError)
-
-    def encrypted(self, sequence: int, header: bytes, body: Bytes) -> bytes:
-        """TAG_BYTES longer than the body."""
-        return self._cipher.encrypt(framing.nonce(sequence), body, framing.associated(sequence, header))
-
-    def decrypted(self, sequence: int, header: bytes, body: memoryview) -> memoryview:
-        """Raises PeerFault when number, header or body are not what was encrypted."""
-        plain = bytearray(max(0, body.nbytes - TAG_BYTES))
-        try:
-            self._cipher.decrypt_into(framing.nonce(sequence), body, framing.associated(sequence, header), plain)
-        except self._refusals:
-            raise PeerFault("checksum_mismatch", "not what was encrypted") from None
-        return memoryview(plain)
+    @property
+    def bulk_needs_credential(self) -> bool:
+        return self.bulk != "curve"
 
 
 class Authenticator:
@@ -219,14 +168,15 @@ class Authenticator:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring, passes: Mapping[int, BulkCredential],
+        self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring, credentials: Mapping[int, BulkCredential],
         refused: Callable[[str, str, str], None],
     ) -> None:
-        """refused(reason, address, detail): called for everybody who is not let in."""
+        """credentials: that this node gave, by uid; filled as peers ask. refused(reason, address, detail): called for
+        everybody who is not let in."""
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
-        self._uid_of, self._passes, self._refused = keyring.uid_of, passes, refused
+        self._uid_of, self._credentials, self._refused = keyring.uid_of, credentials, refused
 
     def answer(self) -> None:
         """Answer everything that was asked so far; not blocking."""
@@ -250,7 +200,7 @@ class Authenticator:
             return (-1, "stranger", f"key {key.decode()}") if uid is None else (uid, "", "")
         if mechanism == b"PLAIN" and len(credentials) == 2 and credentials[0].isdigit() and len(credentials[0]) < 8:
             uid = int(credentials[0])
-            known = self._passes.get(uid)
+            known = self._credentials.get(uid)
             reason = "stranger" if known is None else known.refusal(credentials[1])
             return uid, reason or "", f"bulk login as node {uid}"
         return -1, "stranger", mechanism.decode(errors="replace")

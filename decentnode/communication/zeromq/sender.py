@@ -12,9 +12,10 @@ from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_b
 from decentnode.communication.receive.staging import Fetched, Staging
 from decentnode.communication.run_state import RunState
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.io_thread import BULK, CONTROL, Security
-from decentnode.communication.zeromq.link_state import QueuedMessage as Bulk
-from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.connections import held
+from decentnode.communication.zeromq.link_driver import LinkDriver
+from decentnode.communication.zeromq.link_state import BULK, CONTROL, QueuedMessage
+from decentnode.communication.zeromq.security import Security
 from decentnode.payload import Payload
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk, Message, Scalars
@@ -28,7 +29,7 @@ class Sender:
     """Slots of pinned memory, for models on a GPU."""
 
     def __init__(
-        self, uid: int, config: ZeroMQConfig, session: Session, links: ReliableLinks,
+        self, uid: int, config: ZeroMQConfig, session: Session, links: LinkDriver,
         plans: tuple[tuple[TensorPlan, ...], ...], status: RunState, counters: Counters, security: Security | None,
     ) -> None:
         """plans: by phase."""
@@ -36,21 +37,20 @@ class Sender:
         """By plane: peers that are not behind a Unix socket."""
         self._uid, self._config, self._session, self._links, self._plans = uid, config, session, links, plans
         self._status, self._counters, self._security = status, counters, security
-        links.on_room = self._takes_again
 
     def takes(self, uid: int) -> bool:
         """Whether `may_send` would return at once."""
-        return self._links.takes(uid)
+        return self._links.links.sender.takes(uid)
 
     def may_send(self, uid: int, round: int, phase: int) -> bool:
         """Blocking while MAX_PAYLOADS wait for a peer, unless it is silent; False when that stays so for a time-out:
         the payload is not sent, and once the peer takes any it is told so."""
-        links, status = self._links, self._status
-        if links.takes(uid):
+        takes, status = self._links.links.sender.takes, self._status
+        if takes(uid):
             return True
         deadline = clock.now() + status.patience(self._config.timeout_seconds)
         with status.changed, status.waits_for([uid]):
-            while not links.takes(uid):
+            while not takes(uid):
                 status.raise_if_failed()
                 remaining = deadline - clock.now()
                 if status.regrouping or status.departed.get(uid, round + 1) <= round:
@@ -61,13 +61,12 @@ class Sender:
                 status.wait(min(remaining, 1.0))
             else:
                 return True
-        with links.lock:
-            links.withhold(uid, (round, phase))
+        self._links.withhold(uid, (round, phase))
         self._counters.fault("send_window", uid, f"round {round}")
         return False
 
-    def _takes_again(self, uid: int) -> None:
-        """With `ReliableLinks.lock` held."""
+    def takes_again(self, uid: int) -> None:
+        """With `LinkDriver.lock` held: a peer for which MAX_PAYLOADS waited takes payloads again."""
         with self._status.changed:
             self._status.silent.discard(uid)
             self._status.notify()
@@ -98,10 +97,7 @@ class Sender:
                 header = self.header(Chunk, round, phase, index, chunk, total, scalars)
                 scalars = {}
                 last = index + 1 == len(plans) and chunk + 1 == plan.count(total)
-                message = Bulk.bulk(header, body, sums, lease, last=last)
-                with links.lock:
-                    for uid in uids:
-                        links.bulk(uid, message)
+                links.bulk(uids, QueuedMessage.bulk(header, body, sums, lease, hold=held, last=last))
                 for uid in uids:
                     self._counters.edge(uid).frames_sent += 1
 

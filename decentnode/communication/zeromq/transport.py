@@ -24,23 +24,22 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.connections import listen
+from decentnode.communication.zeromq.connections import held, listen
 from decentnode.communication.zeromq.generation_paths import GenerationParts, GenerationPaths, RunParts
-from decentnode.communication.zeromq.io_thread import BULK, CONTROL, Security
-from decentnode.communication.zeromq.link_state import QueuedMessage as Bulk
+from decentnode.communication.zeromq.link_driver import LinkDriver, LinkSizes
+from decentnode.communication.zeromq.link_state import BULK, CONTROL, QueuedMessage
 from decentnode.communication.zeromq.reconfigure import Reconfiguration, given_up
-from decentnode.communication.zeromq.reliable_links import ReliableLinks
-from decentnode.communication.zeromq.security import Keyring, load_keyring
+from decentnode.communication.zeromq.security import Keyring, Security, load_keyring
 from decentnode.communication.zeromq.sender import Sender
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.config import component
-from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerLost, Regrouping
+from decentnode.errors import AssemblyError, EnvironmentFault, NodeFailed, PeerFault, PeerLost, Regrouping
 from decentnode.mapping.hosts import endpoint, host_of, unknown_name
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import Arrive, Chunk, Depart, Message, Part, Report, Skipped, Slot
+from decentnode.wire.messages import MEMBERSHIP, Arrive, Bye, Chunk, Depart, Message, Part, Report, Skipped, Slot
 from decentnode.wire.session import (
     Joined,
     NotAssembled,
@@ -57,6 +56,7 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
 CLOSE_SECONDS = 5.0
+MEMBERSHIP_KINDS = frozenset({*MEMBERSHIP, Bye})
 
 
 class NextGeneration(PendingGeneration):
@@ -114,23 +114,21 @@ class ZeroMQ(Communication):
         kinds = (torch.float32, torch.float64)
         largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
         window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
-        self._links = ReliableLinks(
-            self._session, window, largest + 65536, self.counters, self._security, self._deliver, self._on_tick,
-            self._on_crash, None if limits is None else self._on_word,
-        )  # fmt: skip
-        self._io = self._links.io
+        sizes = LinkSizes(window, largest + 65536)
+        self._driver = LinkDriver(self._session, self, self.counters, sizes, self._security)
+        self._links, self._io = self._driver.links, self._driver.io
         self._regroup: Reconfiguration | None = None
         if limits is not None:
             membership = Membership(uid, len(machine_of), limits, draw=os.urandom, digest=digest,
                                     describe=self.describe)
-            self._regroup = Reconfiguration(membership, self._links, self._status, self.counters)
-        self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._links.consumed,
+            self._regroup = Reconfiguration(membership, self._driver, self._status, self.counters)
+        self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._driver.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
-        self._sender = Sender(uid, config, self._session, self._links, self._inbox.plans, self._status, self.counters,
+        self._sender = Sender(uid, config, self._session, self._driver, self._inbox.plans, self._status, self.counters,
                               self._security)  # fmt: skip
         self._run = RunParts(
             uid=uid, config=config, machine_of=self._machine_of, schemas=schemas, folder=self._plan.ipc_dir,
-            addresses=self._addresses, session=self._session, links=self._links, inbox=self._inbox,
+            addresses=self._addresses, session=self._session, driver=self._driver, inbox=self._inbox,
             sender=self._sender, state=self._status, counters=self.counters,
         )  # fmt: skip
         self._joined = False
@@ -214,7 +212,7 @@ class ZeroMQ(Communication):
         self._sender.over_tcp = [{uid for uid, address in self._addresses.items() if address[plane].startswith("tcp://")}
                           for plane in (CONTROL, BULK)]  # fmt: skip
         self._io.connect_to(self._addresses)
-        self._links.control_kind = self._sender.sum_kind(CONTROL, self._addresses)
+        self._links.sender.control_kind = self._sender.sum_kind(CONTROL, self._addresses)
 
     # -- the start --------------------------------------------------------------------------------------------
 
@@ -363,14 +361,14 @@ class ZeroMQ(Communication):
         self._regroup.wait(alone, alone + self.config.timeout_seconds, self._put_away)
 
     def _put_away(self, generation: Generation) -> None:
-        """With `ReliableLinks.lock` held, on the training thread: everything of the old generation, for
+        """With `LinkDriver.lock` held, on the training thread: everything of the old generation, for
         `generation`."""
         assert self._regroup is not None
         self._paths.close(broken=True, leaving_chunks=True)
         if generation.stopping:
             self._session.stop_asked = self._status.stopping = True
         self._session.adopt(self._regroup.membership.run, generation.name, generation.members)
-        self._links.restart(generation.fresh)
+        self._driver.restart(generation.fresh)
         self._inbox.reset(generation.first_round)
         self._status.departed.clear()
         self._begin_generation()
@@ -447,12 +445,13 @@ class ZeroMQ(Communication):
     # -- I/O thread -------------------------------------------------------------------------------------------
 
     def _control(self, uid: int, kind: type[Message], *values: object) -> None:
-        self._links.control_header(uid, self._sender.header(kind, *values))
+        self._links.sender.control_header(uid, self._sender.header(kind, *values), clock.now())
 
     def _flush(self) -> None:
         """Send what the session has to say."""
+        now = clock.now()
         for uid, message in self._session.outbox:
-            self._links.control(uid, message)
+            self._links.sender.control(uid, message, now)
         self._session.outbox.clear()
 
     def _emit(self, pieces: list[OutgoingPart]) -> None:
@@ -461,15 +460,16 @@ class ZeroMQ(Communication):
             raw = to_bytes(piece.tensor)
             header = self._sender.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
             sums = self._sender.sum_kind(BULK, [piece.to])
-            self._links.bulk(piece.to, Bulk.bulk(header, raw, sums, purpose=purpose_of(piece.key)))
+            message = QueuedMessage.bulk(header, raw, sums, hold=held, purpose=purpose_of(piece.key))
+            self._links.sender.bulk(piece.to, message, clock.now())
         for uid, size in self._collectives.means.consumed:
-            self._links.consumed(uid, size)
+            self._driver.consumed(uid, size)
         self._collectives.means.consumed.clear()
         if self._collectives.means.done:
             with self._status.changed:
                 self._status.notify()
 
-    def _deliver(self, message: Message, body: memoryview | None) -> None:
+    def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
         if isinstance(message, Chunk):
             assert body is not None
             edge = self.counters.edge(message.source)
@@ -479,6 +479,11 @@ class ZeroMQ(Communication):
         elif isinstance(message, Part):
             assert body is not None
             self._emit(self._collectives.means.receive(message, body))
+        elif type(message) in MEMBERSHIP_KINDS:
+            if self._regroup is not None:
+                self._regroup.receive(message, now)
+            elif not isinstance(message, Bye):
+                raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
         else:
             try:
                 for event in self._session.receive(message):
@@ -492,16 +497,15 @@ class ZeroMQ(Communication):
             finally:
                 self._flush()
 
-    def _on_tick(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         for event in self._session.tick(now):
             self._on_event(event)
         self._flush()
         if self._regroup is not None:
             self._regroup.tick(now)
 
-    def _on_word(self, message: Message) -> None:
-        assert self._regroup is not None
-        self._regroup.heard(message)
+    def has_room(self, uid: int) -> None:
+        self._sender.takes_again(uid)
 
     def _on_event(self, event: SessionEvent) -> None:
         if isinstance(event, Arrive):
@@ -544,7 +548,7 @@ class ZeroMQ(Communication):
         text = f"{text}; {event.reason}" if event.reason else text
         return AssemblyError(text + self.counters.refused_handshakes(), event.missing)
 
-    def _on_crash(self, error: BaseException) -> None:
+    def crashed(self, error: BaseException) -> None:
         self._fail_with(NodeFailed(f"node {self.uid}: the I/O thread failed: {error!r}"))
 
     def _fail_with(self, error: Exception) -> None:

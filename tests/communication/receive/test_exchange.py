@@ -14,7 +14,7 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.segment import FOLDER
-from decentnode.communication.zeromq.io_thread import BULK
+from decentnode.communication.zeromq.link_state import BULK
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import PeerLost
 from decentnode.payload import SCALAR_BYTES, Payload, TensorSpec
@@ -250,10 +250,10 @@ def test_a_receiver_that_never_reads_holds_one_window() -> None:
         made[0].exchange(0, {1: Payload({"x": torch.ones(elements)})}, ())
         sender, receiver = made
         assert isinstance(sender, ZeroMQ) and isinstance(receiver, ZeroMQ)
-        window, bulk = receiver._links.window, sender._links._edges[1].planes[BULK]
+        window, bulk = receiver._links.window, sender._links.sender.edges[1].planes[BULK]
 
         def all_that_may_leave_has_arrived() -> bool:
-            with sender._links.lock:
+            with sender._driver.lock:
                 return bool(bulk.queue) and not bulk.out.kept
 
         wait_until(all_that_may_leave_has_arrived, lambda: receiver.counters.edge(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -28,7 +28,10 @@ class Heard:
         self.error: BaseException | None = None
         self.ticks = 0
 
-    def received(self, plane: int, frames: list[zmq.Frame], uid: int | None) -> None:
+    def log_in(self, uid: int) -> bytes:
+        return b""
+
+    def received(self, plane: int, frames: Sequence[memoryview], uid: int | None, now: float) -> None:
         assert plane in (CONTROL, BULK) and uid is None
         self.sizes.append([len(frame) for frame in frames])
         self.on_message()

@@ -16,10 +16,9 @@ import zmq
 
 from decentnode.communication.base import Communication
 from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.credentials import LOGIN_DIGITS, BulkCredential
 from decentnode.communication.zeromq.security import (
-    LOGIN_DIGITS,
     PUBLIC_FILE,
-    BulkCredential,
     Keyring,
     load_keyring,
     read_public,
@@ -181,7 +180,7 @@ def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
         gossip(made, 8, torch.float32, 2)
         victim = made[0]
         assert isinstance(victim, ZeroMQ)
-        given = victim._links.passes[1]
+        given = victim._links.access.given[1]
         insider = BulkCredential(given.token, given.key, given.logins)
         with context.socket(zmq.DEALER) as plain:
             plain.linger = 0
@@ -372,7 +371,7 @@ def test_who_overhears_a_login_does_not_get_in(bulk: str, tmp_path: Path) -> Non
             gossip(made, 8, torch.float32, 2)
             ((name, password),) = ear.logins()
             assert name == b"1" and len(password) == LOGIN_DIGITS + 64
-            token, key = victim._links.passes[1].token, victim._links.passes[1].key
+            token, key = victim._links.access.given[1].token, victim._links.access.given[1].key
             said = b"".join(map(bytes, ear.heard))
             assert not any(secret in said or secret.hex().encode() in said for secret in (token, key))
             with context.socket(zmq.DEALER) as thief:
@@ -398,8 +397,8 @@ def test_secrets_never_reach_logs_or_events(tmp_path: Path, caplog: pytest.LogCa
             node.counters.on_event = lambda kind, peer, detail: said.append(f"{kind} {peer} {detail}")
         gossip(made, 8, torch.float32, 2)
         secrets = [node._security.keyring.secret.decode() for node in made]  # type: ignore[attr-defined]
-        secrets += [p.key.hex() for node in made for p in node._links.passes.values()]  # type: ignore[attr-defined]
-        shown = repr([node._links.passes for node in made]) + repr(made) + caplog.text + "".join(said)  # type: ignore[attr-defined]
+        secrets += [p.key.hex() for node in made for p in node._links.access.given.values()]  # type: ignore[attr-defined]
+        shown = repr([node._links.access.given for node in made]) + repr(made) + caplog.text + "".join(said)  # type: ignore[attr-defined]
     assert len(secrets) == 4 and not any(secret in shown for secret in secrets)
 
 

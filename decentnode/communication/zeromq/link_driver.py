@@ -1,0 +1,143 @@
+"""Runs one node's reliable links on its sockets: the lock, the clock and the I/O thread around a machine without any.
+
+The training thread and the I/O thread both send, each holding `LinkDriver.lock`: a message leaves at once from whoever
+has it. Never take that lock while holding `RunState.changed`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from decentnode import clock
+from decentnode.communication.counters import Counters
+from decentnode.communication.zeromq.credentials import BulkAccess
+from decentnode.communication.zeromq.handshakes import Handshakes
+from decentnode.communication.zeromq.io_thread import IoThread
+from decentnode.communication.zeromq.link_state import ExchangeKey, QueuedMessage, ReceiveCredits
+from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.security import Security
+from decentnode.errors import PeerFault
+from decentnode.wire.messages import Message
+from decentnode.wire.session import Session
+
+
+class LinkOwner(Protocol):
+    """Whom a driver tells what its links bring. All but `crashed` are called with the driver's lock held, from the
+    thread at the sockets or from one that sends."""
+
+    def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
+        """As `LinkPort.deliver`."""
+
+    def tick(self, now: float) -> None:
+        """A few times per second."""
+
+    def has_room(self, uid: int) -> None:
+        """As `LinkPort.has_room`."""
+
+    def crashed(self, error: BaseException) -> None:
+        """The thread at the sockets ends because of an error."""
+
+
+@dataclass(frozen=True)
+class LinkSizes:
+    """Bounds on what peers may send."""
+
+    window: int
+    """Most bytes of bulk that one peer may have under way to this node and not used up."""
+    max_bulk_bytes: int
+    """Of one bulk frame."""
+
+
+class LinkDriver:
+    """The I/O shell of `ReliableLinks`: what `IoThread` calls as its handler, and what the links call as their port."""
+
+    def __init__(
+        self, session: Session, owner: LinkOwner, counters: Counters, sizes: LinkSizes, security: Security | None
+    ) -> None:
+        """Opens sockets; they are bound, and the thread is started, later."""
+        self.lock = threading.RLock()
+        """Held around every call of the links."""
+        self._owner, self._counters = owner, counters
+        # not methods that pass on: that would be a tenth of what a message costs here
+        self.deliver, self.has_room, self.crashed = owner.deliver, owner.has_room, owner.crashed
+        access = BulkAccess(security is not None and security.bulk_needs_credential,
+                            security is not None and security.bulk == "aes-gcm")  # fmt: skip
+        self._credits = ReceiveCredits(sizes.window)
+        self._credit_lock = threading.Lock()
+        """Of the credits alone: payloads are used up with `RunState.changed` held, under which `lock` is not taken."""
+        self.links = ReliableLinks(session, self, counters, self._credits, access)
+        self.io = IoThread(f"io-{session.uid}", sizes.max_bulk_bytes, self, security, access.given)
+        self.send, self.renew, self.received = self.io.send, self.io.renew, self.links.receive
+        self._handshakes = Handshakes(session, self.io.endpoints)
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` soon on the thread at the sockets, with the lock held; not blocking. Raises NodeFailed when
+        that thread no longer comes to it."""
+        self.io.call(function)
+
+    def bulk(self, uids: Sequence[int], message: QueuedMessage) -> None:
+        """Send a message to these peers now, or as soon as windows and sockets allow."""
+        with self.lock:
+            send, now = self.links.sender.bulk, clock.now()
+            for uid in uids:
+                send(uid, message, now)
+
+    def withhold(self, uid: int, key: ExchangeKey) -> None:
+        """As `LinkSender.withhold`."""
+        with self.lock:
+            self.links.sender.withhold(uid, key, clock.now())
+
+    def hurry(self) -> None:
+        """Ask every peer now what it has of the bulk sent so far."""
+        with self.lock:
+            self.links.sender.hurry(clock.now())
+
+    def restart(self, fresh: Collection[int]) -> None:
+        """As `ReliableLinks.restart`; with the lock held."""
+        self.links.restart(fresh)
+        with self._credit_lock:
+            self._credits.clear()
+
+    def consumed(self, uid: int, size: int) -> None:
+        """Bytes of `uid` are used up: it is told when a good part of its window is free again."""
+        with self._credit_lock:
+            allowed = self._credits.consumed(uid, size)
+        if allowed is not None:
+            self.io.call(lambda: self.links.sender.grant(uid, allowed, clock.now()))
+
+    # -- what happens at the sockets (Handler) ----------------------------------------------------------------
+
+    def writable(self, uid: int, plane: int) -> None:
+        self.links.sender.writable(uid, plane, clock.now())
+
+    def tick(self, now: float) -> None:
+        self._owner.tick(now)
+        self.links.tick(now)
+
+    def log_in(self, uid: int) -> bytes:
+        return self.links.sender.log_in(uid)
+
+    def connection_event(self, kind: str, address: str, detail: str = "") -> None:
+        if kind != "connection_lost":
+            self.links.refuse(PeerFault(kind, f"{address} {detail}".strip()))
+            with self.lock:
+                self._handshakes.refused_here(kind, address, detail)
+        elif self.links.breaks_matter:
+            self._counters.on_event(kind, None, address)
+
+    def handshake_refused(self, uid: int, code: int) -> None:
+        self._handshakes.refused_there(uid, code)
+
+    def disconnected(self, uid: int, plane: int) -> None:
+        self.links.disconnected(uid, plane)
+
+    def finished(self) -> bool:
+        return self.links.finished(clock.now())
+
+    def goodbye(self) -> None:
+        self.links.goodbye(clock.now())
