@@ -19,6 +19,9 @@ DATASETS: dict[str, str] = {
     "cifar100": "decentnode.data.cifar:Cifar100",
     "mnist": "decentnode.data.idx:Idx",
     "idx": "decentnode.data.idx:Idx",
+    "femnist": "decentnode.data.leaf:Femnist",
+    "celeba": "decentnode.data.leaf:Celeba",
+    "tiny_imagenet": "decentnode.data.tiny_imagenet:TinyImagenet",
     "npz": "decentnode.data.npz:Npz",
     "synthetic": "decentnode.data.synthetic:Synthetic",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,74 @@ def write_npz(path: Path, inputs: np.ndarray, targets: np.ndarray, packed: bool 
     save = np.savez_compressed if packed else np.savez
     arrays = {"train_inputs": inputs, "train_targets": targets, "test_inputs": inputs[:4], "test_targets": targets[:4]}
     save(path, **(arrays | more))  # type: ignore[arg-type]
+
+
+def leaf_text(users: dict[str, tuple[list[Any], list[Any]]], indent: int | None = None) -> str:
+    """A file of users as LEAF's scripts write it."""
+    return json.dumps({
+        "users": list(users), "num_samples": [len(y) for _, y in users.values()],
+        "user_data": {user: {"x": x, "y": y} for user, (x, y) in users.items()},
+    }, indent=indent)  # fmt: skip
+
+
+def write_leaf(
+    folder: Path, users: dict[str, tuple[list[Any], list[Any]]], test: dict[str, Any], files: int = 2
+) -> None:
+    """users, test: user -> (x, y)."""
+    for split, found in (("train", users), ("test", test)):
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        names = list(found)
+        for number in range(min(files, len(names))):
+            some = {user: found[user] for user in names[number::files]}
+            (folder / split / f"all_data_{number}_keep_0_{split}_9.json").write_text(leaf_text(some))
+
+
+def write_femnist(folder: Path, users: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the pixels [N, 1, 28, 28] and labels of the training set in the order of the files."""
+    draw = np.random.default_rng(3)
+    made: dict[str, tuple[np.ndarray, list[int]]] = {}
+    for user in range(users):
+        count = 2 + user
+        made[f"f{user:04}_0{user}"] = (draw.integers(0, 256, (count, 784)), draw.integers(0, 62, count).tolist())
+    plain = {user: ((x / 255).tolist(), y) for user, (x, y) in made.items()}
+    write_leaf(folder, plain, {user: (x[:1], y[:1]) for user, (x, y) in plain.items()})
+    order = [*list(made)[::2], *list(made)[1::2]]
+    pixels = np.concatenate([made[user][0] for user in order]).astype(np.uint8).reshape(-1, 1, 28, 28)
+    return pixels, np.concatenate([made[user][1] for user in order])
+
+
+def write_image(path: Path, pixels: np.ndarray) -> None:
+    """pixels: [height, width, 3] or [height, width] for a gray one."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
+
+
+def write_celeba(folder: Path, images: Path) -> None:
+    """Three celebrities; smiling ones are bright."""
+    users: dict[str, tuple[list[Any], list[Any]]] = {}
+    for user in range(3):
+        names, labels = [], []
+        for number in range(4):
+            name, label = f"{user}{number:05}.jpg", (user + number) % 2
+            write_image(images / name, np.full((218, 178, 3), 40 + 180 * label))
+            names.append(name)
+            labels.append(label)
+        users[str(user)] = (names, labels)
+    write_leaf(folder, users, {user: (x[:2], y[:2]) for user, (x, y) in users.items()})
+
+
+def write_tiny_imagenet(folder: Path, classes: int = 3, per_class: int = 4) -> None:
+    """Class n is of brightness 40 n; the last image of a class is gray."""
+    names = [f"n0{n:07}" for n in range(classes)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "wnids.txt").write_text("".join(f"{name}\n" for name in names))
+    lines = []
+    for label, name in enumerate(names):
+        for number in range(per_class):
+            shape = (64, 64) if number == per_class - 1 else (64, 64, 3)
+            write_image(folder / "train" / name / "images" / f"{name}_{number}.JPEG", np.full(shape, 40 * label))
+        write_image(folder / "val" / "images" / f"val_{label}.JPEG", np.full((64, 64, 3), 40 * label))
+        lines.append(f"val_{label}.JPEG\t{name}\t0\t32\t44\t62\n")
+    (folder / "val" / "val_annotations.txt").write_text("".join(lines))

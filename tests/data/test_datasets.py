@@ -28,6 +28,15 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
     elif name in ("mnist", "idx"):
         files.write_idx(tmp_path / "d", *files.samples(), packed=packed)
         section["folder"] = "d"
+    elif name == "femnist":
+        files.write_femnist(tmp_path / "d")
+        section["folder"] = "d"
+    elif name == "celeba":
+        files.write_celeba(tmp_path / "d", tmp_path / "img")
+        section |= {"folder": "d", "images": "img", "side": 20}
+    elif name == "tiny_imagenet":
+        files.write_tiny_imagenet(tmp_path / "d")
+        section["folder"] = "d"
     elif name == "npz":
         files.write_npz(tmp_path / "d.npz", *files.samples(), packed=packed)
         section |= {"file": "d.npz", "scale": 1 / 255}

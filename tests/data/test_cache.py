@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decentnode.data.cache import META, Index, Writer, indexed, root
+from decentnode.errors import DataError
+
+
+def build(writer: Writer) -> None:
+    writer.append("x", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.append("x", np.arange(3, dtype=np.float32).reshape(1, 3))
+    writer.append("none", np.empty((0, 4), np.int64))
+    writer.notes["words"] = ["a"]
+
+
+def make(folder: Path) -> Index:
+    source = folder / "source"
+    source.write_text("1")
+    return indexed("kind", [source], {"a": 1}, build, folder / "c")
+
+
+def test_arrays_come_back(tmp_path: Path) -> None:
+    index = make(tmp_path)
+    assert index["x"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2]] and index["x"].dtype == np.float32
+    assert index["none"].shape == (0, 4) and index.notes == {"words": ["a"]} and index.damaged() == []
+    assert not [path for path in (tmp_path / "c").iterdir() if path.name.startswith(".") and path.is_dir()]
+
+
+def test_damage_is_found_and_a_cut_index_made_anew(tmp_path: Path) -> None:
+    index = make(tmp_path)
+    content = index.folder / "x.bin"
+    content.write_bytes(b"\x01" + content.read_bytes()[1:])
+    assert index.damaged() == ["x"]
+    content.write_bytes(b"short")
+    assert make(tmp_path).damaged() == []
+    for text in ("{", json.dumps({"version": 0}), json.dumps({"version": 1, "notes": {}, "arrays": 3})):
+        (index.folder / META).write_text(text)
+        assert make(tmp_path)["x"].shape == (3, 3)
+
+
+def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
+    folder = make(tmp_path).folder
+    (folder / META).unlink()
+    with open(folder.parent / f".{folder.name}.lock", "r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"process \d+ has been making this index for 0 s"):
+            indexed("kind", [tmp_path / "source"], {"a": 1}, build, tmp_path / "c", wait_seconds=0)
+
+
+def test_the_index_of_the_other_process_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = make(tmp_path)
+    folder, text = index.folder, (index.folder / META).read_text()
+    (folder / META).unlink()
+    held = open(folder.parent / f".{folder.name}.lock", "r+")  # noqa: SIM115
+    fcntl.flock(held, fcntl.LOCK_EX)
+    start = threading.Thread.start
+
+    def start_and_finish(thread: threading.Thread) -> None:
+        start(thread)
+        (folder / META).write_text(text)
+        held.close()
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_finish)
+
+    def never(writer: Writer) -> None:
+        raise AssertionError("made twice")
+
+    assert indexed("kind", [tmp_path / "source"], {"a": 1}, never, tmp_path / "c")["x"].shape == (3, 3)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("a file")
+    with pytest.raises(DataError, match=r"kind cannot be indexed there: .*DECENTNODE_CACHE names another folder"):
+        make(tmp_path)
+
+
+def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECENTNODE_CACHE", "/a/b")
+    assert root() == Path("/a/b")
+    monkeypatch.delenv("DECENTNODE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert root() == Path("/x/decentnode")
