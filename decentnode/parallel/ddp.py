@@ -94,39 +94,51 @@ class DecentralizedDataParallel(Module):
         if (optim_fn is None) == (optimizer is None):
             raise ValueError("exactly one of optim_fn and optimizer must be given")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.module = model
+        self._plan = self._agree(topology, local_world_size, sharing)
+        device = self._named[0][1].device
+        self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view,
+                                     self._plan.rules())  # fmt: skip
+        self._exchange = self._make_exchange(transport, timeout_seconds, device)
+        with together("make the optimizer"):
+            self.optimizer = (optim_fn(list(self._named)) if optim_fn is not None
+                              else optimizer([p for _, p in self._named]))  # type: ignore[misc]  # fmt: skip
+            self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
+        self._scaler, self._clip, self._average_buffers = scaler, grad_clip_norm, sync_buffer_in_global_avg
+        self._index_parts(param_as_bucket_view)
+        self._factor = 1.0
+        self._backup: list[Tensor] | None = None
+        self._told_revert = False
+        self.steps = 0
+        """Steps taken: the round of the topology that the next exchange has."""
+        self._begin()
+
+    def _agree(self, topology: TopologyLike, local_world_size: int | None, sharing: SharingRule) -> Plan:
+        """Makes the topology and the rule, compares them and the parameters with all ranks', and takes rank 0's values.
+        Blocking. Raises ValueError, AssemblyError."""
+        model, local = self.module, local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with together("wrap the model"):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             if not self._named:
                 raise ValueError("model must have parameters that require gradients")
-            device = self._named[0][1].device
             graph = make_topology(topology, self.world_size, local)
             plan = Plan(graph, sharing_named(sharing), self.rank)
-        self._check_all_alike(model, graph, plan, device)
+        self._check_all_alike(model, graph, plan, self._named[0][1].device)
         broadcast_all([*model.parameters(), *model.buffers()])
         self._tag_parameters()
-        self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view,
-                                     plan.rules())  # fmt: skip
-        self._plan = plan
-        self._exchange = self._make_exchange(transport, timeout_seconds, device)
-        named: list[tuple[str, Tensor]] = list(self._named)
-        with together("make the optimizer"):
-            self.optimizer = optim_fn(named) if optim_fn is not None else optimizer([p for _, p in self._named])  # type: ignore[misc]
-            self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
-        self._scaler, self._clip = scaler, grad_clip_norm
+        return plan
+
+    def _index_parts(self, param_as_bucket_view: bool) -> None:
+        """Notes which part of a bucket each parameter is in, and whether steps may be taken part by part."""
         parts = [part for bucket in self._buckets for part in bucket.parts]
         self._part_of: dict[Tensor, int] = {p: number for number, part in enumerate(parts) for p in part.params}
         self._adam = {part: AdamSteps(part.params) for part in parts if part.even}
         self._part_by_part = param_as_bucket_view and all(
             bucket.flat.device.type == "cpu" and not bucket.rule.requirements.sequential for bucket in self._buckets
         )
-        self._average_buffers = sync_buffer_in_global_avg
-        self._factor = 1.0
-        self._backup: list[Tensor] | None = None
-        self._told_revert = False
-        self.steps = 0
-        """Steps taken: the round of the topology that the next exchange has."""
+
+    def _begin(self) -> None:
+        """Watches backward passes from now on, and starts the exchange of the initial parameters."""
         self._watch = BackwardWatch([p for _, p in self._named], self._step)
         close_at_exit(self)
         self._learning_rate = self._rate()
