@@ -89,8 +89,11 @@ class CommunicationConfig(Config):
         return False
 
     timeout_seconds: float = Field(60.0, gt=0)
-    """Longest wait of one round or collective for a node before it counts as lost, in seconds."""
+    """Longest time, in seconds, that a round, an evaluation or a barrier waits for a node before the node counts as
+    lost. Within a round all waits share it."""
     start_timeout_seconds: float = Field(60.0, gt=0)
-    """Longest wait for all nodes to join at the start, and in a new generation, in seconds."""
+    """Longest time, in seconds, to wait until all nodes have joined: at the start of the run, and of each new
+    generation of members."""
     suspect_seconds: float = Field(10.0, gt=0)
-    """With `node.missing: regroup`: a process that is asked and says nothing for so long is left out, in seconds."""
+    """With `node.missing: regroup`: a node that answers no ping for so long, in seconds, is left out of the next
+    generation."""

@@ -110,7 +110,7 @@ class Counted(Blockwise):
 
 class RoundedConfig(BlockConfig):
     unbiased: bool = False
-    """Round up or down at random, so that the expectation is the value; otherwise to the nearest."""
+    """true: round up or down at random, so that the expectation is the value. false: round to the nearest."""
 
 
 class Int8(Counted):
@@ -153,7 +153,7 @@ def _rounded_at_random(relative: Tensor, draws: torch.Generator | None) -> Tenso
 
 class QSGDConfig(BlockConfig):
     levels: int = Field(7, ge=1, le=127)
-    """Steps between zero and the norm of a block; 2 levels + 1 numbers per value."""
+    """Number of steps from zero to the norm of a block; a value then has one of 2 * levels + 1 forms."""
     block: int = Field(128, ge=8, le=1 << 18)
     """Values that share a norm; a power of two. Smaller blocks give less noise and send more scales."""
 

@@ -49,7 +49,7 @@ class BFloat16(Float16):
 
 class TruncateConfig(component.Config):
     bits: int = Field(24, ge=10, le=31)
-    """Bits kept of float32, sign and exponent (9) included. As many whole bytes are sent as these bits need."""
+    """Bits kept of float32, of which 9 are sign and exponent. A value takes as many whole bytes as these bits need."""
 
 
 class Truncate(Codec):

@@ -28,9 +28,10 @@ PIECE = 1 << 16
 
 class LosslessConfig(component.Config):
     level: int = Field(1, ge=1, le=9)
-    """Effort of the compressor."""
+    """Compression level: higher ones are slower and give smaller results."""
     of: Annotated[component.Config, section(LOSSY, "compression")] | None = None
-    """A lossy codec whose result is compressed; without one, the values themselves are."""
+    """Lossy codec that is applied first, and whose result is compressed. Default: the values themselves are
+    compressed."""
 
 
 class Lossless(Codec):

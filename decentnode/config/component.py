@@ -60,7 +60,7 @@ class Config(Settings):
     """Base of every component's Config."""
 
     name: str = ""
-    """Name of the component in its room's table, or "package.module:Class"."""
+    """Which component this section names: one of `decentnode list`, or "package.module:Class" for one of your own."""
 
 
 class Component:

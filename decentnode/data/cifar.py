@@ -141,6 +141,8 @@ class Cifar(Dataset):
 
 
 class Cifar10(Cifar):
+    """CIFAR-10: 50,000 training and 10,000 test images of 3x32x32 pixels in 10 classes, read from its files."""
+
     Config: ClassVar[type[Config]] = Cifar10Config
 
     def __init__(self, config: Cifar10Config, base_dir: Path) -> None:
@@ -150,6 +152,8 @@ class Cifar10(Cifar):
 
 
 class Cifar100(Cifar):
+    """CIFAR-100: 50,000 training and 10,000 test images of 3x32x32 pixels in 100 classes, read from its files."""
+
     Config: ClassVar[type[Config]] = Cifar100Config
 
     def __init__(self, config: Cifar100Config, base_dir: Path) -> None:

@@ -38,7 +38,7 @@ class IdxConfig(DatasetConfig):
     std: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Inputs less their mean are divided by this. MNIST: .3081, the default of `mnist`."""
     num_classes: int | None = Field(None, ge=2)
-    """Number of classes; the highest training label + 1 when absent."""
+    """Number of classes. Default: the highest training label + 1."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -29,15 +29,15 @@ class NpzConfig(DatasetConfig):
     test_targets: str = "test_targets"
     """Array [M] of integer labels."""
     train_keys: str | None = None
-    """Array [N] of integers: each sample's natural owner, for `partition: by_key`."""
+    """Array [N] of integers that say to whom each sample belongs, for `partition: {name: by_key}`."""
     input_shape: tuple[int, ...] | None = None
-    """Shape of one sample for the model; as stored when absent."""
+    """Shape of one sample as the model gets it. Default: as stored."""
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)
     """The model gets inputs * scale + offset."""
     offset: float = Field(0.0, allow_inf_nan=False)
     """The model gets inputs * scale + offset."""
     num_classes: int | None = Field(None, ge=2)
-    """Number of classes; the highest training label + 1 when absent."""
+    """Number of classes. Default: the highest training label + 1."""
 
 
 class Npz(Dataset):

@@ -28,7 +28,7 @@ class SyntheticConfig(DatasetConfig):
     test_samples: int = Field(1_000, ge=1)
     """Size of the test set."""
     noise: float = Field(0.5, ge=0, le=1)
-    """Share of a pixel that is noise; the rest is its class's mean image."""
+    """Share of noise in a pixel's value; the rest is the mean image of its class. More noise makes the task harder."""
     data_seed: int = Field(0, ge=0)
     """Seed of the data, apart from the run's: runs of several seeds see the same data."""
 

@@ -51,16 +51,17 @@ class RunConfig(Settings):
     """Where the results of a run go."""
 
     dir: Path = Path("runs")
-    """Folder of all runs; written in the file it is relative to the file, else to the current directory."""
+    """Folder in which every run makes its own. A path in the YAML is relative to the YAML, one on the command line to
+    the current directory."""
 
 
 class Experiment(Settings):
     """Everything that decides a run; made by `load`."""
 
     name: Annotated[str, AfterValidator(_file_safe)]
-    """Name of the run's folder; the name of the file when not given."""
+    """Name of the run, and of its folder below `run.dir`. Default: the name of the YAML file without its ending."""
     seed: int = Field(1, ge=0, lt=2**63)
-    """Every random draw of the run derives from it."""
+    """Seed from which every random draw of the run derives: a run with the same seed and YAML repeats it."""
     graph: Annotated[Config, section(GRAPHS, "graph", implied={"file": "file"})]
     """Who talks to whom, in which round."""
     weights: Annotated[Config, section(WEIGHTS, "weights")] | None = None

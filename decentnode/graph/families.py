@@ -53,7 +53,7 @@ class Line(StaticTopology):
 
 class TorusConfig(NodesConfig):
     rows: int | None = Field(None, ge=1)
-    """Rows of the grid; the divisor of `nodes` nearest to its root when not given."""
+    """Number of rows of the grid; must divide `nodes`. Default: the divisor nearest to the square root of `nodes`."""
 
 
 class Torus(StaticTopology):
@@ -84,7 +84,7 @@ class Torus(StaticTopology):
 
 class TreeConfig(NodesConfig):
     branching: int = Field(2, ge=1)
-    """Children per node."""
+    """Number of children of a node; leaves have none, and the last inner node may have fewer."""
 
 
 class Tree(StaticTopology):
@@ -133,7 +133,7 @@ class Exponential(StaticTopology):
 
 class RegularConfig(SeededConfig):
     degree: int = Field(4, ge=0)
-    """Neighbors of every node."""
+    """Number of neighbors of every node. `nodes` * `degree` must be even."""
 
 
 def random_regular_lists(n: int, degree: int, seed: int, round: int = -1) -> list[tuple[int, ...]]:
@@ -173,9 +173,10 @@ class Regular(StaticTopology):
 
 class SmallWorldConfig(SeededConfig):
     k_over_2: int = Field(2, ge=1)
-    """Each node starts with this many neighbors on either side of a ring."""
+    """Neighbors on either side of a ring that each node starts with; half of its degree."""
     beta: float = Field(0.3, ge=0, le=1)
-    """Probability that an edge is rewired."""
+    """Probability that an edge of the ring lattice is moved to a random node: 0 keeps the lattice, 1 moves every
+    edge."""
 
 
 class SmallWorld(StaticTopology):
@@ -202,7 +203,7 @@ class SmallWorld(StaticTopology):
 
 class ErdosRenyiConfig(SeededConfig):
     probability: float = Field(0.3, ge=0, le=1)
-    """Probability of each edge."""
+    """Probability with which any two nodes are neighbors. Graphs that are not connected are drawn again."""
 
 
 class ErdosRenyi(StaticTopology):

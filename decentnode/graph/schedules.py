@@ -94,7 +94,8 @@ class AlternatingRing(GroupSchedule):
 
 class AlternatingExponentialRingConfig(NodesConfig):
     nodes_per_machine: int = Field(ge=2)
-    """L: consecutive uids on one machine, joined by fast links."""
+    """Number of nodes on each machine; consecutive uids are on one machine. The number of machines must be a power of
+    two."""
 
 
 class AlternatingExponentialRing(GroupSchedule):
@@ -174,7 +175,8 @@ class RandomRegular(Topology):
 
 class BaseConfig(NodesConfig):
     peers: int = Field(1, ge=1)
-    """k: the most neighbors that a node has in a round."""
+    """The k of the name: the most neighbors that a node has in one round. The graph averages exactly after a period;
+    more neighbors make the period shorter."""
 
 
 class Base(Topology):

@@ -23,7 +23,7 @@ Lists = Sequence[tuple[int, ...]]
 
 class NodesConfig(Config):
     nodes: int = Field(ge=1, le=1 << 20)
-    """How many nodes the graph has."""
+    """Number of nodes of the graph."""
 
 
 class Topology(Component, Graph):

@@ -22,7 +22,8 @@ TOLERANCE = 1e-9
 
 class WeightsConfig(Config):
     lazy: bool = False
-    """Use (I + W) / 2, whose eigenvalues are not negative."""
+    """Use (W + I) / 2 instead of W: every node keeps at least half of its own model, and no eigenvalue of the matrix is
+    negative."""
 
 
 class Weights(Component, abc.ABC):
@@ -86,7 +87,7 @@ class Uniform(Weights):
 
 class LaplacianConfig(WeightsConfig):
     step: float | None = Field(None, gt=0)
-    """epsilon of W = I - epsilon L; 1 / (1 + largest degree) when not given."""
+    """The epsilon of W = I - epsilon L. Default: 1 / (1 + the largest degree), with which no weight is negative."""
 
 
 class Laplacian(Weights):

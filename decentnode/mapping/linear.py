@@ -15,15 +15,15 @@ from decentnode.mapping.table import MachineConfig, Table
 
 class LinearConfig(Config):
     machines: int = Field(1, ge=1)
-    """How many machines take part."""
+    """Number of machines. With several, the command of the run is given on each."""
     nodes_per_machine: int = Field(ge=1)
-    """Nodes on each."""
+    """Number of nodes on every machine."""
     addresses: Addresses | None = None
     """Host of each machine, a name or an IPv4 or IPv6 address: a list, {machine: host}, or the path of a YAML or JSON
     file with either; needed for several machines."""
     base_port: int | None = Field(None, ge=1, le=65535)
-    """First TCP port on every machine: node r takes base_port + 2 r and the next one. On one machine nodes use Unix
-    sockets or free ports when not given; across machines it is 20000."""
+    """First TCP port on every machine: the machine's r-th node (from 0) takes base_port + 2 r and the port after it.
+    Default: across machines 20000; on one machine Unix sockets or free ports."""
     bind: str | None = None
     """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all; a machine's own host
     when there are several, loopback otherwise. A name means all of its addresses that this machine has."""
@@ -31,7 +31,7 @@ class LinearConfig(Config):
     """Where models live: auto, cpu, cuda or cuda:N, or a list of these that the nodes of a machine take in turn. With
     auto and cuda node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)
-    """Threads per node; cores / nodes when not given."""
+    """Threads with which a node computes. Default: the machine's cores divided by its nodes, at least 1."""
 
 
 class Linear(Table):

@@ -25,11 +25,12 @@ class MachineConfig(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     nodes: int = Field(ge=1)
-    """How many nodes it runs."""
+    """Number of nodes on this machine."""
     host: str = "127.0.0.1"
-    """Name or address (IPv4 or IPv6) that the other machines reach it by."""
+    """Name or address (IPv4 or IPv6) by which the other machines reach this one."""
     base_port: int | None = Field(None, ge=1, le=65535)
-    """First port: node r of the machine takes base_port + 2 r and the next one."""
+    """First TCP port of this machine: its r-th node (from 0) takes base_port + 2 r and the port after it. Default: free
+    ports on one machine, 20000 across several."""
     bind: str | None = None
     """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all; `host` when there are
     several machines, loopback otherwise. A name means all of its addresses that this machine has."""
@@ -37,12 +38,12 @@ class MachineConfig(pydantic.BaseModel):
     """Where models live: auto, cpu, cuda or cuda:N, or a list of these that its nodes take in turn. With auto and cuda
     node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)
-    """Threads per node; cores / nodes when not given."""
+    """Threads with which a node computes. Default: the machine's cores divided by its nodes, at least 1."""
 
 
 class TableConfig(Config):
     machines: list[MachineConfig] = Field(min_length=1)
-    """The machines in order; uids are numbered through."""
+    """One entry per machine, in order. Nodes get their uids in this order, from 0 on."""
 
 
 class Table(Mapping):

@@ -21,7 +21,7 @@ class MlpConfig(Config):
     """Widths of the hidden layers. On 3x32x32 inputs and 10 classes, [325] has 1,001,985 parameters and
     [4096, 3000] has 24,908,018."""
     activation: Literal["relu", "tanh", "gelu"] = "relu"
-    """Between layers."""
+    """Activation function between the layers."""
 
 
 class Mlp(Model):

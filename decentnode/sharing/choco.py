@@ -24,7 +24,7 @@ from decentnode.tensors import as_bytes
 
 class ChocoConfig(SharingConfig):
     fraction: float = Field(0.1, gt=0, le=1)
-    """Fraction of the entries of a difference that is sent."""
+    """Fraction of the entries of a difference that a node sends."""
     choose: Literal["largest", "random", "all"] = "largest"
     """Which entries are sent: the largest, random ones, or all (to compress only their values)."""
     step_size: float | None = Field(None, gt=0, le=1)

@@ -21,7 +21,7 @@ from decentnode.sharing.step_size import Compress, Search
 
 class DeepSqueezeConfig(SharingConfig):
     fraction: float = Field(0.7, gt=0, le=1)
-    """Fraction of the entries that is sent."""
+    """Fraction of the model's entries that a node sends."""
     choose: Literal["largest", "random", "all"] = "largest"
     """Which entries are sent: the largest, random ones, or all (to compress only their values)."""
     step_size: float | None = Field(None, gt=0, le=1)

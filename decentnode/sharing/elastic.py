@@ -19,7 +19,7 @@ from decentnode.sharing.state import Tensors
 
 class ElasticConfig(LocalSGDConfig):
     every: int = Field(1, ge=1)
-    """Rounds per exchange: nodes exchange in the last of every so many."""
+    """Number of rounds per exchange: nodes exchange in the last one of every so many."""
     pull: float = Field(0.5, gt=0, lt=1)
     """How far a node moves toward its center at an exchange (alpha)."""
     center_pull: float | None = Field(None, gt=0, le=1)

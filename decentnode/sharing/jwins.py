@@ -13,9 +13,9 @@ from decentnode.sharing.wavelet import Wavelet, WaveletConfig
 
 class JWINSConfig(WaveletConfig):
     fractions: tuple[float, ...] = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 1.0)
-    """The fraction of coefficients that a node sends in a round is drawn from these."""
+    """Fractions from which each node draws, in every round, how many coefficients it sends."""
     full_from: float = Field(0.5, gt=0, le=1)
-    """Fractions from this one on send all coefficients, without indices."""
+    """From this fraction on, all coefficients are sent without indices, which is then shorter."""
 
     @field_validator("fractions")
     @classmethod

@@ -14,7 +14,7 @@ from decentnode.sharing.choco import Choco, ChocoConfig
 
 class QSGDGossipConfig(ChocoConfig):
     fraction: float = Field(1.0, gt=0, le=1)
-    """Fraction of the entries of a difference that is sent."""
+    """Fraction of the entries of a difference that a node sends."""
     choose: Literal["largest", "random", "all"] = "all"
     """Which entries are sent: the largest, random ones, or all."""
     compression: Annotated[Config, section(CODECS, "compression")] | None = Field(

@@ -23,7 +23,7 @@ from decentnode.sharing.step_size import Search
 
 class STCConfig(Config):
     fraction: float = Field(0.1, gt=0, le=1)
-    """Fraction of the entries of a difference that is sent."""
+    """Fraction of the entries of a difference that a node sends."""
     step_size: float | None = Field(None, gt=0, le=1)
     """How far a node moves toward its neighbors' public copies in a round (gamma). Default: four fifths of the largest
     step with which nodes reach consensus on this graph with this compression (sharing/step_size.py)."""

@@ -23,7 +23,7 @@ class SubsampleConfig(SharingConfig):
     fraction: float = Field(0.3, gt=0, le=1)
     """Probability with which an entry is sent."""
     layerwise: bool = False
-    """Whether the same fraction of every parameter tensor is drawn, instead of each entry independently."""
+    """true: draw exactly this fraction of every parameter tensor. false: draw each entry independently."""
 
 
 class Subsample(Sharing):

@@ -43,16 +43,16 @@ def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weigh
 
 class TopKConfig(SharingConfig):
     fraction: float = Field(0.1, gt=0, le=1)
-    """Fraction of the entries that is sent."""
+    """Fraction of the model's entries that a node sends."""
     accumulate: Literal["all", "training", "none"] = "all"
-    """Which changes of an entry since it was last sent add up to its score: all (by training and by mixing), those by
-    training, or none (only this round's training counts)."""
+    """Which changes of an entry since it was last sent make up its score. all: by training and by mixing. training: by
+    training. none: only by this round's training."""
     cleared: Literal["after_mixing", "before_mixing"] = "after_mixing"
     """With accumulate all: when the scores of entries that were sent are set to zero. after_mixing: after the round, as
     neighbors now know these values. before_mixing: before the round's change is added, as decentralizepy does, so that
     this change counts for the next choice although it was sent."""
     full_from: float = Field(1.0, gt=0, le=1)
-    """Fractions from this one on send the whole model, without indices."""
+    """From this fraction on, the whole model is sent without indices, which is then shorter."""
 
     @pydantic.model_validator(mode="after")
     def _order_matters(self) -> TopKConfig:

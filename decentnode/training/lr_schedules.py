@@ -49,9 +49,9 @@ class ScheduleConfig(ArgumentsConfig):
     """What one tick of the schedule is: a round (all its local steps have one learning rate) or an optimizer step.
     All lengths (T_max, step_size, milestones, warmup ...) count ticks."""
     warmup: int = Field(0, ge=0)
-    """Ticks before the schedule starts, over which the learning rate grows linearly to its first value."""
+    """Ticks over which the learning rate grows linearly to its first value, before the schedule starts."""
     warmup_factor: float = Field(0.1, ge=0, le=1)
-    """The first tick of the warm-up has this part of the learning rate."""
+    """Learning rate in the first tick of the warm-up, as a fraction of its first value."""
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> ScheduleConfig:

@@ -55,7 +55,7 @@ class ValidationConfig(Settings):
     """train: a part of this node's own samples, which it then does not train on. test: a part of the test set, the
     same on all nodes, which is then not tested on."""
     fraction: float = Field(0.1, gt=0, lt=1)
-    """The part that is set aside."""
+    """Fraction of the samples that is set aside."""
 
 
     def aside(self, samples: int) -> int:
@@ -67,27 +67,31 @@ class SupervisedConfig(Config):
     batch_size: int = Field(16, ge=1)
     """Samples of one forward and backward pass."""
     local_steps: int | None = Field(None, ge=0)
-    """Optimizer steps per round, going on through the epochs; 1 when neither this nor local_epochs is given."""
+    """Optimizer steps per round; the next round goes on where the epoch stopped. Default: 1, when `local_epochs` is not
+    given either."""
     local_epochs: int | None = Field(None, ge=1)
     """Passes over the node's samples per round, instead of local_steps."""
     accumulate: int = Field(1, ge=1)
-    """Passes of batch_size samples whose gradients make one optimizer step: that of batch_size * accumulate samples."""
+    """Number of batches whose gradients make one optimizer step, which is then that of batch_size * accumulate
+    samples."""
     clip_norm: float | None = Field(None, gt=0)
-    """Largest 2-norm of a step's whole gradient; longer ones are scaled down to it."""
+    """Largest 2-norm of the gradient of a step; a longer one is scaled down to it. Default: gradients are not
+    clipped."""
     optimizer: Annotated[OptimizerConfig, pydantic.BeforeValidator(_by_name)] = Field(
         default={"name": "sgd", "lr": 0.1}, validate_default=True
     )
-    """Any optimizer of torch.optim by its lower-case name, with its own arguments."""
+    """The optimizer: one of torch.optim by its lower-case name, with its own arguments."""
     lr_schedule: Annotated[ScheduleConfig, pydantic.BeforeValidator(_by_name)] = Field(
         default={"name": "constant"}, validate_default=True
     )
-    """Learning rate over the rounds, or over the steps."""
+    """How the learning rate changes over the rounds, or over the steps."""
     reset_optimizer: bool = False
-    """Start every round with a fresh optimizer, as decentralizepy does; otherwise momentum is kept across rounds."""
+    """Whether every round starts with a fresh optimizer, as in decentralizepy; otherwise its state, such as momentum,
+    is kept."""
     validation: ValidationConfig | None = None
-    """Samples set aside for validation; none when absent."""
+    """Samples set aside for validation. Default: none."""
     shuffle: bool = True
-    """Draw a new order of the samples for every epoch; the stored order otherwise."""
+    """Whether every epoch takes the samples in a new random order; otherwise in the stored order."""
     drop_last: bool = False
     """Leave out the last, smaller step of an epoch. Without it a last batch of one sample is still left out where the
     model has batch normalization behind a linear layer, which has no variance of one value to divide by."""

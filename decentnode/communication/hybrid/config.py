@@ -46,10 +46,10 @@ class EdgeConfig(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     nodes: list[int] = Field(min_length=2)
-    """Uids; every pair of them."""
+    """Uids; the entry holds for every pair of them."""
     by: str
-    """How their payloads travel: shared_memory (needs them on one machine), collective (in one clique), zeromq, or the
-    package.module:Class of a path of one's own."""
+    """The path: shared_memory (on one machine only), collective (inside one clique only), zeromq, or
+    "package.module:Class" for a path of your own."""
 
     @field_validator("by")
     @classmethod
@@ -61,9 +61,10 @@ class EdgeConfig(pydantic.BaseModel):
 
 class HybridConfig(TorchConfig):
     cliques: Literal["machine"] | list[list[int]] = Field(default_factory=list)
-    """Nodes that exchange over torch.distributed: lists of uids, no uid twice; machine: the nodes of every machine."""
+    """Groups of nodes that exchange over torch.distributed: lists of uids, with no uid twice; or machine, the nodes of
+    every machine."""
     edges: list[EdgeConfig] = Field(default_factory=list)
-    """Edges that take another path than the rule gives them; the last entry that names a pair counts."""
+    """Edges that take another path than the default. The last entry that names a pair counts."""
 
     @model_validator(mode="after")
     def _cliques_are_sets(self) -> Self:

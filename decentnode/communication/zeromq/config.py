@@ -17,24 +17,28 @@ class ZeroMQConfig(CommunicationConfig):
     has_generations: ClassVar[bool] = True
 
     same_host: Literal["shared_memory", "ipc", "tcp"] | None = None
-    """How payloads travel between nodes of one host. When not given: shared_memory for communication auto (ipc where
-    /dev/shm is too small) and shared_memory (an error there), ipc for zeromq."""
+    """How payloads travel between nodes of one host. Default: shared_memory with communication auto (ipc where /dev/shm
+    is too small) and with shared_memory (there an error when it is too small); ipc with zeromq."""
     chunk_bytes: int = Field(1 << 22, ge=1 << 16, le=1 << 26)
-    """Size of one chunk of a payload, in bytes; rounded down to whole blocks of 262,144 elements."""
+    """Size in bytes of the pieces in which a payload travels; rounded down to whole blocks of 262,144 elements. Larger
+    pieces overlap less with mixing."""
     window_bytes: int = Field(64 << 20, ge=1 << 20)
-    """Most bytes that one neighbor may have under way to this node and not mixed yet."""
+    """Largest number of bytes that one neighbor may have sent to this node and that this node has not mixed yet. Bounds
+    the memory of a receiver."""
     checksum: Literal["auto", "none", "crc32", "xxh3"] = "auto"
-    """Checksum of every message; auto: xxh3 on tcp, none elsewhere and where encryption authenticates already."""
+    """Checksum that every message carries. auto: xxh3 over tcp; none on one host, or where encryption authenticates
+    already."""
     security: Literal["auto", "off", "on", "required"] = "auto"
-    """Whether nodes prove who they are and encrypt (CURVE on every socket): auto, if `keys` are given; required, a run
-    that would send anything readable to another machine is refused."""
+    """Whether nodes prove who they are and encrypt (CURVE on every socket). auto: on where `keys` are given. required:
+    as on, and a run that would send anything readable to another machine is refused."""
     keys: Path | None = None
-    """Folder of keys made by `decentnode keygen`, relative to the file."""
+    """Folder of the keys that `decentnode keygen` made, relative to the YAML."""
     bulk_security: Literal["curve", "aes-gcm", "none"] = "curve"
-    """How models are protected when security is on: curve; aes-gcm, several times faster (extra `security`); none:
-    readable on the wire and not protected against whoever sits on the way, but let in only from known nodes."""
+    """With security on: how models are protected on the wire. curve: as all else. aes-gcm: as strong and several times
+    faster (extra `security`). none: only known nodes get in, but anyone on the network path can read and change what is
+    sent."""
     non_finite: Literal["pass", "reject"] = "pass"
-    """What becomes of a neighbor's payload with NaN or infinity: reject treats it as missing from there on."""
+    """What to do with a neighbor's payload that holds NaN or infinity. pass: mix it. reject: treat it as missing."""
 
     @field_validator("security", mode="before")
     @classmethod

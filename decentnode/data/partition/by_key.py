@@ -17,14 +17,15 @@ from decentnode.errors import DataError
 class ByKeyConfig(Config):
     name: str = "by_key"
     even: Literal["samples", "keys"] = "samples"
-    """What nodes get equally much of. samples: keys in random order go to the node that has the fewest samples so far.
-    keys: nodes get equally many keys, one more or less (decentralizepy, which leaves the remainder to the last)."""
+    """What nodes get equal amounts of. samples: keys in random order go to the node that has the fewest samples so far.
+    keys: all nodes get the same number of keys, one more or less (decentralizepy, which leaves the remainder to the
+    last)."""
     keys_per_node: int | None = Field(None, ge=1)
-    """So many keys for each node, drawn at random; the samples of the other keys are left out. All are dealt when not
-    given."""
+    """Number of keys, drawn at random, that each node gets; the samples of all other keys are left out. Default: all
+    keys are dealt."""
     order: Literal["random", "ascending"] = "random"
-    """Of the keys. ascending with even: keys gives every node a consecutive range of users, as decentralizepy deals
-    MovieLens; with keys_per_node the first keys are taken."""
+    """Order in which keys are dealt. ascending: with even: keys every node gets a consecutive range of users, as
+    decentralizepy deals MovieLens; with keys_per_node the first keys are taken."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> ByKeyConfig:

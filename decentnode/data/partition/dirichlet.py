@@ -18,12 +18,13 @@ ATTEMPTS = 1000
 class DirichletConfig(Config):
     name: str = "dirichlet"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
-    """Concentration: .1 is strong skew (about 4 of 10 classes per node at 96 nodes), 1 mild, 100 nearly iid."""
+    """Concentration of the Dirichlet distribution: 0.1 is strong skew (about 4 of 10 classes per node at 96 nodes), 1
+    mild, 100 nearly iid."""
     min_samples: int = Field(10, ge=1)
-    """Every node gets at least so many samples: the draw is repeated until it holds (decentralizepy's K)."""
+    """Least number of samples of a node: the draw is repeated until every node has as many (decentralizepy's K)."""
     balanced: bool = True
-    """Whether a node that has N/n samples gets no more of later classes, which makes sizes more even and labels more
-    uneven; false lets sizes fall as they may. docs/howto/data.rst compares both with Hsu et al."""
+    """Whether a node that has N/n samples gets none of later classes: sizes become more equal and labels less.
+    docs/howto/data.rst compares both with Hsu et al."""
 
 
 class Dirichlet(Partition):

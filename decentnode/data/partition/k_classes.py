@@ -16,7 +16,7 @@ from decentnode.errors import DataError
 class KClassesConfig(Config):
     name: str = "k_classes"
     classes: int = Field(2, ge=1)
-    """Classes per node."""
+    """Number of classes that a node has samples of; at most those of the data."""
 
 
 class KClasses(Partition):
