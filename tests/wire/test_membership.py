@@ -400,6 +400,68 @@ def test_a_join_with_another_config_is_refused_by_name_on_both_sides() -> None:
     assert not joiner.receive(Denied(RUN, 0, 1, "d", "what another one asked"), world.now)
 
 
+def test_who_asks_to_join_during_an_attempt_that_falls_short_is_counted_in_the_next() -> None:
+    """Node 3 is the last with a model. Its attempt counts on node 0, which has finished, until a new process of it asks
+    to join."""
+    world = World(4, rounds=6)
+    world.kill(2)
+    world.run(4 * SUSPECT)
+    for uid in (0, 1):
+        world.kill(uid)
+    last = world.processes[3].membership
+    last.position = 6
+    now_in, name = last.generation.number, last.generation.name
+    last.receive(Bye(RUN, now_in, 0, origin=name[1]), world.now)
+
+    def ask(source: int) -> None:
+        last.receive(Join(RUN, now_in, source, PROTOCOL_VERSION, "d", 4, origin=name[1]), world.now)
+
+    ask(1)
+    ask(0)
+    assert last.proposal is not None and last.proposal.members == {1, 3}
+    number, origin = last.proposal.name
+    last.receive(Promise(RUN, number, 1, 0, 1, 0, origin=origin), world.now)
+    assert last.stage == "short" and last.generation.name == name
+    ask(0)  # it goes on asking
+    assert last.proposal is not None and last.proposal.members == {0, 1, 3}
+
+
+def test_a_guest_that_ends_is_no_node_that_has_finished() -> None:
+    """Node 1 was about to be let in, fails and is started again, while the others are past their last round: nothing
+    makes the leader begin one attempt after the other."""
+    world = World(5, rounds=20)
+    world.kill(1)
+    world.run(4 * SUSPECT)
+    leader = world.processes[0].membership
+    assert leader.generation.members == (0, 2, 3, 4)
+    leader.position = 20
+    number, origin = leader.generation.name
+    leader.receive(Join(RUN, number, 1, PROTOCOL_VERSION, "d", 5, origin=origin), world.now)
+    assert leader.proposal is not None and 1 in leader.proposal.members
+    attempt = leader.proposal.name
+    leader.receive(Bye(RUN, attempt[0], 1, origin=attempt[1]), world.now)  # it had promised
+    assert leader.left == set()
+    leader.receive(Join(RUN, number, 1, PROTOCOL_VERSION, "d", 5, origin=origin), world.now)
+    world.restart(1)
+    world.run(8 * SUSPECT)
+    assert world.settled()
+    assert leader.generation.number < 20
+
+
+def test_who_left_and_asks_to_join_again_is_one_of_the_two() -> None:
+    """The goodbye of node 1's old process comes after the new process asked to join."""
+    world = World(5, rounds=20)
+    world.kill(1)
+    leader = world.processes[0].membership
+    leader.position = 20
+    for _ in range(2):
+        leader.receive(Join(RUN, 0, 1, PROTOCOL_VERSION, "d", 5), world.now)
+        assert leader.joiners == {1} and not leader.left
+        leader.suspects.clear()
+        leader.receive(Bye(RUN, 0, 1), world.now)
+        assert leader.left == {1} and not leader.joiners
+
+
 def test_late_copies_of_a_join_break_no_generation() -> None:
     """Node 2 comes back twice; what it said from outside arrives again, everywhere, when it is in for long."""
     world = World(4)

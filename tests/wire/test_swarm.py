@@ -18,6 +18,11 @@ def test_at_most_one_generation_is_in_force_and_all_that_live_agree_in_the_end(n
     assert shard(number * SCHEDULES, SCHEDULES) == []
 
 
+@pytest.mark.parametrize("seed", [157504, 167679])
+def test_schedules_that_failed_once(seed: int) -> None:
+    assert survive(seed) == ""
+
+
 class CountsDeparted(Membership):
     """Whoever said goodbye counts toward the majority, whenever that was."""
 

@@ -159,10 +159,11 @@ class Membership(MemberState):
     def _on_bye(self, bye: Bye, now: float) -> None:
         if name_of(bye) not in (self.generation.name, self.promised) or bye.source in self.failed:
             return
-        if not self.over():
+        if not self.over() or bye.source not in self.belongs_to.members:  # a guest cannot have finished
             self._suspect({bye.source}, now, f"{self.describe(bye.source)} left before the last round", dead=True)
         elif bye.source not in self.suspects:
             self.left.add(bye.source)
+            self.joiners.discard(bye.source)
             if self.stage in ("suspecting", "promised", "committed") and self.coordinator == bye.source:
                 self._turn(now)
 
@@ -175,6 +176,8 @@ class Membership(MemberState):
             self.say_current(join)
             return
         if join.source in self.joiners:
+            if self.stage == "short":  # it came while an attempt without it was under way, which fell short
+                self._turn(now)
             return
         if not self.stopping:  # once a stop was asked for, nobody is let in
             self.joiners.add(join.source)
@@ -182,6 +185,7 @@ class Membership(MemberState):
         self.failed.discard(join.source)
         if join.source in self.generation.members:  # its old process is gone
             self._suspect({join.source}, now, f"{self.describe(join.source)} was started again")
+            self.suspects.add(join.source)  # also where the attempt under way did not count on it
         if self.stage == "short" and self.joiners:
             self._turn(now)
         self._admit(now)
