@@ -40,7 +40,8 @@ from decentnode.communication.base import AveragingGroup, Exchange
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import CommunicationConfig, Schema
 from decentnode.communication.receive.chunking import mismatch
-from decentnode.communication.receive.inbox import ExchangeKey, Inbox
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.routing import Routing
 from decentnode.communication.run_state import RunState
@@ -110,11 +111,11 @@ class PathContext:
             let_go()
             raise PeerFault("wrong_shape", f"a payload of {source} {wrong}")
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self.inbox.put_landing(key, source, list(tensors.values()), scalars or {}, let_go):
+        if self.inbox.start_receive(key, source, list(tensors.values()), scalars or {}, let_go):
             edge = self.counters.edge(source)
             edge.frames_received += 1
             edge.payload_bytes_received += size
-            self.inbox.landed(key, source, last=True)
+            self.inbox.chunk_received(key, source, last=True)
 
 
 def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:

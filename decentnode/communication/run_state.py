@@ -41,12 +41,9 @@ class _Waiting(contextlib.AbstractContextManager[None]):
 
 
 @dataclass
-class RunState:
-    """What the I/O thread knows of the run, read by the training thread under `changed`."""
+class RunFacts:
+    """What a node knows of the run while it goes on."""
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Of `changed`: the same, and four times as fast to take."""
-    changed: threading.Condition = field(init=False)
     stopping: bool = False
     departed: dict[int, int] = field(default_factory=dict)
     """Rounds that a departed uid took part in."""
@@ -63,6 +60,29 @@ class RunState:
     waits of a round share one time-out, so that a neighbor that is gone costs no more than that in all."""
     exposed_since: float = 0.0
     """`Communication.exposed_since`."""
+
+    def patience(self, timeout_seconds: float) -> float:
+        """How long a wait may last that begins now: what the round's earlier ones have left of the time-out."""
+        return max(0.0, timeout_seconds - self.waited_seconds)
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def raise_if_over(self) -> None:
+        """Raises Regrouping once the generation has ended, and whatever every wait raises."""
+        self.raise_if_failed()
+        if self.regrouping:
+            raise Regrouping(self.regrouping)
+
+
+@dataclass
+class RunState(RunFacts):
+    """What the I/O thread knows of the run, read by the training thread under `changed`; and where that one sleeps."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Of `changed`: the same, and four times as fast to take."""
+    changed: threading.Condition = field(init=False)
     doorbell: Doorbell | None = None
     """Where neighbors on this host ring; without one arrivals are waited for on `changed`."""
     _sleeping: bool = False
@@ -99,17 +119,3 @@ class RunState:
         """Training thread: a wait, if it comes to one until the context ends, is for these."""
         self.waiting = (tuple(uids), clock.now())
         return self._until
-
-    def patience(self, timeout_seconds: float) -> float:
-        """How long a wait may last that begins now: what the round's earlier ones have left of the time-out."""
-        return max(0.0, timeout_seconds - self.waited_seconds)
-
-    def raise_if_failed(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def raise_if_over(self) -> None:
-        """Raises Regrouping once the generation has ended, and whatever every wait raises."""
-        self.raise_if_failed()
-        if self.regrouping:
-            raise Regrouping(self.regrouping)

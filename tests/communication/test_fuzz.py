@@ -86,7 +86,7 @@ def test_the_inbox_takes_or_refuses_any_chunk(elementwise: bool) -> None:
                         draw.choice((0, 1, 2, 9)), draw.choice(totals), {})  # fmt: skip
         size = draw.choice((0, 1, 4, 40, 2800, 900, 600_000 * 4 - (1 << 20), 1 << 20))
         try:
-            inbox.put(message, memoryview(bytearray(size)))
+            inbox.put(message, memoryview(bytearray(size)), 0.0)
             taken += 1
         except PeerFault as fault:
             assert fault.reason in ("wrong_shape", "wrong_size", "stale_round", "duplicate_chunk", "wrong_type")
@@ -94,8 +94,8 @@ def test_the_inbox_takes_or_refuses_any_chunk(elementwise: bool) -> None:
         if step % 100 == 0:
             inbox.advance(step // 100)
     inbox.advance(1 << 30)
-    assert taken and refused and not inbox._incoming, "what is over is let go"
-    assert inbox._floor == 1 << 30 and len(inbox._finished) <= 64
+    assert taken and refused and not inbox.state.incoming, "what is over is let go"
+    assert inbox.state._floor == 1 << 30 and len(inbox.state._finished) <= 64
 
 
 class Slots:
@@ -131,13 +131,13 @@ def test_the_inbox_takes_or_refuses_any_doorbell(exact: bool) -> None:
             taken["taken"] = taken.get("taken", 0) + 1
         except PeerFault as fault:
             taken[fault.reason] = taken.get(fault.reason, 0) + 1
-        assert sum(map(len, inbox._incoming.values())) <= 4 * 2, "no more than each source can have in its slots"
+        assert sum(map(len, inbox.state.incoming.values())) <= 4 * 2, "no more than each source can have in its slots"
         if step % 20 == 0:
             inbox.advance(now)
-            inbox._incoming = {key: sources for key, sources in inbox._incoming.items() if key[0] < now + 9}
+            inbox.state.incoming = {key: sources for key, sources in inbox.state.incoming.items() if key[0] < now + 9}
     assert set(taken) == {"taken", "wrong_shape", "stale_round", "duplicate_chunk", "window_exceeded"}
     inbox.advance(1 << 41)
-    assert not inbox._incoming and all(reader.released for reader in readers)
+    assert not inbox.state.incoming and all(reader.released for reader in readers)
 
 
 def test_payloads_that_came_as_chunks_take_none_of_a_boards_slots() -> None:
@@ -146,9 +146,9 @@ def test_payloads_that_came_as_chunks_take_none_of_a_boards_slots() -> None:
     inbox = Inbox((Schema(10, spec, False),), 1 << 20, RunState(), Counters(), lambda _uid, _size: None)
     packed = (10).to_bytes(8, "little")
     for round in range(6):
-        inbox.put(Chunk(RUN, 0, 1, round, 0, 0, 0, 10, {}), memoryview(bytearray(40)))
+        inbox.put(Chunk(RUN, 0, 1, round, 0, 0, 0, 10, {}), memoryview(bytearray(40)), 0.0)
     for use, round in enumerate((6, 8)):
         assert inbox.put_slot(1, (round, 0), use, use, packed, {}, Slots(10)) == 40  # type: ignore[arg-type]
-    inbox.put(Chunk(RUN, 0, 1, 7, 0, 0, 0, 10, {}), memoryview(bytearray(40)))
+    inbox.put(Chunk(RUN, 0, 1, 7, 0, 0, 0, 10, {}), memoryview(bytearray(40)), 0.0)
     with pytest.raises(PeerFault, match="more than 2 slots of 1"):
         inbox.put_slot(1, (9, 0), 0, 2, packed, {}, Slots(10))  # type: ignore[arg-type]

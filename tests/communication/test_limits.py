@@ -51,5 +51,5 @@ def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:
             dealer.send_multipart([framing.sealed(1 + chunk, header, framing.XXH3, sum_), body])
         wait_until(lambda: seen.count(("window_exceeded", 1)) == 16 - fitting, lambda: victim.counters.faults)
         assert victim.counters.faults == {"window_exceeded": 16 - fitting} and "window_exceeded" in EVENTS
-        (incoming,) = victim._inbox._incoming[0, 0].values()
+        (incoming,) = victim._inbox.state.incoming[0, 0].values()
         assert len(incoming.buffers[0]) == fitting and incoming.waiting_bytes() <= victim._links.window

@@ -50,13 +50,13 @@ class Waits:
             self.during.pop(0)()
 
     def comes(self, source: int, round: int, phase: int = 0) -> None:
-        self.inbox.put_landing((round, phase), source, [torch.ones(ELEMENTS)], {}, lambda: None)
-        self.inbox.landed((round, phase), source, last=True)
+        self.inbox.start_receive((round, phase), source, [torch.ones(ELEMENTS)], {}, lambda: None)
+        self.inbox.chunk_received((round, phase), source, last=True)
 
     def missing(self, sources: tuple[int, ...], round: int = 0, phase: int = 0) -> frozenset[int]:
         """Who did not come, by the end of an exchange."""
         self.inbox.advance(round)
-        exchange = InboxExchange(self.inbox, round, phase, sources, frozenset())
+        exchange = InboxExchange(self.inbox, (round, phase), sources, frozenset())
         assert list(exchange.arrivals(SECONDS))
         return exchange.missing
 

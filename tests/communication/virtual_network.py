@@ -94,6 +94,8 @@ class VirtualNetwork:
         self.heap, self.model, self.random = heap, model, random.Random(seed)
         self.faulty = True
         self.nodes: dict[int, Node] = {}
+        self.dead: set[int] = set()
+        """Nodes that neither send nor receive any more."""
         self.sent = self.refused = self.lost = self.repeated = self.damaged = self.overtaken = self.cuts = 0
 
     def send(self, source: int, uid: int, plane: int, frames: list[bytes]) -> bool:
@@ -111,7 +113,7 @@ class VirtualNetwork:
             self.overtaken += 1
             arrives += 20 * model.latency * draw()
         copies = 1
-        if connection.dead or (self.faulty and draw() < model.loss):
+        if connection.dead or not self.dead.isdisjoint((source, uid)) or (self.faulty and draw() < model.loss):
             self.lost += 1
             copies = 0
         elif self.faulty and draw() < model.duplication:
@@ -135,7 +137,7 @@ class VirtualNetwork:
         return [bytes(damaged) if i == which else frame for i, frame in enumerate(frames)]
 
     def _arrive(self, source: int, uid: int, plane: int, connection: Connection, frames: list[bytes]) -> None:
-        if not connection.dead:
+        if not connection.dead and uid not in self.dead:
             there = self.nodes[uid]
             # memory of its own, as a receiver may keep it
             there.receive(plane, [memoryview(bytearray(frame)) for frame in frames], source if there.proves else None)

@@ -51,7 +51,7 @@ def test_a_model_comes_back_bit_for_bit_round_after_round(path: BatchedPath) -> 
         path.begin((r, 0), [(Payload({"x": x}), [0])], [0])
         x.add_(1)  # on the same stream, behind the copy
         got = torch.empty_like(x)
-        for arrival in InboxExchange(path._inbox, r, 0, (0,), frozenset({0})).arrivals(30):
+        for arrival in InboxExchange(path._inbox, (r, 0), (0,), frozenset({0})).arrivals(30):
             assert not arrival.missing
             got[arrival.start : arrival.stop] = arrival.received[0].tensors["x"]
         assert torch.equal(got, sent)
@@ -62,7 +62,7 @@ def test_sizes_that_only_the_header_tells(path: BatchedPath) -> None:
         path._inbox.advance(r)
         at = torch.arange(size, dtype=torch.int32, device="cuda")
         path.begin((r, 1), [(Payload({"at": at}, {"scale": r / 2}), [0])], [0])
-        (arrival,) = InboxExchange(path._inbox, r, 1, (0,), frozenset({0})).arrivals(30)
+        (arrival,) = InboxExchange(path._inbox, (r, 1), (0,), frozenset({0})).arrivals(30)
         assert torch.equal(arrival.received[0].tensors["at"], at) and arrival.received[0].scalars == {"scale": r / 2}
 
 
@@ -79,7 +79,7 @@ def test_sums_of_one(path: BatchedPath, kind: CollectiveKind) -> None:
 def test_gathering_of_one(path: BatchedPath) -> None:
     payload = Payload({"x": torch.randn(DENSE.elements, device="cuda")})
     path.begin_collective("all_gather", (0, 0), AveragingGroup((0,)), {0: payload})
-    got = [a.received[0].tensors["x"] for a in InboxExchange(path._inbox, 0, 0, (0,), frozenset({0})).arrivals(30)]
+    got = [a.received[0].tensors["x"] for a in InboxExchange(path._inbox, (0, 0), (0,), frozenset({0})).arrivals(30)]
     assert torch.equal(torch.cat(got), payload.tensors["x"])
 
 

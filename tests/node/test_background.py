@@ -174,7 +174,7 @@ def test_a_deadline_runs_once_the_training_thread_waits_too() -> None:
     status.exposed_since = exposed = time.monotonic()
     waiter.join(60)
     assert found == [{}]
-    assert 0 < inbox.counters.edge(3).wait_seconds <= time.monotonic() - exposed
+    assert 0 < inbox.state.counters.edge(3).wait_seconds <= time.monotonic() - exposed
 
 
 def test_waits_behind_the_local_steps_are_not_counted() -> None:
@@ -183,9 +183,9 @@ def test_waits_behind_the_local_steps_are_not_counted() -> None:
     waiter = threading.Thread(target=lambda: inbox.wait((0, 0), 0, [3], 20))
     waiter.start()
     assert status.waits.wait(60)
-    inbox.put(Chunk(bytes(8), 0, 3, 0, 0, 0, 0, 10, {}), memoryview(bytearray(40)))
+    inbox.put(Chunk(bytes(8), 0, 3, 0, 0, 0, 0, 10, {}), memoryview(bytearray(40)), time.monotonic())
     waiter.join(60)
-    assert not waiter.is_alive() and inbox.counters.edge(3).wait_seconds == 0
+    assert not waiter.is_alive() and inbox.state.counters.edge(3).wait_seconds == 0
 
 
 def test_work_behind_has_one_thread_and_its_errors_come_out() -> None:

@@ -1,4 +1,7 @@
-"""An exchange as the rounds see it: slices of what lies in the inbox, as soon as every source has them."""
+"""An exchange as the rounds see it: slices of what lies in the inbox, as soon as every source has them.
+
+`InboxExchange.steps` does not block: it hands out what has to be waited for, so that one thread can drive many nodes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.communication.base import Arrival, Exchange
 from decentnode.communication.parts import Schema
+from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.inbox_state import WHOLE, ExchangeKey, InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
 from decentnode.payload import Payload
 
@@ -22,13 +27,15 @@ class InboxExchange(Exchange):
     """One round's exchange over an inbox."""
 
     def __init__(
-        self, inbox: Inbox, round: int, phase: int, expected: tuple[int, ...], neighbors: frozenset[int],
+        self, inbox: Inbox | InboxState, key: ExchangeKey, expected: tuple[int, ...], neighbors: frozenset[int],
         dropped: frozenset[int] = frozenset(),
     ) -> None:
-        """dropped: neighbors to which nothing was sent, because they take nothing."""
+        """inbox: without threads its state, and `steps` alone is used then. dropped: neighbors to which nothing was
+        sent, because they take nothing."""
         self._inbox = inbox
+        self._state = inbox.state if isinstance(inbox, Inbox) else inbox
         self._dropped = dropped
-        self._key = (round, phase)
+        self._key = key
         self._expected = expected
         self._neighbors = neighbors
         self._missing: frozenset[int] = frozenset()
@@ -42,17 +49,30 @@ class InboxExchange(Exchange):
         return max(0.0, self._last - self._began)
 
     def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
-        self._inbox.status.raise_if_failed()
-        schema = self._inbox.schemas[self._key[1]]
+        inbox = self._inbox
+        assert isinstance(inbox, Inbox), "without threads nothing blocks: use steps"
+        for step in self.steps(timeout_seconds):
+            if isinstance(step, ArrivalWait):
+                inbox.block(step)
+            else:
+                yield step
+
+    def steps(self, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
+        """`arrivals`, and before each of them the wait for it: the next step is to be asked for once that is over. Not
+        blocking."""
+        self._state.status.raise_if_failed()
+        schema = self._state.schemas[self._key[1]]
         yield from self._chunks(schema, timeout_seconds) if schema.elementwise else self._whole(schema, timeout_seconds)
         self._inbox.finish(self._key)
 
-    def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
-        inbox, plan = self._inbox, self._inbox.plans[self._key[1]][0]
+    def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
+        inbox, plan = self._state, self._state.plans[self._key[1]][0]
         alive = list(self._expected)
         chunk, stop = 0, -1
         while stop < schema.elements:
-            arrived = inbox.wait(self._key, chunk, alive, timeout_seconds)
+            wait = ArrivalWait(inbox, self._key, chunk, alive, timeout_seconds)
+            yield wait
+            arrived = wait.arrived
             if len(arrived) < len(alive):
                 self._missing |= set(alive) - arrived.keys()
             self._note(arrived)
@@ -66,12 +86,14 @@ class InboxExchange(Exchange):
             yield Arrival(start, stop, received, self._missing)
             alive = [source for source in received if source not in self._missing]
             if stop < schema.elements:  # the rest is let go of as the exchange is finished
-                inbox.release(chunk, arrived)
+                self._inbox.release(chunk, arrived)
             chunk += 1
         self._read_in_place = []
 
-    def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival]:
-        arrived = self._inbox.wait(self._key, -1, list(self._expected), timeout_seconds)
+    def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
+        wait = ArrivalWait(self._state, self._key, WHOLE, list(self._expected), timeout_seconds)
+        yield wait
+        arrived = wait.arrived
         self._missing = frozenset(self._expected) - arrived.keys()
         self._note(arrived)
         received = self._accepted({
@@ -83,13 +105,13 @@ class InboxExchange(Exchange):
         """A whole payload on the device of the models. A rule that mixes whole payloads keeps a state that cannot be
         taken back, so that it gets none whose bytes may still change: what lies in a slot is copied."""
         payload = incoming.payload()
-        copied = self._inbox.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
+        copied = self._state.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
         tensors = {name: t.clone() if copied else self._placed(t) for name, t in payload.tensors.items()}
         return Payload(tensors, payload.scalars)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """On the device of the models; the copy of one that lies elsewhere is complete."""
-        inbox = self._inbox
+        inbox = self._state
         return tensor if (inbox.on_cpu and tensor.is_cpu) or tensor.device == inbox.device else inbox.lift(tensor)
 
     def _note(self, arrived: dict[int, PartialPayload]) -> None:
@@ -102,18 +124,18 @@ class InboxExchange(Exchange):
     def _accepted(self, received: dict[int, Payload], arrived: dict[int, PartialPayload]) -> dict[int, Payload]:
         """Without those that hold NaN or infinity, where these are to be rejected, and those that are copies of what
         changed meanwhile."""
-        if self._inbox.reject_non_finite:
+        if self._state.reject_non_finite:
             for source in [source for source, payload in received.items() if not _finite(payload)]:
                 del received[source]
                 self._missing |= {source}
                 self._rejected |= {source}
-                self._inbox.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
+                self._state.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
         in_slots = [
             (source, each)
             for source, each in arrived.items()
             if isinstance(each, SlotPayload) and not each.reader.imported
         ]
-        if in_slots and not (self._inbox.on_cpu and self._inbox.schemas[self._key[1]].elementwise):
+        if in_slots and not (self._state.on_cpu and self._state.schemas[self._key[1]].elementwise):
             for source in self._changed(in_slots):
                 received.pop(source, None)
             in_slots = []
@@ -133,7 +155,7 @@ class InboxExchange(Exchange):
         for source in found:
             if source not in self._missing:
                 self._missing |= {source}
-                self._inbox.counters.fault("overwritten", source, f"round {self._key[0]}, phase {self._key[1]}")
+                self._state.counters.fault("overwritten", source, f"round {self._key[0]}, phase {self._key[1]}")
         return found
 
     @property
@@ -142,12 +164,12 @@ class InboxExchange(Exchange):
 
     @property
     def undelivered(self) -> frozenset[int]:
-        gone, round = self._inbox.status.departed, self._key[0]
+        gone, round = self._state.status.departed, self._key[0]
         return self._dropped | {uid for uid in self._neighbors if gone.get(uid, round + 1) <= round}
 
     @property
     def departed(self) -> frozenset[int]:
-        status = self._inbox.status
+        status = self._state.status
         if status.stopping or status.regrouping:
             return self._missing
         round = self._key[0]

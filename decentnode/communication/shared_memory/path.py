@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
-from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.shared_memory.cuda_ipc import CudaMemory
 from decentnode.communication.shared_memory.device_slots import DeviceMemory
 from decentnode.communication.shared_memory.doorbell import DatagramDoorbell

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.receive.chunking import TensorPlan
-from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
 from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
 from decentnode.communication.torch_distributed.communicator import Communicator
@@ -163,7 +163,7 @@ class BatchedPath(CliquePath):
         parts = pieces(plans, buffers.whole) if self._is_exact(key[1]) else []
         if self._has_header(key[1]):
             return _Coming(uid, self._pool.take(HEADER_BYTES, torch.uint8), buffers, parts=parts)
-        self._inbox.put_landing(key, uid, buffers.whole, {}, buffers.done)
+        self._inbox.start_receive(key, uid, buffers.whole, {}, buffers.done)
         return _Coming(uid, None, buffers, totals, parts)
 
     def _opens(self, uid: int, key: ExchangeKey) -> bool:
@@ -276,7 +276,7 @@ class BatchedPath(CliquePath):
             tensors = coming.buffers.cut(coming.totals)
             if not self._is_exact(each.key[1]):
                 coming.parts = pieces(each.plans, tensors)
-            self._inbox.put_landing(each.key, coming.uid, tensors, dict(scalars), coming.buffers.done)
+            self._inbox.start_receive(each.key, coming.uid, tensors, dict(scalars), coming.buffers.done)
             if not coming.parts:
                 self._complete(each, coming)
 
@@ -284,7 +284,7 @@ class BatchedPath(CliquePath):
         self._communicator.wait(works)
         for coming in each.coming:
             if bucket + 1 < len(coming.parts):
-                self._inbox.landed(each.key, coming.uid, last=False)
+                self._inbox.chunk_received(each.key, coming.uid, last=False)
             elif bucket + 1 == len(coming.parts):
                 self._complete(each, coming)
 
@@ -294,7 +294,7 @@ class BatchedPath(CliquePath):
 
     def _complete(self, each: _Round, coming: _Coming) -> None:
         self._count_received(coming.uid, each.key[1], coming.totals, len(coming.parts))
-        self._inbox.landed(each.key, coming.uid, last=True)
+        self._inbox.chunk_received(each.key, coming.uid, last=True)
         coming.buffers.done()
         self._expecting(-1, coming.uid)
 

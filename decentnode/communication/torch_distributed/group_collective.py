@@ -25,7 +25,8 @@ from decentnode.communication.base import Arrival, AveragingGroup, Exchange
 from decentnode.communication.counters import EdgeCounters
 from decentnode.communication.parts import Schema
 from decentnode.communication.receive.exchange import InboxExchange
-from decentnode.communication.receive.inbox import SUM, ExchangeKey, Inbox
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.inbox_state import SUM, ExchangeKey
 from decentnode.communication.torch_distributed.buffers import Buffers, Pool, pieces
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.payload import Payload
@@ -111,7 +112,7 @@ class CollectiveCall:
         buffers = Buffers(self._pool, self._plans, users=2)
         self._held.append(buffers)
         self._sources.append(source)
-        self._inbox.put_landing(self.key, source, buffers.cut(self._totals), {}, buffers.done)
+        self._inbox.start_receive(self.key, source, buffers.cut(self._totals), {}, buffers.done)
         return buffers
 
     def _fill(self, tensors: Sequence[Tensor], payload: Payload) -> None:
@@ -141,7 +142,7 @@ class CollectiveCall:
             for tensor in self._taken:
                 self._pool.give(tensor)
         for source in self._sources:
-            self._inbox.landed(self.key, source, last=last)
+            self._inbox.chunk_received(self.key, source, last=last)
         if last:
             for buffers in self._held:
                 buffers.done()
@@ -151,7 +152,7 @@ class SumExchange(Exchange):
     """An exchange whose arrivals are sums: either everybody's payload is there, or nobody's."""
 
     def __init__(self, inbox: Inbox, key: ExchangeKey, expected: tuple[int, ...]) -> None:
-        self._inner = InboxExchange(inbox, *key, (SUM,), frozenset(expected))
+        self._inner = InboxExchange(inbox, key, (SUM,), frozenset(expected))
         self._expected = frozenset(expected)
 
     @property

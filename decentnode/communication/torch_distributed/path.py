@@ -12,7 +12,7 @@ import torch.distributed as dist
 from decentnode.communication.base import AveragingGroup, Exchange
 from decentnode.communication.path import Path, PathContext, Sent, grouped
 from decentnode.communication.receive.exchange import InboxExchange
-from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.batched_p2p import BatchedPath
 from decentnode.communication.torch_distributed.clique_path import CliquePath
 from decentnode.communication.torch_distributed.communicator import (
@@ -155,7 +155,7 @@ class TorchDistributedPath(Path):
         self.clique.begin_collective(kind, key, group, outgoing)
         if kind != "all_gather":
             return SumExchange(self.context.inbox, key, expected)
-        return InboxExchange(self.context.inbox, *key, expected, frozenset(outgoing))
+        return InboxExchange(self.context.inbox, key, expected, frozenset(outgoing))
 
     def _collective_kind(
         self, group: AveragingGroup, outgoing: Mapping[int, Payload], phase: int
@@ -166,7 +166,7 @@ class TorchDistributedPath(Path):
             return None
         if any(context.routing.path(a, b) != "collective" for a, b in combinations(members, 2)):
             return None
-        if group.own is not None and context.inbox.reject_non_finite:
+        if group.own is not None and context.inbox.state.reject_non_finite:
             return None
         return kind_of(group, outgoing, context.schemas[phase], self.clique.scatters)
 

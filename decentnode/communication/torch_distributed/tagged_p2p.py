@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
 from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
 from decentnode.communication.torch_distributed.gloo import GlooClique
@@ -105,7 +105,7 @@ class TaggedPath(CliquePath):
         totals = [plan.spec.max_elements for plan in plans]
         if not self._has_header(key[1]):
             waits = self._post(uid, key, buffers, totals)
-            self._inbox.put_landing(key, uid, buffers.cut(totals), {}, buffers.done)
+            self._inbox.start_receive(key, uid, buffers.cut(totals), {}, buffers.done)
             return lambda: self._take(uid, key, buffers, totals, waits)
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         head = self._clique.receive(uid, header, self._tag(key))
@@ -119,7 +119,7 @@ class TaggedPath(CliquePath):
                 self._counters.fault("malformed", uid, str(error))
                 return
             waits = self._post(uid, key, buffers, totals) if posted is None else posted
-            self._inbox.put_landing(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
+            self._inbox.start_receive(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
             self._take(uid, key, buffers, totals, waits)
 
         return open_
@@ -134,11 +134,11 @@ class TaggedPath(CliquePath):
         """The peer's line, blocking: tell the inbox of one piece after the other."""
         for wait in waits[:-1]:
             wait()
-            self._inbox.landed(key, uid, last=False)
+            self._inbox.chunk_received(key, uid, last=False)
         if waits:
             waits[-1]()
         self._count_received(uid, key[1], totals, len(waits))
-        self._inbox.landed(key, uid, last=True)
+        self._inbox.chunk_received(key, uid, last=True)
         buffers.done()
         self._expecting(-1, uid)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent, grouped
-from decentnode.communication.receive.inbox import ExchangeKey
+from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.zeromq.sender import Sender
 from decentnode.payload import Payload
 

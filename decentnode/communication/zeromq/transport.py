@@ -278,7 +278,7 @@ class ZeroMQ(Communication):
     ) -> Exchange:
         self._status.raise_if_failed()
         if self._status.regrouping:
-            return InboxExchange(self._inbox, round, phase, expected, frozenset())
+            return InboxExchange(self._inbox, (round, phase), expected, frozenset())
         self._inbox.advance(round)
         parts, key = self.parts, (round, phase)
         for payload, _ in grouped(outgoing):
@@ -291,7 +291,7 @@ class ZeroMQ(Communication):
         parts.model_slots.sent_to = tuple(outgoing)
         dropped = parts.paths.send(key, outgoing, expected)
         self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped} if dropped else outgoing)
-        return InboxExchange(self._inbox, round, phase, expected, frozenset(outgoing), frozenset(dropped))
+        return InboxExchange(self._inbox, key, expected, frozenset(outgoing), frozenset(dropped))
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
         return self.parts.model_slots.acquire_slot(current, timeout_seconds)
@@ -475,7 +475,7 @@ class ZeroMQ(Communication):
             edge = self.counters.edge(message.source)
             edge.frames_received += 1
             edge.payload_bytes_received += body.nbytes
-            self._inbox.put(message, body)
+            self._inbox.put(message, body, now)
         elif isinstance(message, Part):
             assert body is not None
             self._emit(self._collectives.means.receive(message, body))

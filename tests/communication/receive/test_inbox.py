@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from decentnode import clock
 from decentnode.communication.counters import Counters
-from decentnode.communication.receive import inbox as module
-from decentnode.communication.receive.inbox import MAX_SKIPS, Inbox
+from decentnode.communication.receive import arrival_wait as module
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.inbox_state import MAX_SKIPS
 from decentnode.communication.run_state import RunState
 from decentnode.errors import PeerFault
 from decentnode.wire.messages import Chunk
@@ -22,8 +24,8 @@ def made() -> Inbox:
     return Inbox(flat_schema(4), 1 << 22, RunState(), Counters(), lambda _uid, _size: None)
 
 
-def chunk(source: int, round: int) -> tuple[Chunk, memoryview]:
-    return Chunk(b"run-id-8", 0, source, round, 0, 0, 0, 4, {}), memoryview(bytearray(16))
+def chunk(source: int, round: int) -> tuple[Chunk, memoryview, float]:
+    return Chunk(b"run-id-8", 0, source, round, 0, 0, 0, 4, {}), memoryview(bytearray(16)), clock.now()
 
 
 def over(wait: Callable[[], object]) -> bool:

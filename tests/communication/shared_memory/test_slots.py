@@ -89,7 +89,7 @@ class End:
             self.memory._doorbell.listen(0.0)
 
     def exchange(self, round: int, sources: tuple[int, ...] = (0,)) -> InboxExchange:
-        return InboxExchange(self.inbox, round, 0, sources, frozenset())
+        return InboxExchange(self.inbox, (round, 0), sources, frozenset())
 
     def slots_of(self, uid: int) -> list[list[Tensor]]:
         return self.memory._mapped[uid].slots[0]

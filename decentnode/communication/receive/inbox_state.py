@@ -1,0 +1,356 @@
+"""What has arrived of the payloads of rounds, who is missing and until when: the state of an inbox, without I/O.
+
+No lock, no clock, no thread: `receive/inbox.py` lets one thread in at a time and blocks. now: seconds of any monotonic
+clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Schema
+from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, plans
+from decentnode.communication.receive.partial_payload import (
+    SLOTS,
+    ChunkedPayload,
+    MappedPayload,
+    PartialPayload,
+    SlotPayload,
+    SlotReader,
+    cut,
+)
+from decentnode.communication.run_state import RunFacts
+from decentnode.errors import PeerFault
+from decentnode.wire.messages import Chunk, Scalars
+
+ExchangeKey = tuple[int, int]
+"""Round and phase."""
+WHOLE = -1
+"""Instead of the number of a chunk: everything."""
+MAX_SKIPS = 64
+"""Stretches of payloads that do not come, kept of one source."""
+SUM = -1
+"""The source of what a whole averaging group adds up; nobody in particular is waited for."""
+
+
+class InboxPort(Protocol):
+    """What an inbox reaches the world through. Called from within calls of `InboxState`."""
+
+    def consumed(self, uid: int, size: int) -> None:
+        """So many bytes of `uid`, headers included, are used up: it may send more."""
+
+    def ready(self) -> None:
+        """Everything that the last unfinished `ArrivalWait` waits for is there, or something else that ends it."""
+
+
+class InboxState:
+    """Payloads by (round, phase) and source, from their first chunk until they are mixed."""
+
+    def __init__(
+        self, schemas: tuple[Schema, ...], chunk_bytes: int, facts: RunFacts, counters: Counters, port: InboxPort, *,
+        reject_non_finite: bool = False, device: torch.device | None = None,
+    ) -> None:
+        """device: where exchanges give their payloads; the CPU when None."""
+        self.device = device or torch.device("cpu")
+        self.on_cpu = self.device.type == "cpu"
+        self.lift: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(self.device)
+        """How a tensor in the host's memory comes to `device`; it may change afterwards."""
+        self.schemas = schemas
+        self.reject_non_finite = reject_non_finite
+        self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
+        self.status = facts
+        self.counters = counters
+        self._port = port
+        self.incoming: dict[ExchangeKey, dict[int, PartialPayload]] = {}
+        self.together: dict[ExchangeKey, frozenset[int]] = {}
+        """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
+        self.skips: dict[int, list[tuple[ExchangeKey, ExchangeKey]]] = {}
+        """By source: from which (round, phase) to which nothing comes of it."""
+        self._floor = 0
+        self._end = math.inf
+        """This node takes part in no round from this one on, so that nothing of theirs is kept."""
+        self._round = -1
+        """The one under way."""
+        self.given_up: set[int] = set()
+        """Sources that were waited for in vain in it."""
+        self._finished: set[ExchangeKey] = set()
+        self._wanted: set[int] = set()
+        """Sources that are waited for."""
+        self._wanted_what: tuple[ExchangeKey, int] = ((-1, 0), 0)
+        """(key, chunk) of them that is waited for; chunk may be WHOLE."""
+        self._usual = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
+        """By phase: the sizes that every payload has, as doorbells have them; None where they may differ."""
+        self._usual_bytes = tuple(sum(p.spec.max_elements * p.spec.dtype.itemsize for p in each) for each in self.plans)
+
+    @property
+    def floor(self) -> int:
+        """Payloads of rounds below it are stale; only `advance` and `reset` move it."""
+        return self._floor
+
+    # -- what comes -------------------------------------------------------------------------------------------
+
+    def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
+        """Take one chunk; the buffer is kept. Raises PeerFault when it does not fit the schema or the moment."""
+        plan = self._plan(message, buffer)
+        key = (message.round, message.phase)
+        self.status.silent.discard(message.source)
+        if message.round < self._floor or key in self._finished:
+            raise PeerFault("stale_round", f"round {message.round} from {message.source}")
+        if message.round >= self._end:
+            self._port.consumed(message.source, buffer.nbytes + MESSAGE_COST)
+            return
+        tensors = self.plans[message.phase]
+        sources = self.incoming.setdefault(key, {})
+        incoming = sources.get(message.source)
+        if incoming is None:
+            incoming = sources[message.source] = ChunkedPayload(tensors)
+        if not isinstance(incoming, ChunkedPayload) or incoming.has(message.tensor, message.chunk):
+            raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
+        known = incoming.totals[message.tensor]
+        if known is not None and known != message.total:
+            raise PeerFault("wrong_shape", f"{plan.name} of {message.total} elements after {known}")
+        incoming.totals[message.tensor] = message.total
+        incoming.buffers[message.tensor][message.chunk] = buffer
+        incoming.arrived = now
+        if message.scalars:
+            incoming.scalars = message.scalars
+        if not self.schemas[message.phase].elementwise:
+            self._absorb(key, message.source, incoming)
+        self._wake(key, message.source, incoming)
+
+    def start_receive(
+        self, key: ExchangeKey, source: int, tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None]
+    ) -> bool:
+        """The chunks of a payload start to come into `tensors`, which are the caller's; False when nobody wants them
+        any more. let_go is called once nobody reads `tensors` any more, at once with False."""
+        sources = self.incoming.get(key, {})
+        if key[0] < self._floor or key[0] >= self._end or key in self._finished or source in sources:
+            let_go()
+            return False
+        coming = MappedPayload(self.plans[key[1]], tensors, scalars, let_go, pieces=0)
+        self.incoming.setdefault(key, {})[source] = coming
+        return True
+
+    def chunk_received(self, key: ExchangeKey, source: int, last: bool, now: float) -> None:
+        """After `start_receive`: the next chunk after those before is there; last: the whole payload is."""
+        self.status.silent.discard(source)
+        incoming = self.incoming.get(key, {}).get(source)
+        if not isinstance(incoming, MappedPayload) or incoming.pieces is None:
+            return
+        incoming.pieces = None if last else incoming.pieces + 1
+        incoming.arrived = now
+        self._wake(key, source, incoming)
+
+    def put_slot(
+        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: SlotReader,
+        now: float,
+    ) -> int:
+        """Take a payload that lies in a neighbor's publish buffer; its bytes. Raises PeerFault as `put` does.
+
+        packed: elements of each tensor, 8 bytes each. The slot is let go of at once where the payload is not kept.
+        """
+        try:
+            return self._put_slot(source, key, slot, use, packed, scalars, reader, now)
+        except PeerFault:
+            if key[1] < len(self.plans) and not self._holds(source, key[1], slot, use):
+                reader.release(key[1], slot, use)
+            raise
+
+    def _put_slot(
+        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: SlotReader,
+        now: float,
+    ) -> int:
+        round, phase = key
+        if phase >= len(self.plans):
+            raise PeerFault("wrong_shape", f"phase {phase}")
+        tensors, size = reader.slots[phase][slot], self._usual_bytes[phase]
+        if packed != self._usual[phase]:
+            tensors = self._cut(tensors, phase, packed)
+            size = sum(tensor.nbytes for tensor in tensors)
+        incoming = SlotPayload(self.plans[phase], tensors, scalars, reader, phase, slot, use)
+        self.status.silent.discard(source)
+        if round < self._floor or key in self._finished:
+            raise PeerFault("stale_round", f"round {round} from {source}")
+        if round >= self._end:
+            incoming.let_go()
+            return size
+        sources = self.incoming.get(key)
+        if sources is not None and source in sources:
+            raise PeerFault("duplicate_chunk", f"round {round} from {source}")
+        if len(self.incoming) >= SLOTS and self._held_of(source, phase) >= SLOTS:
+            raise PeerFault("window_exceeded", f"more than {SLOTS} slots of {source}")
+        if sources is None:
+            sources = self.incoming[key] = {}
+        sources[source] = incoming
+        incoming.arrived = now
+        self._wake(key, source, incoming)
+        return size
+
+    def _holds(self, source: int, phase: int, slot: int, use: int) -> bool:
+        """Whether a payload is kept that lies in this slot of the source's publish buffer, by another doorbell."""
+        kept = (sources.get(source) for sources in self.incoming.values())
+        return any(isinstance(each, SlotPayload) and (each.phase, each.slot) == (phase, slot) and each.use <= use
+                   for each in kept)  # fmt: skip
+
+    def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
+        """A source says that its payloads from `first` to `last` do not come. Raises PeerFault for more such messages
+        than anybody needs."""
+        self.status.silent.discard(source)
+        known = [each for each in self.skips.get(source, ()) if each[1][0] >= self._floor]
+        if first > last or len(known) >= MAX_SKIPS:
+            raise PeerFault("malformed_header", f"payloads {first} to {last} of {source} are skipped")
+        self.skips[source] = [*known, (first, last)]
+        self._port.ready()
+
+    def _is_skipped(self, source: int, key: ExchangeKey) -> bool:
+        return any(first <= key <= last for first, last in self.skips.get(source, ()))
+
+    def _held_of(self, source: int, phase: int) -> int:
+        """Slots of this source's publish buffer that are kept. Rounds whose payload came as chunks are none of them."""
+        kept = (sources.get(source) for key, sources in self.incoming.items() if key[1] == phase)
+        return sum(isinstance(each, SlotPayload) for each in kept)
+
+    def _cut(self, tensors: list[Tensor], phase: int, packed: bytes) -> list[Tensor]:
+        """A slot's tensors as long as a doorbell says. Raises PeerFault when they cannot be."""
+        plans = self.plans[phase]
+        totals = [int.from_bytes(packed[i : i + 8], "little") for i in range(0, len(packed), 8)]
+        if len(totals) != len(plans) or not all(map(TensorPlan.accepts, plans, totals)):
+            raise PeerFault("wrong_shape", f"slot of {totals} elements")
+        return [cut(tensor, 0, total) for tensor, total in zip(tensors, totals, strict=True)]
+
+    def _plan(self, message: Chunk, buffer: memoryview) -> TensorPlan:
+        if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):
+            raise PeerFault("wrong_shape", f"tensor {message.tensor} of phase {message.phase}")
+        plan = self.plans[message.phase][message.tensor]
+        if not plan.accepts(message.total) or message.chunk >= plan.count(message.total):
+            raise PeerFault("wrong_shape", f"{plan.name}: chunk {message.chunk} of {message.total} elements")
+        start, stop = plan.bounds(message.chunk, message.total)
+        if buffer.nbytes != (stop - start) * plan.spec.dtype.itemsize:
+            raise PeerFault("wrong_size", f"{plan.name}: {buffer.nbytes} bytes for {stop - start} elements")
+        return plan
+
+    def _absorb(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
+        """Whole payloads are put together as they come, for this round and the next; later rounds wait."""
+        if key[0] <= self._floor + 1:
+            freed = incoming.assemble()
+            if freed:
+                self._port.consumed(source, freed)
+
+    def _wake(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
+        """Something came: whoever waits goes on once everything it waits for is there."""
+        wanted = self._wanted
+        if source in wanted:
+            what, chunk = self._wanted_what
+            if key == what and (incoming.has(0, chunk) if chunk >= 0 else incoming.complete):
+                wanted.discard(source)
+                if not wanted:
+                    self._port.ready()
+
+    # -- what is used ------------------------------------------------------------------------------------------
+
+    def advance(self, round: int) -> None:
+        """Rounds below `round` are over: what still comes of them is stale."""
+        if round != self._round:
+            self._round, self.status.waited_seconds = round, 0.0
+            self.given_up.clear()
+        if round <= self._floor:
+            return
+        self._floor = round
+        if self._finished:
+            self._finished = {key for key in self._finished if key[0] >= round}
+        if self.together:
+            self.together = {key: group for key, group in self.together.items() if key[0] >= round}
+        if not self.incoming:
+            return
+        for key in [key for key in self.incoming if key[0] < round]:
+            self._drop(key)
+        for key, sources in self.incoming.items():
+            if not self.schemas[key[1]].elementwise:
+                for source, incoming in sources.items():
+                    self._absorb(key, source, incoming)
+
+    def end(self, round: int) -> None:
+        """This node takes part in no round from `round` on. What others sent for it makes room for what still has to
+        come of them: means share the window with payloads."""
+        self._end = round
+        for key in [key for key in self.incoming if key[0] >= round]:
+            self._drop(key)
+
+    def reset(self, round: int) -> None:
+        """A new generation begins with `round`: what came in the one before is let go of."""
+        for sources in self.incoming.values():
+            for incoming in sources.values():
+                incoming.let_go()
+        self.incoming.clear()
+        self._finished.clear()
+        self.together.clear()
+        self.skips.clear()
+        self._wanted = set()
+        self.status.silent.clear()
+        self._floor, self._end, self._round = round, math.inf, -1
+
+    def finish(self, key: ExchangeKey) -> None:
+        """Nothing of this exchange is wanted any more: what still comes of it is stale."""
+        self._finished.add(key)
+        if self.together:
+            self.together.pop(key, None)
+        self._drop(key)
+
+    def _drop(self, key: ExchangeKey) -> None:
+        for source, incoming in self.incoming.pop(key, {}).items():
+            waiting = incoming.waiting_bytes()
+            incoming.let_go()
+            if waiting:
+                self._port.consumed(source, waiting)
+
+    def want(self, sources: Collection[int], key: ExchangeKey, chunk: int) -> None:
+        """`InboxPort.ready` is called once these have delivered `chunk`."""
+        self._wanted, self._wanted_what = set(sources), (key, chunk)
+
+    def comes_no_more(self, source: int, key: ExchangeKey) -> bool:
+        """Whether nothing more of this exchange comes from a source: it departed, or says so, or comes together with a
+        node that departed."""
+        return self._departed(source, key) or self._held_up(source, key) or self._is_skipped(source, key)
+
+    def whom(self, key: ExchangeKey, waiting: Collection[int]) -> tuple[int, ...]:
+        """The nodes behind these sources."""
+        return tuple(sorted(self.together.get(key, ()))) if SUM in waiting else tuple(waiting)
+
+    def _departed(self, uid: int, key: ExchangeKey) -> bool:
+        return self.status.departed.get(uid, key[0] + 1) <= key[0]
+
+    def _held_up(self, source: int, key: ExchangeKey) -> bool:
+        """Whether a source comes together with a node that departed before: then neither does."""
+        group = self.together.get(key, frozenset())
+        return (source in group or source == SUM) and any(self._departed(uid, key) for uid in group)
+
+    def outstanding(self, key: ExchangeKey, chunk: int, sources: list[int]) -> list[int]:
+        """Those of `sources` that have not delivered `chunk`, which may be WHOLE."""
+        arrived = self.incoming.get(key)
+        if arrived is None:
+            return sources
+        found: list[int] = []
+        for source in sources:
+            incoming = arrived.get(source)
+            if incoming is None or not (incoming.complete if chunk < 0 else incoming.has(0, chunk)):
+                found.append(source)
+        return found
+
+    def release(self, chunk: int, sources: dict[int, PartialPayload]) -> None:
+        """Give back the buffers of a mixed chunk."""
+        for source, incoming in sources.items():
+            freed = incoming.take(chunk)
+            if freed:
+                self._port.consumed(source, freed)
+
+
+def _packed(totals: list[int | None]) -> bytes | None:
+    """8 bytes each; None where one is not known."""
+    known = [total.to_bytes(8, "little") for total in totals if total is not None]
+    return b"".join(known) if len(known) == len(totals) else None
