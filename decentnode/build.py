@@ -13,13 +13,13 @@ from decentnode.communication.base import Communication
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.communication.parts import Schema
 from decentnode.config.component import load_class
-from decentnode.data import shares
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
 from decentnode.node.node import Node, NodeParts, Record
 from decentnode.payload import TensorSpec
+from decentnode.samples import DataSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.tensors import FlatModel
@@ -56,12 +56,12 @@ def device_of(wanted: str, rank: int = 0) -> torch.device:
     return device
 
 
-def make_model(experiment: Experiment, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+def make_model(experiment: Experiment, data: DataSpec) -> torch.nn.Module:
     """The initial model: the same on every node. Torch's global generator is left as it was."""
     maker = load_class(experiment.model.name, MODELS, "model")(experiment.model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.torch_seed(experiment.seed, rng.GLOBAL, "initial model"))
-        module: torch.nn.Module = maker.make(input_shape, num_classes)
+        module: torch.nn.Module = maker.make(data)
     return module
 
 
@@ -90,11 +90,12 @@ def build(
     """
     graph, mapping = experiment.make_graph(), experiment.make_mapping()
     place = device_of(device or mapping.place(uid).device, mapping.place(uid).rank)
-    dataset, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
-    module = make_model(experiment, dataset.input_shape, dataset.num_classes).to(place)
+    dataset, parts = experiment.make_dataset(), experiment.shares()
+    module = make_model(experiment, dataset.spec).to(place)
     model = FlatModel(module)
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
-        experiment.training, model, dataset.train(parts[uid]), dataset.test(), seed=experiment.seed, uid=uid
+        experiment.training, model, experiment.make_task(), dataset.train(parts[uid]), dataset.test(),
+        seed=experiment.seed, uid=uid,
     )
 
     def make_rule() -> Sharing:

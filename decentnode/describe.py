@@ -33,11 +33,12 @@ from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.requirements import Requirements
+from decentnode.tasks import TASKS
 from decentnode.training import TRAININGS
 
 TABLES: dict[str, Mapping[str, str]] = {
     "graph": GRAPHS, "weights": WEIGHTS, "mapping": MAPPINGS, "data": DATASETS, "partition": PARTITIONS,
-    "model": MODELS, "training": TRAININGS, "sharing": SHARINGS, "compression": CODECS,
+    "task": TASKS, "model": MODELS, "training": TRAININGS, "sharing": SHARINGS, "compression": CODECS,
     "communication": COMMUNICATIONS,
 }  # fmt: skip
 """Kinds whose components a YAML section names."""
@@ -50,6 +51,7 @@ KINDS: dict[str, str] = {
     "mapping": "Which machine hosts which node.",
     "data": "Datasets.",
     "partition": "How training samples are dealt to the nodes: the key `partition` of `data`.",
+    "task": "What is learned and measured.",
     "model": "Models that every node trains.",
     "training": "The local work between two exchanges.",
     "sharing": "Sharing rules: what leaves a node and how arrivals are mixed.",

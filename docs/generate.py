@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -17,10 +17,13 @@ from decentnode import errors
 from decentnode.cli import COMMANDS, main
 from decentnode.cli.graph import describe as describe_graph
 from decentnode.cli.graph import family
+from decentnode.config.component import load_class
 from decentnode.describe import GROUPS, KINDS, ComponentInfo, describe, names
 from decentnode.graph.spectrum import contraction
 from decentnode.metrics.events import EVENTS, PER_KIND
-from decentnode.metrics.figures import FIGURES, PURPOSES
+from decentnode.metrics.figures import FIGURES, PURPOSES, Figure, Metric
+from decentnode.samples import DataSpec
+from decentnode.tasks import TASKS
 
 
 def escaped(text: str) -> str:
@@ -133,18 +136,46 @@ def exit_codes() -> str:
 
 def figures_page() -> str:
     """What summary.json, CSV files, tables and plots show, with where it is computed."""
-    found = [[f"``{each.name}``", escaped(each.unit), escaped(each.meaning), f"``{each.where}``", escaped(each.title)]
-             for each in FIGURES]  # fmt: skip
+
+    def rows(figures: Iterable[Figure]) -> list[list[str]]:
+        return [[f"``{each.name}``", escaped(each.unit), escaped(each.meaning), f"``{each.where}``",
+                 escaped(each.title)] for each in figures]  # fmt: skip
+
+    heads, widths = ["figure", "unit", "meaning", "computed in", "heading"], [22, 10, 40, 16, 12]
     purposes = [[f"``{purpose}``", escaped(meaning)] for purpose, meaning in PURPOSES.items()]
     lines = [
         "Figures", "=======", "",
         "``summary.json`` and CSV files have these names and units, tables and plots the headings in the last column.",
-        "", *table(["figure", "unit", "meaning", "computed in", "heading"], found, [22, 10, 40, 16, 12]),
+        "", *table(heads, rows(FIGURES), widths),
+        "Before them stand the figures of what the run's task measures: ``<metric>_mean``, ``_min`` and ``_max`` over",
+        "the nodes' own models, and ``_merged`` of the mean of all models. ``task.json`` in a run's folder says what",
+        "its task measures.", "", *task_metrics(),
+        "Of classification, for example:", "", *table(heads, rows(measured_by_tasks()["classification"][0]), widths),
         "Bytes are counted by purpose. Data and metadata are the sharing rule's, and the same on every transport;",
         "plots and tables show these two alone. ``metrics.jsonl`` counts from the start of each node's process.", "",
         *table(["purpose", "what"], purposes, [15, 85]),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+EXAMPLE = DataSpec((2,), num_classes=10, vocabulary=100, users=10, items=10)
+"""Data that any task takes."""
+
+
+def measured_by_tasks() -> dict[str, tuple[list[Figure], tuple[Metric, ...]]]:
+    """Task -> (the figures, the metrics) of its runs."""
+    found = {}
+    for name in TASKS:
+        task = load_class(name, TASKS, "task")
+        measured = task(task.Config(), EXAMPLE).measured()
+        found[name] = ([each for each in measured.figures if each not in FIGURES], measured.metrics)
+    return found
+
+
+def task_metrics() -> Iterator[str]:
+    rows = [[f":ref:`{task} <task-{task}>`", f"``{each.name}``", escaped(each.unit), each.better, escaped(each.meaning)]
+            for task, (_, metrics) in measured_by_tasks().items() for each in metrics]  # fmt: skip
+    yield from table(["task", "metric", "unit", "better", "meaning"], rows, [16, 20, 14, 10, 40])
 
 
 def events_page() -> str:

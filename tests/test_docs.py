@@ -23,6 +23,7 @@ from decentnode.experiment import load
 from decentnode.launch.in_process import run_in_process
 from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import FIGURES
+from decentnode.tasks import TASKS
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import scripting
 from tests.sharing import contract
@@ -231,6 +232,8 @@ def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> Non
     assert "decentnode graph make" in pages["cli"]
     assert all(f"``{kind}``" in pages["events"] for kind in EVENTS)
     assert all(f"``{figure.name}``" in pages["figures"] for figure in FIGURES)
+    assert all(f":ref:`{task} <task-{task}>`" in pages["figures"] for task in TASKS)
+    assert all(name in pages["figures"] for name in ("``perplexity``", "``rmse``", "``top5_accuracy_merged``"))
     codes = [int(code) for code in re.findall(r"\* - (\d+)$", pages["exit_codes"], re.M)]
     assert "0.949" in pages["rates"] and "718,672" in pages["graph_facts"] and "k = 2" in pages["base_lengths"]
     assert codes == [0, 2, 3, 4, 5, 6, 7, 8, 130, 143]

@@ -11,9 +11,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "decentnode"
 
 FLOORS: list[list[str]] = [
-    ["errors", "logs", "rng", "tensors", "payload", "native", "clock"],
-    ["config", "mixing"],
-    ["graph", "mapping", "wire", "compression", "optim", "models", "data", "metrics"],
+    ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock"],
+    ["config", "mixing", "metrics"],
+    ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks"],
     ["sharing", "training", "communication"],
     ["node", "parallel"],
     ["experiment"],

@@ -27,7 +27,7 @@ COMMANDS: dict[str, str] = {
     "schema": "Write the JSON Schema of experiments, for editors.",
     "graph": "Make, inspect, draw and convert graphs.",
     "compare": "Run experiments over several seeds and tabulate them side by side.",
-    "plot": "Draw accuracy, loss and consensus distance of runs.",
+    "plot": "Draw test metrics, loss and consensus distance of runs.",
 }
 """Command and its line in the help; the file decentnode/cli/<command>.py holds it as `command`."""
 

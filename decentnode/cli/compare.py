@@ -11,7 +11,6 @@ import click
 
 from decentnode.errors import DecentnodeError, UsageError
 from decentnode.launch.run_dir import resolve_all
-from decentnode.metrics.figures import BY_NAME
 from decentnode.report import compare, repeats
 
 
@@ -50,8 +49,8 @@ def command(
             continue
         ran = [_run(each, seed, overrides, run_dir) for seed in range(1, seeds + 1)]
         found += ran
-        accuracy = compare.row("", [run.summary for run in ran]).shown(BY_NAME["accuracy_mean"])
-        click.echo(f"{ran[0].name}: {BY_NAME['accuracy_mean'].title} {accuracy}", err=True)
+        main = ran[0].measured.by_name[f"{ran[0].measured.main.name}_mean"]
+        click.echo(f"{ran[0].name}: {main.title} {compare.rows([ran])[0].shown(main)}", err=True)
     groups, said = repeats.pooled(found)
     for line in said:
         click.echo(line, err=True)

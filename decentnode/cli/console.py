@@ -19,6 +19,7 @@ from decentnode.launch.messages import Facts, Failed
 from decentnode.launch.observer import Observer, names
 from decentnode.launch.outcome import Outcome
 from decentnode.report.closing import closing
+from decentnode.report.measured import measured_in
 from decentnode.report.progress import RunProgress
 from decentnode.report.table import live_table
 from decentnode.report.words import duration, plural
@@ -85,7 +86,8 @@ class ConsoleObserver(Observer):
     # -- before the run ---------------------------------------------------------------------------------------
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:
-        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every)
+        measured = measured_in({"task": facts.task})
+        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured)
         self.say("run", f"{facts.name}: {shown(run_dir) if run_dir else 'dry run, nothing is written'}")
         self._single = len(facts.machines) == 1
         if not self._single:

@@ -111,10 +111,11 @@ class _Teller:
 
     def __init__(self, uid: int, facts: Facts, quiet: bool, join: bool) -> None:
         from decentnode.cli.output import Output
+        from decentnode.report.measured import measured_in
         from decentnode.report.progress import RunProgress
 
         self.lines, self.errors = Output(sys.stdout), Output(sys.stderr)
-        self._state = RunProgress.of(facts.rounds, [uid])
+        self._state = RunProgress.of(facts.rounds, [uid], measured=measured_in({"task": facts.task}))
         self._quiet, self._join = quiet, join
         self._joined: float | None = None
 

@@ -6,18 +6,21 @@ from pathlib import Path
 
 import click
 
-from decentnode.metrics.figures import AXES, CURVES
+from decentnode.metrics.figures import AXES
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--x", "axes", type=click.Choice([*AXES, "all"]), default="all", show_default=True,
               help="What to draw against.")  # fmt: skip
-@click.option("--metric", type=click.Choice([*CURVES, "all"]), default="all", show_default=True)
+@click.option("--metric", default="all", show_default=True,
+              help="What to draw: a metric of the runs' task, such as accuracy, test_loss or perplexity; loss (of "
+                   "training), consensus_distance or consensus_rms.")  # fmt: skip
 @click.option("--all-runs", is_flag=True, help="Of the folder or the name of an experiment take all runs in it.")
 @click.option("--label", "labels", multiple=True, help="Name of a line in the legend, in the order of the runs.")
 @click.option("--paper", is_flag=True,
-              help="One panel of column width (3.3 in) as PDF: accuracy by rounds, unless told other.")  # fmt: skip
+              help="One panel of column width (3.3 in) as PDF: the task's main metric by rounds, unless told "
+                   "other.")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write; .png, .pdf or .svg.")
 def command(
     runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], paper: bool,
@@ -32,13 +35,13 @@ def command(
     """
     from decentnode.launch.run_dir import resolve, resolve_all
     from decentnode.report.plots import plot
-    from decentnode.report.runs import lines
+    from decentnode.report.runs import lines, overview
 
     paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
     drawn, said = lines(paths, labels, seeds_once=all_runs)
     if paper:
-        metric, axes = "accuracy" if metric == "all" else metric, "rounds" if axes == "all" else axes
-    metrics = ["accuracy", "loss", "consensus_distance"] if metric == "all" else [metric]
+        metric, axes = overview(drawn)[0] if metric == "all" else metric, "rounds" if axes == "all" else axes
+    metrics = overview(drawn) if metric == "all" else [metric]
     name = "_".join(["overview" if metric == "all" else metric, *([] if axes == "all" else ["by", axes])])
     if len(paths) > 1:
         name += f"_{len(paths)}_runs"

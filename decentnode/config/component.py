@@ -251,7 +251,7 @@ def _what_to_add(name: str, chosen: type[Any], kind: str) -> str:
         f"\n"
         f"        class {made}Model(Model):\n"
         f"            def __init__(self, config): pass\n"
-        f"            def make(self, input_shape, num_classes): return {made}()\n"
+        f"            def make(self, data): return {made}()\n"
         f"\n"
         f"    and name it {module}:{made}Model"
     )

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from decentnode import rng
-from decentnode.config.component import load_class
+from decentnode.config.component import Config, load_class
 from decentnode.data.base import Dataset, DatasetConfig
 from decentnode.data.partition import PARTITIONS
 
-__all__ = ["DATASETS", "PARTITIONS", "shares"]
+__all__ = ["DATASETS", "PARTITIONS", "open_dataset", "shares"]
 
 DATASETS: dict[str, str] = {
     "digits": "decentnode.data.digits:Digits",
@@ -27,14 +27,17 @@ DATASETS: dict[str, str] = {
 }
 
 
-def shares(
-    config: DatasetConfig, num_nodes: int, seed: int, base_dir: Path
-) -> tuple[Dataset, list[np.ndarray]]:
-    """The opened dataset and, per node, the sorted indices of its training samples; every node computes the same.
+def open_dataset(config: Config, base_dir: Path) -> Dataset:
+    """The dataset of a section. Raises DataError when a file is missing or corrupt."""
+    dataset: Dataset = load_class(config.name, DATASETS, "data")(config, base_dir)
+    return dataset
 
-    Raises DataError when a file is missing or corrupt, or a node would get no sample.
+
+def shares(dataset: Dataset, config: DatasetConfig, num_nodes: int, seed: int) -> list[np.ndarray]:
+    """Per node the sorted indices of its training samples; every node computes the same.
+
+    Raises DataError when a file is corrupt, or a node would get no sample.
     """
-    dataset = load_class(config.name, DATASETS, "data")(config, base_dir)
     partition = load_class(config.partition.name, PARTITIONS, "partition")(config.partition)
     generator = rng.stream(seed, rng.GLOBAL, "partition")
-    return dataset, list(partition.split(dataset.train_targets(), num_nodes, generator, dataset.train_keys()))
+    return list(partition.split(dataset.train_targets(), num_nodes, generator, dataset.train_keys()))

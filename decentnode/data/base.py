@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,27 +14,30 @@ from pydantic import Field
 from decentnode.config.component import Component, Config, section
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import DataError
+from decentnode.samples import DataSpec
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Arrays of equal length; the model gets `inputs * scale + offset` as float32.
+    """Arrays of equal length; the model gets `inputs * scale + offset` as float32, or ids as they are.
 
     8-bit images stay uint8 (a quarter of the memory; a share is converted batch by batch), and may be views of a
     memory-mapped file, which all nodes of a machine then share.
     """
 
-    inputs: np.ndarray  # [N, *input_shape] uint8 or float32
-    targets: np.ndarray  # [N] int64
+    inputs: np.ndarray  # [N, *input_shape] uint8 or float32; whole numbers where they are ids
+    targets: np.ndarray  # [N, *target_shape] int64 or float32
     scale: float = 1.0
     offset: float = 0.0
+    ids: bool = False
+    """Whether inputs are numbers of things (tokens, users), which the model gets as int64."""
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def take(self, indices: np.ndarray) -> Samples:
         """A copy of the samples at `indices` [M], in that order."""
-        return Samples(self.inputs[indices], self.targets[indices], self.scale, self.offset)
+        return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
 
 
 class DatasetConfig(Config):
@@ -47,10 +50,18 @@ class DatasetConfig(Config):
 
 
 class Dataset(Component, abc.ABC):
-    """A reader. Opening is cheap; samples are read when asked for, and only those."""
+    """A reader. Opening is cheap; samples are read when asked for, and only those.
+
+    A dataset of classes has the attributes `input_shape` and `num_classes`; others define `spec`.
+    """
 
     input_shape: tuple[int, ...]
     num_classes: int
+
+    @property
+    def spec(self) -> DataSpec:
+        """What models and tasks must know of the data."""
+        return DataSpec(tuple(self.input_shape), num_classes=self.num_classes)
 
     @abc.abstractmethod
     def __init__(self, config: Config, base_dir: Path) -> None:

@@ -20,7 +20,6 @@ from decentnode.communication.path import Path
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem, raised
-from decentnode.data import DATASETS, shares
 from decentnode.data.base import Dataset
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.experiment.tree import Experiment
@@ -30,11 +29,13 @@ from decentnode.graph.families import Ring
 from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
+from decentnode.samples import DataSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import exchange_rounds, unheard
 from decentnode.sharing.step_size import largest_step
+from decentnode.tasks.base import Task
 from decentnode.training.statistics import needs_two
 from decentnode.training.supervised import SupervisedConfig
 
@@ -60,8 +61,7 @@ def _mapping(experiment: Experiment) -> Mapping | None:
 
 def _dataset(experiment: Experiment) -> Dataset | None:
     with contextlib.suppress(UsageError):
-        dataset: Dataset = load_class(experiment.data.name, DATASETS, "data")(experiment.data, experiment.base_dir)
-        return dataset
+        return experiment.make_dataset()
     return None
 
 
@@ -97,7 +97,7 @@ def mapping_holds_the_graph(experiment: Experiment) -> Iterator[Problem]:
 
 def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
     try:
-        load_class(experiment.data.name, DATASETS, "data")(experiment.data, experiment.base_dir)
+        experiment.make_dataset()
     except UsageError as error:
         yield raised("data", error, type(experiment.data).model_fields)
 
@@ -109,28 +109,76 @@ def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
         return
     partition = getattr(experiment.data, "partition", None)
     classes = getattr(partition, "classes", None)
-    if isinstance(classes, int) and classes > dataset.num_classes:
-        message = f"must be at most {dataset.num_classes}, the classes of {experiment.data.name}, got {classes}"
+    known = dataset.spec.num_classes
+    if isinstance(classes, int) and known is not None and classes > known:
+        message = f"must be at most {known}, the classes of {experiment.data.name}, got {classes}"
         yield Problem(("data", "partition", "classes"), message, other=("data", "name"))
         return
     try:
-        shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+        experiment.shares()
     except UsageError as error:
         yield dataclasses.replace(raised("data.partition", error), other=("graph",))
 
 
+def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
+    """And the loss suits the task."""
+    if _dataset(experiment) is None:
+        return
+    try:
+        task = experiment.make_task()
+    except UsageError as error:
+        yield Problem(("task",), f": {error}", other=("data",))
+        return
+    if isinstance(experiment.training, SupervisedConfig):
+        try:
+            experiment.training.loss_for(task.loss)
+        except UsageError as error:
+            yield dataclasses.replace(raised("training", error), other=("task",))
+
+
 def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
-    """Made on the meta device: shapes without memory."""
+    """Made on the meta device: shapes without memory. What it gives for a batch suits the task."""
     dataset = _dataset(experiment)
     if dataset is None:
         return
+    spec = dataset.spec
     try:
-        with torch.device("meta"):
-            load_class(experiment.model.name, MODELS, "model")(experiment.model).make(
-                dataset.input_shape, dataset.num_classes
-            )
+        module = _on_meta(experiment, spec)
+        with contextlib.suppress(UsageError):  # reported by task_suits_the_data
+            task = experiment.make_task()
+            outputs = _outputs_on_meta(module, spec)
+            if outputs is not None:
+                floating = spec.num_classes is None and spec.vocabulary is None
+                kind = torch.float32 if floating else torch.int64
+                targets = torch.empty(len(outputs), *spec.target_shape, dtype=kind, device="meta")
+                problem = _problem_of(task, outputs, targets)
+                if problem:
+                    yield Problem(("model",), f": {problem}", other=("task",))
     except UsageError as error:
         yield dataclasses.replace(raised("model", error, type(experiment.model).model_fields), other=("data",))
+
+
+def _on_meta(experiment: Experiment, spec: DataSpec) -> torch.nn.Module:
+    with torch.device("meta"):
+        module: torch.nn.Module = load_class(experiment.model.name, MODELS, "model")(experiment.model).make(spec)
+    return module
+
+
+def _outputs_on_meta(module: torch.nn.Module, spec: DataSpec) -> torch.Tensor | None:
+    """The outputs for a batch of two; None of a module that cannot run there, of which its nodes will tell."""
+    kind = torch.float32 if spec.inputs == "values" else torch.int64
+    with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
+        outputs = module(torch.empty(2, *spec.input_shape, dtype=kind))
+        return outputs if isinstance(outputs, torch.Tensor) and len(outputs) == 2 else None
+    return None
+
+
+def _problem_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str:
+    try:
+        task.check(*task.align(outputs, targets))
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
@@ -141,7 +189,7 @@ def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
     if not _needs_two_samples(experiment, dataset):
         return
     try:
-        _, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+        parts = experiment.shares()
     except UsageError:
         return
     aside = training.validation if training.validation and training.validation.source == "train" else None
@@ -156,10 +204,10 @@ def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
 
 def _needs_two_samples(experiment: Experiment, dataset: Dataset) -> bool:
     """Seen on the meta device; of a model that cannot run there its nodes will tell."""
+    spec = dataset.spec
     with contextlib.suppress(Exception), torch.device("meta"):
-        module = load_class(experiment.model.name, MODELS, "model")(experiment.model).make(
-            dataset.input_shape, dataset.num_classes)
-        return needs_two(module, torch.empty(1, *dataset.input_shape))
+        kind = torch.float32 if spec.inputs == "values" else torch.int64
+        return needs_two(_on_meta(experiment, spec), torch.empty(1, *spec.input_shape, dtype=kind))
     return False
 
 
@@ -174,7 +222,7 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
         if graph is None:
             return
         try:
-            _, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
+            parts = experiment.shares()
         except UsageError:
             return
         samples = max(map(len, parts))
@@ -402,6 +450,7 @@ CHECKS: tuple[Check, ...] = (
     mapping_holds_the_graph,
     data_can_be_opened,
     every_node_gets_data,
+    task_suits_the_data,
     model_takes_the_data,
     batches_suit_the_model,
     schedule_lasts,

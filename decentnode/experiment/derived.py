@@ -20,6 +20,7 @@ from decentnode.mapping import MAPPINGS
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.step_size import largest_step
+from decentnode.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,16 @@ def _sharing(experiment: Experiment) -> Config | None:
     return found
 
 
-FINDERS: Mapping[str, Callable[[Experiment], Config | None]] = {"mapping": _mapping, "sharing.step_size": _sharing}
+def _task(experiment: Experiment) -> Config | None:
+    """The task that the data is for."""
+    if experiment.task is not None:
+        return None
+    return section(TASKS, "task").validate(experiment.make_dataset().spec.task)
+
+
+FINDERS: Mapping[str, Callable[[Experiment], Config | None]] = {
+    "mapping": _mapping, "task": _task, "sharing.step_size": _sharing,
+}  # fmt: skip
 """Key -> what finds the section that has its value; None where it was given, or has no value to be found."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pydantic
 import yaml
 from pydantic import AfterValidator, Field, PrivateAttr
@@ -18,7 +19,8 @@ from decentnode.communication.parts import CommunicationConfig
 from decentnode.config.component import Config, Settings, load_class, section
 from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
-from decentnode.data import DATASETS
+from decentnode.data import DATASETS, open_dataset, shares
+from decentnode.data.base import Dataset
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -27,6 +29,8 @@ from decentnode.mapping.base import Mapping as NodeMapping
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
 from decentnode.sharing import SHARINGS
+from decentnode.tasks import TASKS
+from decentnode.tasks.base import Task
 from decentnode.training import TRAININGS
 
 DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full", "communication": "auto"}
@@ -72,6 +76,8 @@ class Experiment(Settings):
     """Which machine hosts which node; one machine with all nodes when not given."""
     data: Annotated[Config, section(DATASETS, "data")]
     """The dataset, and how its training samples are dealt to the nodes."""
+    task: Annotated[Config, section(TASKS, "task")] | None = None
+    """What is learned and measured; when not given, the task that the data is for."""
     model: Annotated[Config, section(MODELS, "model")]
     """The model that every node trains."""
     training: Annotated[Config, section(TRAININGS, "training", DEFAULT_NAMES["training"])]
@@ -96,6 +102,7 @@ class Experiment(Settings):
     _derived: tuple[str, ...] = PrivateAttr(())
     _graph: Graph | None = PrivateAttr(None)
     _mapping: NodeMapping | None = PrivateAttr(None)
+    _dataset: Dataset | None = PrivateAttr(None)
 
     @property
     def source(self) -> str:
@@ -135,6 +142,27 @@ class Experiment(Settings):
             chosen = load_class(self.mapping.name, MAPPINGS, "mapping")
             self._mapping = chosen(self.mapping, base_dir=self._base_dir)
         return self._mapping
+
+    def make_dataset(self) -> Dataset:
+        """The dataset, opened once. Raises DataError."""
+        if self._dataset is None:
+            self._dataset = open_dataset(self.data, self._base_dir)
+        return self._dataset
+
+    def forget_dataset(self) -> None:
+        """Let go of the opened dataset: labels of large data take memory that a node which trains can use."""
+        self._dataset = None
+
+    def shares(self) -> list[np.ndarray]:
+        """Per node the sorted indices of its training samples; every node computes the same. Raises DataError."""
+        return shares(self.make_dataset(), self.data, self.make_graph().num_nodes, self.seed)  # type: ignore[arg-type]
+
+    def make_task(self) -> Task:
+        """The task for this data. Raises UsageError where the data is not for it."""
+        data = self.make_dataset().spec
+        section_of_task = self.task or section(TASKS, "task").validate(data.task)
+        made: Task = load_class(section_of_task.name, TASKS, "task")(section_of_task, data)
+        return made
 
     def resolved(self) -> dict[str, Any]:
         """Every value of the run as plain data, in the order of the keys above."""

@@ -25,7 +25,6 @@ from decentnode.communication.shared_memory.layout import Layout
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.connections import listen
 from decentnode.communication.zeromq.security import load_keyring
-from decentnode.data import shares
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
 from decentnode.launch.header import size
@@ -54,8 +53,8 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
     mapping = experiment.make_mapping()
     uids = mapping.local(machine)
     yield _cores(experiment, uids)
-    dataset, _ = shares(experiment.data, experiment.make_graph().num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
-    model = FlatModel(make_model(experiment, dataset.input_shape, dataset.num_classes))
+    experiment.shares()  # raises what is wrong with the data
+    model = FlatModel(make_model(experiment, experiment.make_dataset().spec))
     need, free = 3 * model.parameters.nbytes * len(uids), psutil.virtual_memory().available
     yield Finding("memory", need < free, f"{len(uids)} nodes need about {size(need)} for models and gradients, "
                                          f"{size(free)} are free")  # fmt: skip

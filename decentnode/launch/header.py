@@ -12,7 +12,6 @@ from torch import nn
 
 from decentnode import __version__
 from decentnode.build import device_of, machines_of, make_model, threads_of
-from decentnode.data import shares
 from decentnode.experiment import Experiment
 from decentnode.graph import spectrum
 from decentnode.launch.provenance import source_hash
@@ -28,8 +27,8 @@ def header(experiment: Experiment) -> list[list[str]]:
     """Returns (label, text) lines that describe the experiment. Makes one model and divides the data, as every node
     does."""
     graph = experiment.make_graph()
-    dataset, parts = shares(experiment.data, graph.num_nodes, experiment.seed, experiment.base_dir)  # type: ignore[arg-type]
-    module = make_model(experiment, dataset.input_shape, dataset.num_classes)
+    parts = experiment.shares()
+    module = make_model(experiment, experiment.make_dataset().spec)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     sizes = [len(part) for part in parts]
     neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]

@@ -47,6 +47,8 @@ class Facts:
     """Whether the others go on when a node dies."""
     restarts: int = 0
     """How many times a node that died is started again."""
+    task: dict[str, Any] = field(default_factory=dict)
+    """What the run's task measures: `TaskMetrics.plain`."""
     inputs: dict[str, str] = field(default_factory=dict)
     """Files that are copied into the run directory: name there -> path."""
 

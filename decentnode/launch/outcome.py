@@ -10,7 +10,7 @@ from typing import Any
 
 from decentnode.launch.messages import Facts, Failed, Finished
 from decentnode.metrics import summary as summaries
-from decentnode.metrics.figures import PURPOSES
+from decentnode.metrics.figures import PURPOSES, TaskMetrics
 
 Figures = dict[str, Any]
 BYTES = tuple(f"bytes_{purpose}" for purpose in PURPOSES)
@@ -141,7 +141,8 @@ def summary(
         "rounds_planned": facts.rounds,
         "start_seconds": durations.start,
         "wall_seconds": durations.wall,
-        **summaries.combine(ledger.figures(), ledger.bytes_beside()),
+        "task": facts.task,
+        **summaries.combine(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.bytes_beside()),
     }
     if ledger.lost or ledger.members:
         members = ledger.members or [uid for uid in range(facts.num_nodes) if uid not in ledger.lost]

@@ -17,10 +17,11 @@ from decentnode.mapping import MAPPINGS
 from decentnode.mixing import cpu
 from decentnode.models import MODELS
 from decentnode.sharing import SHARINGS
+from decentnode.tasks import TASKS
 from decentnode.training import TRAININGS
 
 gc.disable()
-TABLES = (COMMUNICATIONS, CODECS, DATASETS, PARTITIONS, GRAPHS, WEIGHTS, MAPPINGS, MODELS, SHARINGS, TRAININGS)
+TABLES = (COMMUNICATIONS, CODECS, DATASETS, PARTITIONS, GRAPHS, WEIGHTS, MAPPINGS, MODELS, SHARINGS, TASKS, TRAININGS)
 
 
 def components() -> list[str]:
@@ -57,11 +58,10 @@ for _module in MODULES:
         continue
 
 with contextlib.suppress(Exception):  # only warms up: what the first load makes and imports, children need not
-    from decentnode.data import shares
     from decentnode.experiment import load
 
     _example = load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
-    shares(_example.data, _example.make_graph().num_nodes, _example.seed, _example.base_dir)  # type: ignore[arg-type]
+    _example.shares()
 
 cpu.library()  # compiled here the first time, rather than by every child
 

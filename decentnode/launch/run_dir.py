@@ -74,6 +74,7 @@ def write_inputs(path: Path, facts: Facts, command: str) -> None:
         "command.txt": command + "\n",
         "mapping.yaml": facts.mapping_text,
         "graph.edges": facts.graph_text,
+        "task.json": json.dumps(facts.task, indent=2) + "\n",
     }
     try:
         for name, text in files.items():

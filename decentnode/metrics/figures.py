@@ -1,16 +1,19 @@
 """The figures of a run: the one table of their names, units and meanings.
 
 summary.json, CSV files, tables, plots and the docs use it. Values for programs are in base units (bytes, seconds,
-fractions); values for people are scaled, and their heading has the unit.
+fractions); values for people are scaled, and their heading has the unit. What a task measures (accuracy, perplexity)
+are its `Metric`s, from which `TaskMetrics` makes the figures and curves of its runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Purpose = Literal["data", "metadata", "protocol", "evaluation", "control"]
 """The purpose for which bytes were sent."""
@@ -85,16 +88,6 @@ def _rounds(values: Sequence[float]) -> int:
 
 
 FIGURES = (
-    Figure("accuracy_mean", "fraction", "of the test set that a node's own model gets right, mean over the nodes",
-           "Node.evaluate", "accuracy %", 100, of=("accuracy",)),
-    Figure("accuracy_min", "fraction", "the same of the worst node", "Node.evaluate", "worst node %", 100,
-           of=("accuracy",), how=_least),
-    Figure("accuracy_max", "fraction", "the same of the best node", "Node.evaluate", "best node %", 100,
-           of=("accuracy",), how=_most),
-    Figure("accuracy_merged", "fraction", "of the test set that the mean of all models gets right", "Node.evaluate",
-           "merged %", 100, of=("accuracy_merged",), how=_first),
-    Figure("loss_mean", "1", "test loss of a node's own model, mean over the nodes", "Node.evaluate", "test loss",
-           digits=4, of=("loss",)),
     Figure("consensus_rms", "as the parameters", "sqrt(mean over nodes of ||x_i - mean x||^2)", "Node.evaluate",
            "consensus rms", digits=3, of=("consensus_rms",), how=_first),
     Figure("consensus_distance", "1", "consensus_rms / ||mean x||: relative to the size of the mean model",
@@ -122,13 +115,13 @@ FIGURES = (
            "start s", digits=1),
     Figure("wall_seconds", "s", "from the command to the end", "launch/run.py", "wall s", digits=1),
 )  # fmt: skip
+"""The figures that runs of every task have."""
 BY_NAME = {figure.name: figure for figure in FIGURES}
 
 COMPARED = (
-    "accuracy_mean", "accuracy_min", "accuracy_merged", "consensus_rms", "consensus_distance", "bytes_sent_per_node",
-    "bytes_metadata_per_node", "round_seconds_median",
+    "consensus_rms", "consensus_distance", "bytes_sent_per_node", "bytes_metadata_per_node", "round_seconds_median",
 )  # fmt: skip
-"""The columns of `decentnode compare`."""
+"""The columns of `decentnode compare` behind those of the task."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +143,143 @@ class Curve:
 
 
 CURVES = {
-    "accuracy": Curve("evaluation", "accuracy", "test accuracy (%)", 100, merged="accuracy_merged"),
     "loss": Curve("round", "loss", "training loss", logarithmic=True),
     "consensus_distance": Curve("evaluation", "consensus_distance", "consensus distance (relative)",
                                 logarithmic=True, spread=False),
     "consensus_rms": Curve("evaluation", "consensus_rms", "consensus rms (absolute)", logarithmic=True, spread=False),
 }  # fmt: skip
-"""The curves that `decentnode plot` draws."""
+"""The curves that runs of every task have."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure that a task measures of a model on test samples."""
+
+    name: str
+    """The key in metrics.jsonl; with _mean, _min, _max or _merged behind it in summary.json."""
+    unit: str
+    """The unit of the value in these files."""
+    meaning: str
+    """What it is, as the end of the sentence "It is ..."."""
+    better: Literal["higher", "lower"]
+    word: str = ""
+    """What people read; the name with spaces when empty."""
+    short: str = ""
+    """In the line per evaluation; the name when empty."""
+    suffix: str = ""
+    """The unit behind scaled values in headings, such as %."""
+    scale: float = 1.0
+    """Factor from the value in the files to the one in tables and plots."""
+    digits: int = 3
+    """Digits that tables show after the decimal point."""
+    logarithmic: bool = False
+    """Whether plots have a logarithmic axis where values span more than half a decade."""
+
+    @property
+    def text(self) -> str:
+        return self.word or self.name.replace("_", " ")
+
+    @property
+    def line_name(self) -> str:
+        return self.short or self.name
+
+    @property
+    def worst(self) -> Literal["min", "max"]:
+        """Which extreme over the nodes is the worst node's."""
+        return "min" if self.better == "higher" else "max"
+
+    def figures(self, main: bool, over_nodes: bool = False) -> tuple[Figure, ...]:
+        """Returns the figures over the nodes of a run. main: whether it is the task's first metric, which headings need
+        not name again. over_nodes: whether the mean is one over the samples of all nodes, which every node knows."""
+        behind = f" {self.suffix}" if self.suffix else ""
+        of = "" if main else f" {self.text}"
+        kind: dict[str, Any] = {"unit": self.unit, "where": "Node.evaluate", "scale": self.scale, "digits": self.digits}
+        low, high = ("worst", "best") if self.better == "higher" else ("best", "worst")
+        mean: dict[str, Any] = {"of": (self.name,)}
+        if over_nodes:
+            mean = {"of": (f"{self.name}_mean",), "how": _first}
+        merged = f"merged{of}{behind}"
+        return (
+            Figure(f"{self.name}_mean", meaning=f"{self.meaning}; of a node's own model, mean over the nodes",
+                   title=f"{self.text}{behind}", **mean, **kind),
+            Figure(f"{self.name}_min", meaning=f"the same of the {low} node", title=f"{low} node{of}{behind}",
+                   of=(self.name,), how=_least, **kind),
+            Figure(f"{self.name}_max", meaning=f"the same of the {high} node", title=f"{high} node{of}{behind}",
+                   of=(self.name,), how=_most, **kind),
+            Figure(f"{self.name}_merged", meaning="the same of the mean of all models", title=merged,
+                   of=(f"{self.name}_merged",), how=_first, **kind),
+        )  # fmt: skip
+
+    def curve(self) -> Curve:
+        unit = self.suffix or (self.unit if self.unit != "1" else "")
+        label = f"test {self.text}" + (f" ({unit})" if unit else "")
+        return Curve("evaluation", self.name, label, self.scale, self.logarithmic, merged=f"{self.name}_merged")
+
+
+LOSS = Metric("loss", "1", "the mean loss on the test samples", "lower", word="loss", digits=4, logarithmic=True)
+"""The metric that every task has."""
+
+
+@dataclass(frozen=True)
+class TaskMetrics:
+    """What runs of one task measure, as summary.json and task.json tell it to whoever reads a run."""
+
+    task: str
+    """Name of the task, or "package.module:Class"."""
+    metrics: tuple[Metric, ...]
+    """The first is the main one, which tables, plots and console lines show."""
+    sharded: bool = False
+    """Whether every node tests its own model on its part of the test set alone; means are then over all samples."""
+
+    @property
+    def main(self) -> Metric:
+        return self.metrics[0]
+
+    @functools.cached_property
+    def figures(self) -> tuple[Figure, ...]:
+        """All figures of such a run, those of the metrics first."""
+        own = (each.figures(each is self.main, self.sharded) for each in self.metrics)
+        return (*(figure for figures in own for figure in figures), *FIGURES)
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Figure]:
+        return {figure.name: figure for figure in self.figures}
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The columns of `decentnode compare`."""
+        main = self.main
+        return (f"{main.name}_mean", f"{main.name}_{main.worst}", f"{main.name}_merged", *COMPARED)
+
+    @functools.cached_property
+    def curves(self) -> dict[str, Curve]:
+        """The curves that `decentnode plot` draws: a metric's own name, `test_loss` for the loss, because `loss` is
+        that of training."""
+        return {**{curve_name(each): each.curve() for each in self.metrics}, **CURVES}
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data for JSON; `from_plain` reads it back."""
+        return {"name": self.task, "sharded": self.sharded,
+                "metrics": [dataclasses.asdict(each) for each in self.metrics]}  # fmt: skip
+
+    @classmethod
+    def from_plain(cls, found: Any) -> TaskMetrics:
+        """Raises ValueError where it is not what `plain` returns."""
+        known = {field.name for field in dataclasses.fields(Metric)}
+        try:
+            metrics = tuple(Metric(**{key: value for key, value in each.items() if key in known})
+                            for each in found["metrics"])  # fmt: skip
+            made = cls(str(found["name"]), metrics, bool(found.get("sharded", False)))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"a run's task must have a name and metrics, got {found!r:.200}") from error
+        if not metrics:
+            raise ValueError(f"task {made.task} must have a metric")
+        return made
+
+
+def curve_name(metric: Metric) -> str:
+    return "test_loss" if metric.name == "loss" else metric.name
+
 
 AXES = {"rounds": "rounds", "seconds": "time (s)", "bytes": "payloads sent by all nodes"}
 """The horizontal axes that it draws against; the unit of bytes follows from their size."""

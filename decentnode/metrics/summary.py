@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decentnode.metrics.figures import FIGURES, NodeFigures
+from decentnode.metrics.figures import NodeFigures, TaskMetrics
 from decentnode.metrics.writer import finite
 
 Figures = NodeFigures
@@ -18,15 +18,18 @@ def _numbers(nodes: Iterable[Figures], key: str) -> list[float]:
     return [float(value) for figures in nodes if isinstance(value := figures.get(key), int | float)]
 
 
-def combine(nodes: Mapping[int, Figures], beside: Mapping[str, int] | None = None) -> dict[str, Any]:
+def combine(
+    nodes: Mapping[int, Figures], measured: TaskMetrics, beside: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """Returns the run's figures, computed from its nodes' as metrics/figures.py says; null where no node reported one.
 
-    beside: bytes by the nodes' keys that were sent by processes whose figures are not among `nodes`.
+    measured: what the run's task measures. beside: bytes by the nodes' keys that were sent by processes whose figures
+    are not among `nodes`.
     """
     by_uid = [nodes[uid] for uid in sorted(nodes)]
     told = [*by_uid, beside] if beside else by_uid
     return {
-        **{figure.name: figure.combined(told) for figure in FIGURES if figure.of},
+        **{figure.name: figure.combined(told) for figure in measured.figures if figure.of},
         "waiting": waiting(nodes),
         "nodes": {str(uid): dict(nodes[uid]) for uid in sorted(nodes)},
     }

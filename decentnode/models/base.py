@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import abc
+import math
 
 from torch import nn
 
 from decentnode.config.component import Component, Config
 from decentnode.errors import UsageError
+from decentnode.samples import DataSpec
 
 
 class Model(Component, abc.ABC):
-    """Makes modules that map [B, *input_shape] float32 to logits [B, num_classes]."""
+    """Makes modules for the data at hand: they map a batch of inputs to what the task takes."""
 
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...
 
     @abc.abstractmethod
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    def make(self, data: DataSpec) -> nn.Module:
         """A new module. Initial values come from torch's global generator, which the caller seeds.
 
-        Raises UsageError when the model cannot take inputs of this shape.
+        Raises UsageError when the model is not for such data.
         """
 
 
-def image_shape(model: str, input_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
+def outputs_of(model: str, data: DataSpec) -> int:
+    """How many outputs a model has for such data: one per class, or one per number of a target. Raises UsageError
+    unless inputs are numbers."""
+    if data.inputs != "values":
+        raise UsageError(f"model {model} needs inputs of numbers, got ids of things ({data.task})")
+    return data.num_classes or math.prod(data.target_shape)
+
+
+def image_shape(model: str, data: DataSpec, smallest: int) -> tuple[int, int, int]:
     """(channels, height, width). Raises UsageError unless inputs are images of at least smallest x smallest."""
+    input_shape = data.input_shape
     if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
         raise UsageError(
             f"model {model} needs images [channels, height, width] of at least {smallest}x{smallest}, "

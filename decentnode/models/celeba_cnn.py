@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.samples import DataSpec
 
 
 class CelebaCnnConfig(Config):
@@ -23,9 +24,10 @@ class CelebaCnn(Model):
     def __init__(self, config: CelebaCnnConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, height, width = image_shape("celeba_cnn", input_shape, 16)
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, height, width = image_shape("celeba_cnn", data, 16)
         layers: list[nn.Module] = []
         for inputs in (channels, 32, 32, 32):
             layers += [nn.Conv2d(inputs, 32, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * (height // 16) * (width // 16), num_classes))
+        pixels = (height // 16) * (width // 16)
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * pixels, outputs_of("celeba_cnn", data)))

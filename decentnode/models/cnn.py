@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.samples import DataSpec
 
 
 class CnnConfig(Config):
@@ -22,12 +23,12 @@ class Cnn(Model):
     def __init__(self, config: CnnConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, height, width = image_shape("cnn", input_shape, 16)
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, height, width = image_shape("cnn", data, 16)
         pixels = ((height - 4) // 2 - 4) // 2 * (((width - 4) // 2 - 4) // 2)
         return nn.Sequential(
             nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Linear(16 * pixels, 120), nn.ReLU(),
-            nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, num_classes),
+            nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs_of("cnn", data)),
         )

@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.samples import DataSpec
 
 
 class FemnistCnnConfig(Config):
@@ -23,11 +24,11 @@ class FemnistCnn(Model):
     def __init__(self, config: FemnistCnnConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, height, width = image_shape("femnist_cnn", input_shape, 4)
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, height, width = image_shape("femnist_cnn", data, 4)
         pixels = (height // 4) * (width // 4)
         return nn.Sequential(
             nn.Conv2d(channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(64 * pixels, 512), nn.ReLU(), nn.Linear(512, num_classes),
+            nn.Flatten(), nn.Linear(64 * pixels, 512), nn.ReLU(), nn.Linear(512, outputs_of("femnist_cnn", data)),
         )

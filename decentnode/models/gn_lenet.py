@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
 from decentnode.models.norms import Norm, make_norm
+from decentnode.samples import DataSpec
 
 
 class GnLenetConfig(Config):
@@ -28,9 +29,9 @@ class GnLenet(Model):
     def __init__(self, config: GnLenetConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, height, width = image_shape("gn_lenet", input_shape, 8)
-        return GnLenetModule(channels, (height // 8) * (width // 8), num_classes, self.config.norm)
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, height, width = image_shape("gn_lenet", data, 8)
+        return GnLenetModule(channels, (height // 8) * (width // 8), outputs_of("gn_lenet", data), self.config.norm)
 
 
 class GnLenetModule(nn.Module):

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.samples import DataSpec
 
 
 class LenetConfig(Config):
@@ -26,15 +27,16 @@ class Lenet(Model):
     def __init__(self, config: LenetConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, height, width = image_shape("lenet", input_shape, 16 if self.config.variant == "caffe" else 12)
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, height, width = image_shape("lenet", data, 16 if self.config.variant == "caffe" else 12)
         # lenet5 was made for 32x32: two pixels of padding make 28x28 so.
         first, second, padding = (6, 16, 2) if self.config.variant == "lenet5" else (20, 50, 0)
         rows, columns = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width))
         pixels = second * rows * columns
-        hidden = [nn.Linear(pixels, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, num_classes)]
+        outputs = outputs_of("lenet", data)
+        hidden = [nn.Linear(pixels, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs)]
         if self.config.variant == "caffe":
-            hidden = [nn.Linear(pixels, 500), nn.ReLU(), nn.Linear(500, num_classes)]
+            hidden = [nn.Linear(pixels, 500), nn.ReLU(), nn.Linear(500, outputs)]
         return nn.Sequential(
             nn.Conv2d(channels, first, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2),

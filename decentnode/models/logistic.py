@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model
+from decentnode.models.base import Model, outputs_of
+from decentnode.samples import DataSpec
 
 
 class LogisticConfig(Config):
@@ -21,5 +22,5 @@ class Logistic(Model):
     def __init__(self, config: LogisticConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
+    def make(self, data: DataSpec) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(data.input_shape), outputs_of("logistic", data)))

@@ -10,7 +10,8 @@ from pydantic import PositiveInt
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model
+from decentnode.models.base import Model, outputs_of
+from decentnode.samples import DataSpec
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
 
@@ -30,9 +31,9 @@ class Mlp(Model):
     def __init__(self, config: MlpConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    def make(self, data: DataSpec) -> nn.Module:
         layers: list[nn.Module] = [nn.Flatten()]
-        for width_in, width_out in pairwise([math.prod(input_shape), *self.config.hidden]):
+        for width_in, width_out in pairwise([math.prod(data.input_shape), *self.config.hidden]):
             layers += [nn.Linear(width_in, width_out), ACTIVATIONS[self.config.activation]()]
-        last = self.config.hidden[-1] if self.config.hidden else math.prod(input_shape)
-        return nn.Sequential(*layers, nn.Linear(last, num_classes))
+        last = self.config.hidden[-1] if self.config.hidden else math.prod(data.input_shape)
+        return nn.Sequential(*layers, nn.Linear(last, outputs_of("mlp", data)))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
 from decentnode.models.norms import Norm, he_normal, make_norm
+from decentnode.samples import DataSpec
 
 SHAPES: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
     8: ((128, 256, 512), (1, 1, 1)),
@@ -62,9 +63,9 @@ class Resnet(Model):
     def __init__(self, config: ResnetConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, _, _ = image_shape(self.config.name, input_shape, 4)
-        return he_normal(ResnetModule(self.config, channels, num_classes))
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, _, _ = image_shape(self.config.name, data, 4)
+        return he_normal(ResnetModule(self.config, channels, outputs_of(self.config.name, data)))
 
 
 class ResnetModule(nn.Sequential):

@@ -8,9 +8,10 @@ from pydantic import Field
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
 from decentnode.models.norms import Norm, he_normal
 from decentnode.models.resnet import ResnetConfig, ResnetModule
+from decentnode.samples import DataSpec
 
 
 class RnetConfig(Config):
@@ -31,6 +32,6 @@ class Rnet(Model):
         shape = {"depth": 18, "widths": (32, 64, 128, 256), "stem": "large"}
         self._resnet = ResnetConfig.model_validate({**shape, "norm": config.norm, "groups": config.groups})
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, _, _ = image_shape("rnet", input_shape, 16)
-        return he_normal(ResnetModule(self._resnet, channels, num_classes))
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, _, _ = image_shape("rnet", data, 16)
+        return he_normal(ResnetModule(self._resnet, channels, outputs_of("rnet", data)))

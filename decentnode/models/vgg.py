@@ -8,8 +8,9 @@ from pydantic import Field
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
 from decentnode.models.norms import Norm, he_normal, make_norm
+from decentnode.samples import DataSpec
 
 STAGES: dict[int, tuple[int, ...]] = {
     11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4),
@@ -40,8 +41,8 @@ class Vgg(Model):
     def __init__(self, config: VggConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, height, width = image_shape("vgg", input_shape, 32)
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, height, width = image_shape("vgg", data, 32)
         layers: list[nn.Module] = []
         for outputs, count in zip(WIDTHS, STAGES[self.config.depth], strict=True):
             for _ in range(count):
@@ -53,4 +54,4 @@ class Vgg(Model):
         layers.append(nn.Flatten())
         for inputs in (512 * pixels, 512):
             layers += [nn.Dropout(self.config.dropout), nn.Linear(inputs, 512), nn.ReLU()]
-        return he_normal(nn.Sequential(*layers, nn.Linear(512, num_classes)))
+        return he_normal(nn.Sequential(*layers, nn.Linear(512, outputs_of("vgg", data))))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape
+from decentnode.models.base import Model, image_shape, outputs_of
 from decentnode.models.norms import Norm, he_normal, make_norm
+from decentnode.samples import DataSpec
 
 
 class WideResnetConfig(Config):
@@ -44,8 +45,8 @@ class WideResnet(Model):
     def __init__(self, config: WideResnetConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        channels, _, _ = image_shape("wide_resnet", input_shape, 4)
+    def make(self, data: DataSpec) -> nn.Module:
+        channels, _, _ = image_shape("wide_resnet", data, 4)
         config = self.config
         layers: list[nn.Module] = [nn.Conv2d(channels, 16, 3, padding=1, bias=False)]
         inputs = 16
@@ -54,7 +55,7 @@ class WideResnet(Model):
                 layers.append(WideBlock(inputs, width * config.widen, 2 if stage and not block else 1, config))
                 inputs = width * config.widen
         layers += [make_norm(config.norm, inputs, config.groups), nn.ReLU()]
-        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes)]
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, outputs_of("wide_resnet", data))]
         return he_normal(nn.Sequential(*layers))
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication, Pending
+from decentnode.tasks.base import Task
 from decentnode.tensors import blocks
 from decentnode.training.base import Evaluation, Training
 
@@ -56,24 +57,31 @@ class Evaluator:
             merged = yield from self._recomputed(merged, f"{key}/statistics", closing)
         of_merged = self._evaluate_merged(merged, share)
         distance, norm = squared_distance(own[: model.num_parameters], merged[: model.num_parameters])
-        sums = torch.tensor(
-            [distance, of_merged.loss * of_merged.samples, of_merged.accuracy * of_merged.samples, of_merged.samples,
-             local.accuracy, local.loss], dtype=torch.float64)
-        pending = communication.mean(f"{key}/figures", sums, closing)
+        task = training.task
+        names = [each.name for each in task.measured().metrics]
+        packed = _packed(task, names, distance, of_merged, local)
+        pending = communication.mean(f"{key}/figures", packed, closing)
         yield from steps_until_ready(pending, self._phases)
         mean, _ = pending.wait(timeout)
-        figures: dict[str, float] = {
-            "loss": local.loss, "accuracy": local.accuracy,
-            "accuracy_mean": float(mean[4]), "loss_mean": float(mean[5]),
-            "accuracy_merged": float(mean[2] / mean[3]), "loss_merged": float(mean[1] / mean[3]),
-            "consensus_distance": math.sqrt(float(mean[0])) / max(math.sqrt(norm), 1e-30),
-            "consensus_rms": math.sqrt(float(mean[0])),
-            "contributors": contributors,
-        }
+        rms = math.sqrt(float(mean[0]))
+        figures = {**local.metrics, **self._over_nodes(names, mean[1:].tolist(), contributors)}
+        figures |= {"consensus_distance": rms / max(math.sqrt(norm), 1e-30), "consensus_rms": rms,
+                    "contributors": contributors}  # fmt: skip
         if training.has_validation:
             validation = training.evaluate("validation")
-            figures |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
+            figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
         return Evaluated(merged, figures)
+
+    def _over_nodes(self, names: Sequence[str], means: Sequence[float], nodes: int) -> dict[str, float]:
+        """Returns <metric>_mean over the nodes that could tell one, and <metric>_merged of the merged model.
+
+        means: over so many nodes, as `_packed` orders them, without the distance.
+        """
+        task = self._training.task
+        sums = {name: mean * nodes for name, mean in zip(task.all_sums, means[: len(task.all_sums)], strict=True)}
+        told, *local = means[len(task.all_sums) :]
+        found = {f"{name}_mean": mean / told for name, mean in zip(names, local, strict=True) if told}
+        return {**found, **{f"{name}_merged": value for name, value in task.evaluated(sums).items()}}
 
     def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Generator[None, None, Tensor]:
         """Returns the merged model [P + B] with the statistics that it has over the data of all nodes."""
@@ -109,6 +117,13 @@ class Evaluator:
         finally:
             model.parameters.copy_(parameters)
             model.buffers.copy_(buffers)
+
+
+def _packed(task: Task, names: Sequence[str], distance: float, of_merged: Evaluation, local: Evaluation) -> Tensor:
+    """Returns what is averaged over the nodes, float64: the squared distance, the sums of the merged model, 1 where
+    this node's own test samples gave metrics, and these (zeros elsewhere)."""
+    told = [1.0, *(local.metrics[name] for name in names)] if local.metrics else [0.0] * (1 + len(names))
+    return torch.tensor([distance, *(of_merged.sums[name] for name in task.all_sums), *told], dtype=torch.float64)
 
 
 def steps_until_ready(pending: Pending, phases: int) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from decentnode.report.measured import measured_in
 from decentnode.report.words import duration, number, plural, size
 
 
@@ -17,7 +18,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
         "interrupted": f"stopped after round {rounds} of {planned}, {wall}",
         "failed": f"failed after round {rounds} of {planned}, {wall}",
     }[summary["status"]]
-    lines = [f"{did}{_accuracy(summary)}"]
+    lines = [f"{did}{_main_metric(summary)}"]
     count = len(summary["nodes"])
     if not count:
         return lines
@@ -30,17 +31,20 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     return [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
 
 
-def _accuracy(summary: Mapping[str, Any]) -> str:
-    if summary["accuracy_mean"] is None:
+def _main_metric(summary: Mapping[str, Any]) -> str:
+    main = measured_in(summary).main
+    if summary.get(f"{main.name}_mean") is None:
         return ""
     evaluated, when = summary.get("evaluated_round"), ""
     if evaluated is not None and evaluated < summary["rounds"]:
         when = f"after round {evaluated:.0f} "
-    told = {uid: f["accuracy"] for uid, f in summary["nodes"].items() if f.get("accuracy") is not None}
+    told = {uid: f[main.name] for uid, f in summary["nodes"].items() if f.get(main.name) is not None}
+    if not told:
+        return ""
     low, high = min(told, key=told.__getitem__), max(told, key=told.__getitem__)
     return (
-        f": {when}mean test accuracy {summary['accuracy_mean']:.3f} (min {told[low]:.3f} node {low}, "
-        f"max {told[high]:.3f} node {high}), merged model {number(summary['accuracy_merged'], '.3f')}, "
+        f": {when}mean test {main.text} {summary[f'{main.name}_mean']:.3f} (min {told[low]:.3f} node {low}, "
+        f"max {told[high]:.3f} node {high}), merged model {number(summary[f'{main.name}_merged'], '.3f')}, "
         f"consensus distance {number(summary['consensus_distance'], '.1e')}"
     )
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decentnode.metrics.figures import BY_NAME, COMPARED, Figure
+from decentnode.metrics.figures import Figure
+from decentnode.report.measured import BEFORE, columns
 from decentnode.report.repeats import Ran, labels
 
-COLUMNS = tuple(BY_NAME[name] for name in COMPARED)
 PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
 MAX_LABEL = 60
 """Most characters of a row's name in the table for people."""
@@ -26,6 +26,8 @@ class ComparedRow:
     name: str
     runs: int
     values: Mapping[str, Sequence[float]]
+    columns: Sequence[Figure]
+    """The figures, in the order in which tables show them; the same for all rows of a table."""
 
     def mean(self, name: str) -> float | None:
         return statistics.fmean(self.values[name]) if self.values[name] else None
@@ -41,12 +43,16 @@ class ComparedRow:
         return figure.shown(mean) if deviation is None else f"{figure.shown(mean)} ±{figure.shown(deviation)}"
 
 
-def row(name: str, summaries: Sequence[Mapping[str, Any]]) -> ComparedRow:
-    """Makes a row. summaries: as in summary.json, one per seed."""
+def row(
+    name: str, summaries: Sequence[Mapping[str, Any]], shown: Sequence[Figure] | None = None
+) -> ComparedRow:
+    """Makes a row. summaries: as in summary.json, one per seed. shown: the columns of the table, those of
+    classification when None."""
+    shown = columns([BEFORE]) if shown is None else shown
     return ComparedRow(name, len(summaries), {
         figure.name: [value for each in summaries if (value := _value(each, figure.name)) is not None]
-        for figure in COLUMNS
-    })  # fmt: skip
+        for figure in shown
+    }, shown)  # fmt: skip
 
 
 def _value(summary: Mapping[str, Any], name: str) -> float | None:
@@ -59,17 +65,19 @@ def _value(summary: Mapping[str, Any], name: str) -> float | None:
 def rows(groups: Sequence[Sequence[Ran]]) -> list[ComparedRow]:
     """Returns a row per group of repeats."""
     named = zip(labels(groups), groups, strict=True)
-    return [row(label, [each.summary for each in group]) for label, group in named]
+    shown = columns(dict.fromkeys(each.measured for group in groups for each in group))
+    return [row(label, [each.summary for each in group], shown) for label, group in named]
 
 
 def text_table(rows: Sequence[ComparedRow]) -> str:
-    """Returns a simple table of reStructuredText, which a terminal can show too."""
-    cells = [["experiment", "runs", *(figure.title for figure in COLUMNS)]]
+    """Returns a simple table of reStructuredText, which a terminal can show too. rows: at least one."""
+    shown = rows[0].columns
+    cells = [["experiment", "runs", *(figure.title for figure in shown)]]
     names = [each.name if len(each.name) <= MAX_LABEL else f"{each.name[: MAX_LABEL - 4]} ..." for each in rows]
     if len(set(names)) < len(names):
         names = [each.name for each in rows]
     cells += [
-        [name, str(each.runs), *(each.shown(figure) for figure in COLUMNS)]
+        [name, str(each.runs), *(each.shown(figure) for figure in shown)]
         for name, each in zip(names, rows, strict=True)
     ]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
@@ -87,10 +95,11 @@ def csv_table(rows: Sequence[ComparedRow]) -> str:
     """Returns CSV text for other programs: means and deviations in columns of their own, in the figures' units."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    titles = [title for figure in COLUMNS for title in (figure.name, f"{figure.name}_std")]
+    shown = rows[0].columns
+    titles = [title for figure in shown for title in (figure.name, f"{figure.name}_std")]
     writer.writerow(["experiment", "runs", *titles])
     for each in rows:
-        found = [value for figure in COLUMNS for value in (each.mean(figure.name), each.deviation(figure.name))]
+        found = [value for figure in shown for value in (each.mean(figure.name), each.deviation(figure.name))]
         writer.writerow([each.name, each.runs, *("" if value is None else f"{value:.9g}" for value in found)])
     return out.getvalue()
 

@@ -1,15 +1,16 @@
-"""Plots of runs: accuracy, loss and consensus distance over rounds, seconds and bytes."""
+"""Plots of runs: what tasks measure, loss and consensus distance over rounds, seconds and bytes."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from decentnode.config.component import nearest
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.metrics.figures import AXES, CURVES
-from decentnode.report.runs import Line
+from decentnode.metrics.figures import AXES, Curve
+from decentnode.report.runs import Line, curves_of
 from decentnode.report.words import plural
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ def plot(
         raise UsageError(f"the picture's name must end in {'.pdf' if paper else ', '.join(SUFFIXES)}, got {path.name}")
     if paper and (len(metrics), len(axes)) != (1, 1):
         raise UsageError(f"--paper draws one panel, got {len(metrics)} x {len(axes)}")
+    known = curves_of(lines)
+    for metric in metrics:
+        if metric not in known:
+            hint = nearest(metric, known)
+            raise UsageError(f"--metric must be one of {', '.join(known)}, which these runs have, got {metric!r}"
+                             + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,7 +68,7 @@ def plot(
     with matplotlib.rc_context(style):
         figure, panels = plt.subplots(*shape, figsize=size, squeeze=False, sharey="row", layout="constrained")
         try:
-            drawn = _panels(panels, lines, metrics, axes)
+            drawn = _panels(panels, lines, {metric: known[metric] for metric in metrics}, axes)
             if not drawn:
                 names = ", ".join(line.label for line in lines)
                 raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")
@@ -80,21 +87,21 @@ def plot(
     return [line.label for index, line in enumerate(lines) if index not in drawn]
 
 
-def _panels(panels: Any, lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str]) -> set[int]:
+def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:
     """Draw all panels. Returns the numbers of the lines that appear in some panel."""
     drawn: set[int] = set()
-    for row, metric in enumerate(metrics):
+    for row, (metric, curve) in enumerate(metrics.items()):
         for column, axis in enumerate(axes):
-            drawn |= _panel(panels[row][column], lines, metric, axis, bottom=row == len(metrics) - 1)
-        panels[row][0].set_ylabel(CURVES[metric].label)
+            drawn |= _panel(panels[row][column], lines, (metric, curve), axis, bottom=row == len(metrics) - 1)
+        panels[row][0].set_ylabel(curve.label)
     return drawn
 
 
-def _panel(panel: Axes, lines: Sequence[Line], metric: str, axis: str, bottom: bool) -> set[int]:
+def _panel(panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, bottom: bool) -> set[int]:
     """Draw all lines into one panel. Returns the numbers of those that have values."""
     from matplotlib.ticker import MaxNLocator
 
-    curve = CURVES[metric]
+    metric, curve = shown
     drawn = [(index, line, series) for index, line in enumerate(lines) if (series := line.series(metric, axis)).x]
     unit, name = _unit([max(series.x) for _, _, series in drawn]) if axis == "bytes" else (1.0, "")
     for index, line, series in drawn:

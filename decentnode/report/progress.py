@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentnode.metrics.figures import TaskMetrics
+from decentnode.report.measured import BEFORE
 from decentnode.report.words import duration, number, size
 
 
@@ -17,7 +19,8 @@ class NodeState:
     rounds: int = 0
     """How many rounds it has finished."""
     loss: float | None = None
-    accuracy: float | None = None
+    metric: float | None = None
+    """The task's main metric of its own model."""
     evaluated: int = -1
     """The round after which it was evaluated."""
     sent_bytes: int = 0
@@ -50,11 +53,16 @@ class RunProgress:
     """The last evaluation that every local node has reported."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
+    measured: TaskMetrics = BEFORE
+    """What the run's task measures."""
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0) -> RunProgress:
-        return cls(rounds, {uid: NodeState(uid) for uid in uids}, evaluate_every=evaluate_every)
+    def of(
+        cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0, measured: TaskMetrics = BEFORE
+    ) -> RunProgress:
+        nodes = {uid: NodeState(uid) for uid in uids}
+        return cls(rounds, nodes, evaluate_every=evaluate_every, measured=measured)
 
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:
         """Take a record of a node. Returns whether it completes an evaluation of all local nodes."""
@@ -73,15 +81,16 @@ class RunProgress:
         round = record["round"]
         if node.rounds < round:  # the round's own record was lost
             node.rounds, node.loss = round, None
-        node.accuracy, node.evaluated = record.get("accuracy"), round
+        main = self.measured.main
+        node.metric, node.evaluated = record.get(main.name), round
         known = self._evaluations.setdefault(round, {})
         known[uid] = Told(record, node.loss, node.sent_bytes)
         if not known.keys() >= {node.uid for node in self.taking_part()}:
             return False
-        accuracies = [each.record["accuracy"] for each in known.values() if each.record.get("accuracy") is not None]
+        metrics = [each.record[main.name] for each in known.values() if each.record.get(main.name) is not None]
         losses = [each.loss for each in known.values() if each.loss is not None]
         self.latest = {
-            **record, "accuracy_min": min(accuracies, default=None), "round": round,
+            **record, "worst": (min if main.worst == "min" else max)(metrics, default=None), "round": round,
             "train_loss": sum(losses) / len(losses) if losses else None,
             "sent_bytes": sum(each.sent_bytes for each in known.values()),
         }  # fmt: skip
@@ -119,20 +128,20 @@ class RunProgress:
 
         again: a line told of the round already, so that this one begins with `evaluated=20/60`.
         """
-        latest = self.latest
+        latest, main = self.latest, self.measured.main
         parts = [f"{'evaluated' if again else 'round'}={latest['round']}/{self.rounds}"]
         if latest["train_loss"] is not None:
             parts.append(f"loss={latest['train_loss']:.4f}")
         parts += [
-            f"acc_mean={number(latest.get('accuracy_mean'), '.3f')}",
-            f"acc_min={number(latest.get('accuracy_min'), '.3f')}",
-            f"acc_merged={number(latest.get('accuracy_merged'), '.3f')}",
+            f"{main.line_name}_mean={number(latest.get(f'{main.name}_mean'), '.3f')}",
+            f"{main.line_name}_{main.worst}={number(latest.get('worst'), '.3f')}",
+            f"{main.line_name}_merged={number(latest.get(f'{main.name}_merged'), '.3f')}",
             f"consensus_distance={number(latest.get('consensus_distance'), '.1e')}",
         ]
         return self._with_costs(parts, latest["sent_bytes"])
 
     def line(self) -> str:
-        """Returns the progress between evaluations as `round=24/60 loss=0.1234 ...`, without accuracies of earlier
+        """Returns the progress between evaluations as `round=24/60 loss=0.1234 ...`, without evaluations of earlier
         rounds."""
         losses = [node.loss for node in self.taking_part() if node.loss is not None]
         parts = [f"round={self.round}/{self.rounds}"]

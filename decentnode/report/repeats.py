@@ -14,6 +14,8 @@ import yaml
 from decentnode.config.run_files import DERIVED
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
+from decentnode.metrics.figures import TaskMetrics
+from decentnode.report.measured import BEFORE, measured_by, measured_in
 
 NO_PART_OF_IT = ("seed", "name", "run", DERIVED)
 """Keys that do not make another experiment: the seed, the name, and the place of the results (`run`)."""
@@ -33,6 +35,8 @@ class Ran:
     status: str
     """finished, interrupted, failed; "not finished" where there is no summary."""
     summary: Mapping[str, Any]
+    measured: TaskMetrics = BEFORE
+    """What its task measures."""
     follows: frozenset[str] = frozenset()
     """Keys of `config` whose values came of others: of a random graph they may be others for every seed."""
 
@@ -65,8 +69,9 @@ def read(path: Path) -> Ran:
     try:
         summary = summaries.read(path / "summary.json")
     except (OSError, ValueError):
-        return Ran(path, name, seed, config, "not finished", {}, follows)
-    return Ran(path, name, seed, config, str(summary.get("status", "not finished")), summary, follows)
+        return Ran(path, name, seed, config, "not finished", {}, measured_by(path), follows)
+    status = str(summary.get("status", "not finished"))
+    return Ran(path, name, seed, config, status, summary, measured_in(summary), follows)
 
 
 def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:

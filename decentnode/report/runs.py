@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.errors import UsageError
-from decentnode.metrics.figures import AXES, CURVES
+from decentnode.metrics.figures import AXES, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
 from decentnode.report import repeats
+from decentnode.report.measured import BEFORE, measured_by
 from decentnode.report.repeats import Ran
 
-__all__ = ["AXES", "METRICS", "Line", "RecordedRun", "Series", "lines", "load"]
-
-METRICS = tuple(CURVES)
+__all__ = ["AXES", "Line", "RecordedRun", "Series", "curves_of", "lines", "load", "overview"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,14 @@ class RecordedRun:
     label: str
     path: Path
     nodes: dict[int, list[dict[str, Any]]]
+    measured: TaskMetrics = BEFORE
+    """What its task measures."""
 
     def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
         """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says."""
-        curve, found = CURVES[metric], dict[int, dict[int, tuple[float, float]]]()
+        curve, found = self.measured.curves.get(metric), dict[int, dict[int, tuple[float, float]]]()
+        if curve is None:
+            return {}
         key, offset = curve.merged if merged else curve.key, int(curve.kind == "round")
         for uid, records in self.nodes.items():
             for record in records:
@@ -119,7 +122,22 @@ def load(path: Path, label: str = "") -> RecordedRun:
     nodes = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
     if not any(nodes.values()):
         raise UsageError(f"{path} holds no metrics: nodes/*/metrics.jsonl must have records")
-    return RecordedRun(label or path.parent.name, path, nodes)
+    return RecordedRun(label or path.parent.name, path, nodes, measured_by(path))
+
+
+def curves_of(drawn: Sequence[Line]) -> dict[str, Curve]:
+    """Returns every curve that one of the lines can have, by its name."""
+    found: dict[str, Curve] = {}
+    for line in drawn:
+        for run in line.runs:
+            found = {**run.measured.curves, **found}
+    return found
+
+
+def overview(drawn: Sequence[Line]) -> list[str]:
+    """Returns the curves of a picture of these lines: the main metric of each task, loss, consensus distance."""
+    mains = (curve_name(run.measured.main) for line in drawn for run in line.runs)
+    return list(dict.fromkeys([*mains, "loss", "consensus_distance"]))
 
 
 def lines(

@@ -10,7 +10,7 @@ from rich.text import Text
 from decentnode.report.progress import RunProgress
 from decentnode.report.words import duration, number, size
 
-COLUMNS = ("node", "round", "loss", "accuracy (after)", "sent", "round time", "waiting", "longest for")
+COLUMNS = ("node", "round", "loss", "{metric} (after)", "sent", "round time", "waiting", "longest for")
 
 
 def live_table(state: RunProgress, elapsed: float, note: str, max_rows: int) -> RenderableType:
@@ -24,8 +24,9 @@ def live_table(state: RunProgress, elapsed: float, note: str, max_rows: int) -> 
         Text(f"{duration(elapsed)}{f', about {left} left' if left else ''}", style="dim"),
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
+    main = state.measured.main
     for column in COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column.format(metric=main.text), justify="right")
     nodes = list(state.nodes.values())
     for node in nodes[:max_rows]:
         behind = node.rounds < done + 2
@@ -33,7 +34,7 @@ def live_table(state: RunProgress, elapsed: float, note: str, max_rows: int) -> 
             str(node.uid),
             Text(str(node.rounds), style="" if behind else "dim"),
             number(node.loss, ".4f"),
-            f"{node.accuracy:.3f} ({node.evaluated})" if node.accuracy is not None else "-",
+            f"{node.metric:.3f} ({node.evaluated})" if node.metric is not None else "-",
             size(node.sent_bytes),
             duration(node.round_seconds),
             duration(node.wait_seconds),
@@ -43,8 +44,9 @@ def live_table(state: RunProgress, elapsed: float, note: str, max_rows: int) -> 
     latest = state.latest
     if latest:
         parts.append(
-            f"after round {latest['round']}: mean accuracy {number(latest.get('accuracy_mean'), '.3f')}, "
-            f"merged {number(latest.get('accuracy_merged'), '.3f')}, "
+            f"after round {latest['round']}: mean {main.text} "
+            f"{number(latest.get(f'{main.name}_mean'), '.3f')}, "
+            f"merged {number(latest.get(f'{main.name}_merged'), '.3f')}, "
             f"consensus distance {number(latest.get('consensus_distance'), '.1e')}"
         )
     if note:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decentnode.config.component import Component
+from decentnode.tasks.base import Task
 from decentnode.tensors import FlatModel
 
 Direction = Callable[[Tensor], Tensor]
@@ -33,17 +34,20 @@ class Update:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over samples. `samples` is the weight when evaluations of several shares are combined."""
+    """The result of evaluating a model on some samples."""
 
-    loss: float
-    accuracy: float
     samples: int
+    sums: Mapping[str, float]
+    """By the names of `task.all_sums`; those of several shares of samples add up."""
+    metrics: Mapping[str, float]
+    """By the names of the task's metrics; empty without samples."""
 
 
 class Training(Component, abc.ABC):
     """Owns the model, the data iterator, the optimizer and the learning-rate schedule of one node."""
 
     model: FlatModel
+    task: Task
     num_samples: int
     keep_gradient: bool = False
 
@@ -63,9 +67,9 @@ class Training(Component, abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
-        """Returns loss and accuracy of the present model on "test" or "validation". The model is unchanged.
+        """Returns what the task measures of the present model on "test" or "validation". The model is unchanged.
 
-        part: (index, count) evaluates every count-th sample from index on; no samples give zeros.
+        part: (index, count) evaluates every count-th sample from index on; no samples give sums of zero.
         """
 
     def measure_statistics(self) -> Tensor:

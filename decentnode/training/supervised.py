@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -18,11 +18,13 @@ from decentnode import rng
 from decentnode.config import component
 from decentnode.config.component import Config, Settings
 from decentnode.data.base import Samples
-from decentnode.errors import CheckpointError, DataError, Diverged
+from decentnode.errors import CheckpointError, DataError, Diverged, UsageError
+from decentnode.tasks.base import LOSS_SUMS, Task
 from decentnode.tensors import FlatModel
 from decentnode.training import statistics
 from decentnode.training.arguments import problem_at
 from decentnode.training.base import Direction, Evaluation, Training, Update
+from decentnode.training.losses import Loss, LossConfig
 from decentnode.training.lr_schedules import LearningRateSchedule, ScheduleConfig
 from decentnode.training.optimizers import OptimizerConfig, make_optimizer, trial_of
 from decentnode.training.sampler import Sampler
@@ -30,10 +32,6 @@ from decentnode.training.source import Source
 
 logger = logging.getLogger(__name__)
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": nn.functional.cross_entropy,
-    "nll": nn.functional.nll_loss,
-}
 GATHER_ELEMENTS = 1 << 21
 """Inputs of several steps are gathered and normalized at once, up to 8 MiB of them."""
 EVALUATION_ELEMENTS = 1 << 17
@@ -95,8 +93,9 @@ class SupervisedConfig(Config):
     drop_last: bool = False
     """Leave out the last, smaller step of an epoch. Without it a last batch of one sample is still left out where the
     model has batch normalization behind a linear layer, which has no variance of one value to divide by."""
-    loss: Literal["cross_entropy", "nll"] = "cross_entropy"
-    """Function of the model's outputs and the targets; the mean over samples is minimized."""
+    loss: Annotated[LossConfig, pydantic.BeforeValidator(_by_name)] | None = None
+    """Function of the model's outputs and the targets, whose mean is minimized: a loss of torch.nn, with its own
+    arguments. When not given, that of the task."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing of the cross entropy in training; evaluation has none."""
 
@@ -104,14 +103,22 @@ class SupervisedConfig(Config):
     def _consistent(self) -> SupervisedConfig:
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("must have local_steps or local_epochs, got both")
-        if self.label_smoothing and self.loss != "cross_entropy":
-            raise ValueError(f"must have loss cross_entropy with label_smoothing, got {self.loss}")
+        if self.label_smoothing and self.loss is not None and self.loss.name != "cross_entropy":
+            raise ValueError(f"must have loss cross_entropy with label_smoothing, got {self.loss.name}")
         try:
             LearningRateSchedule(self.lr_schedule, trial_of(self.optimizer))
         except (ValueError, KeyError) as error:  # one_cycle and cyclic move a momentum, which not every optimizer has
             text = f"must suit optimizer {self.optimizer.name}: {error}"
             raise problem_at("lr_schedule", text, self.lr_schedule.name) from error
         return self
+
+    def loss_for(self, default: str) -> LossConfig:
+        """Returns the loss of a task whose own is `default`. Raises UsageError where it has no label smoothing, which
+        was asked for."""
+        found = self.loss or LossConfig(name=default)
+        if self.label_smoothing and found.name != "cross_entropy":
+            raise UsageError(f"training.label_smoothing must be 0 with loss {found.name}, got {self.label_smoothing:g}")
+        return found
 
     def steps_per_round(self, samples: int) -> int:
         """Returns the optimizer steps of one round of a node that trains on so many samples."""
@@ -154,11 +161,15 @@ class Supervised(Training):
     Config: ClassVar[type[component.Config]] = SupervisedConfig
 
     def __init__(
-        self, config: SupervisedConfig, model: FlatModel, train: Samples, test: Samples, *, seed: int, uid: int
+        self, config: SupervisedConfig, model: FlatModel, task: Task, train: Samples, test: Samples, *, seed: int,
+        uid: int,
     ) -> None:
         """train: this node's share. Raises DataError when it, or what validation leaves of it, is too small."""
         self.config = config
         self.model = model
+        self.task = task
+        self._loss = Loss(config.loss_for(task.loss), config.label_smoothing)
+        self._checked: set[str] = set()
         self._seed, self._uid = seed, uid
         self._splits = self._split(train, test)
         self.num_samples = len(self._splits["train"][1])
@@ -239,9 +250,10 @@ class Supervised(Training):
         indices, sizes = self._sampler.take(steps)
         learning_rate = self.learning_rate
         loss, norms = torch.zeros(2, device=self.model.device)
+        units: int | Tensor = 0
         last_gradient = None
         for step, (inputs, targets) in enumerate(self._gathered(indices, sizes), 1):
-            self._gradient(inputs, targets, loss)
+            units = units + self._gradient(inputs, targets, loss)
             if config.clip_norm is not None:
                 norms += self._clip(config.clip_norm)
             if self.keep_gradient and step == steps:
@@ -254,7 +266,7 @@ class Supervised(Training):
         self._drop_gradients()
         if config.lr_schedule.every == "round":
             self._schedule.tick()
-        mean = float(loss) / max(len(indices), 1)  # the only point of a round where the host waits for the device
+        mean = float(loss) / max(float(units), 1)  # the only point of a round where the host waits for the device
         if not math.isfinite(mean):
             raise Diverged(
                 f"node {self._uid}: the training loss is {mean} in round {round}; "
@@ -277,20 +289,37 @@ class Supervised(Training):
             start += sum(some)
             yield from zip(inputs.split(some), targets.split(some), strict=True)
 
-    def _gradient(self, inputs: Tensor, targets: Tensor, total: Tensor) -> None:
-        """Compute the gradient of the step's mean loss into .grad, and add the summed loss to `total`."""
+    def _gradient(self, inputs: Tensor, targets: Tensor, total: Tensor) -> int | Tensor:
+        """Compute the gradient of the step's mean loss into .grad, and add the summed loss to `total`. Returns how many
+        units of the task the step has."""
         self._drop_gradients()
         size, batch = len(targets), self.config.batch_size
+        if size <= batch:
+            loss, units = self._batch_loss(inputs, targets)
+            loss.backward()
+            _add(total, loss, units)
+            return units
+        whole = self.task.units(targets)
         for start in range(0, size, batch):
-            part = targets[start : start + batch]
-            loss = self._loss(self.model.module(inputs[start : start + batch]), part)
-            (loss if len(part) == size else loss * (len(part) / size)).backward()
-            total.add_(loss.detach(), alpha=len(part))
+            loss, units = self._batch_loss(inputs[start : start + batch], targets[start : start + batch])
+            (loss * (units / whole)).backward()
+            _add(total, loss, units)
+        return whole
 
-    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.config.label_smoothing:
-            return nn.functional.cross_entropy(outputs, targets, label_smoothing=self.config.label_smoothing)
-        return LOSSES[self.config.loss](outputs, targets)
+    def _batch_loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
+        """Returns the mean loss of a batch and the number of its units."""
+        outputs, wanted = self._aligned("train", inputs, targets)
+        loss: Tensor = self._loss.mean(outputs, wanted)
+        return loss, self.task.units(targets)
+
+    def _aligned(self, use: str, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the model's outputs and the targets as the task takes them. The first batch of every use is checked.
+        """
+        outputs, wanted = self.task.align(self.model.module(inputs), targets)
+        if use not in self._checked:
+            self.task.check(outputs, wanted)
+            self._checked.add(use)
+        return outputs, wanted
 
     def _drop_gradients(self) -> None:
         for p in self._parameters:  # as Optimizer.zero_grad, without its 60 us
@@ -316,18 +345,23 @@ class Supervised(Training):
             raise ValueError(f"split must be one of {', '.join(self._splits)}, got {split!r}")
         source, members = self._splits[split]
         members = members[part[0] :: part[1]]
-        count = len(members)
-        if not count:
-            return Evaluation(0.0, 0.0, 0)
-        function = LOSSES[self.config.loss]
-        loss = correct = torch.zeros((), device=self.model.device)
+        names = self.task.all_sums
+        total = torch.zeros(len(names), dtype=torch.float64, device=self.model.device)
         with evaluating(self.model.module), torch.inference_mode():
             for chosen in members.split(max(1, min(1024, EVALUATION_ELEMENTS // source.sample_elements))):
-                inputs, targets = source.take(chosen)
-                outputs = self.model.module(inputs)
-                loss = loss + function(outputs, targets, reduction="sum")
-                correct = correct + (outputs.argmax(1) == targets).sum()
-            return Evaluation(float(loss) / count, float(correct) / count, count)
+                if len(chosen):
+                    total += self._sums(*source.take(chosen))
+        sums = dict(zip(names, total.tolist(), strict=True))
+        return Evaluation(len(members), sums, self.task.evaluated(sums))
+
+    def _sums(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the sums of one batch, float64, in the order of `task.all_sums`."""
+        outputs, wanted = self._aligned("test", inputs, targets)
+        units = self.task.units(targets)
+        found = self.task.measure(outputs, wanted)
+        every = dict(zip(LOSS_SUMS, (self._loss.summed(outputs, wanted, units), units), strict=True)) | found
+        return torch.stack([torch.as_tensor(every[name], dtype=torch.float64, device=self.model.device)
+                            for name in self.task.all_sums])  # fmt: skip
 
     def measure_statistics(self) -> Tensor:
         """As the contract, from at most MEASURED_SAMPLES of the samples, evenly spaced."""
@@ -357,6 +391,14 @@ class Supervised(Training):
             self._sampler.epoch, self._sampler.cursor = int(state["epoch"]), int(state["cursor"])
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error
+
+
+def _add(total: Tensor, mean: Tensor, units: int | Tensor) -> None:
+    """Add the sum over so many units whose mean is `mean`, in place and without waiting for the device."""
+    if isinstance(units, int):
+        total.add_(mean.detach(), alpha=units)
+    else:
+        total.add_(mean.detach() * units)
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

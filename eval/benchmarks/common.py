@@ -100,7 +100,7 @@ def planned_mb(overrides: list[str]) -> float:
 
     experiment = load(str(CONFIG), overrides)
     with torch.device("meta"):
-        model = make_model(experiment, experiment.data.input_shape, experiment.data.num_classes)  # type: ignore[attr-defined]
+        model = make_model(experiment, experiment.make_dataset().spec)
     return 4 * sum(parameter.nbytes for parameter in model.parameters()) / 1e6
 
 

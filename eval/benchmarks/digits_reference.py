@@ -17,7 +17,9 @@ from torch import nn
 import decentnode.data
 from decentnode.config.component import Config
 from decentnode.data.base import Partition, Samples
-from decentnode.models.base import Model
+from decentnode.models.base import Model, outputs_of
+from decentnode.samples import DataSpec
+from decentnode.tasks.base import Task
 from decentnode.tensors import FlatModel
 from decentnode.training.sampler import Sampler
 from decentnode.training.supervised import Supervised, SupervisedConfig
@@ -149,8 +151,8 @@ class Net(Model):
     def __init__(self, config: NetConfig) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:  # noqa: ARG002
-        net = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, num_classes))
+    def make(self, data: DataSpec) -> nn.Module:
+        net = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs_of("digits_reference", data)))
         with np.load(self.config.file) as file, torch.no_grad():
             for parameter, name in zip(net.parameters(), file.files, strict=True):
                 parameter.copy_(torch.from_numpy(file[name].T))
@@ -179,7 +181,8 @@ class GivenBatches(Supervised):
     Config = GivenBatchesConfig
 
     def __init__(
-        self, config: GivenBatchesConfig, model: FlatModel, train: Samples, test: Samples, *, seed: int, uid: int
+        self, config: GivenBatchesConfig, model: FlatModel, task: Task, train: Samples, test: Samples, *, seed: int,
+        uid: int,
     ) -> None:
-        super().__init__(config, model, train, test, seed=seed, uid=uid)
+        super().__init__(config, model, task, train, test, seed=seed, uid=uid)
         self._sampler = _Given(np.load(config.batches)[:, uid], len(train))

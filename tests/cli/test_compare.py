@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
-from decentnode.metrics.figures import BY_NAME
 from decentnode.report import compare
+from decentnode.report.measured import BEFORE
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 QUICK = ["--set", "node.rounds=3", "--set", "data={name: digits, partition: {name: iid}}"]
@@ -138,7 +138,7 @@ def test_wrong_input(tmp_path: Path) -> None:
 def test_rows_show_mean_and_deviation() -> None:
     summaries = [{"accuracy_mean": a, "bytes_sent_total": 3e6, "nodes": {"0": {}, "1": {}}} for a in (0.9, 0.92, 0.94)]
     row = compare.row("x", summaries)
-    accuracy, traffic = BY_NAME["accuracy_mean"], BY_NAME["bytes_sent_per_node"]
+    accuracy, traffic = BEFORE.by_name["accuracy_mean"], BEFORE.by_name["bytes_sent_per_node"]
     assert row.shown(accuracy) == "92.00 ±2.00" and row.shown(traffic) == "1.50 ±0.00"
     assert compare.row("x", summaries[:1]).shown(accuracy) == "90.00"
     text = compare.text_table([row, compare.row("longer name", [])])
@@ -154,4 +154,4 @@ def test_csv_holds_what_its_headers_say() -> None:
     read = {name: float(value) for name, value in found.items() if value and name not in ("experiment", "runs")}
     assert read == {"accuracy_mean": 0.9, "round_seconds_median": 0.05, "bytes_sent_per_node": 1.5e6,
                     "consensus_rms": 0.5, "consensus_distance": 0.01}  # fmt: skip
-    assert read.keys() <= BY_NAME.keys()
+    assert read.keys() <= BEFORE.by_name.keys()

@@ -184,9 +184,9 @@ def test_all_problems_at_once(write):
                      ^ YAML reads a bare off as false: quote it
         a.yaml:12:1: extra is not a known key
             extra: 1
-            ^ known keys: name, seed, graph, weights, mapping, data, model, training, sharing, communication, node, run
+            ^ known keys: {KEYS}
         """
-    ).replace("{NAMES}", ", ".join(SHARINGS)).splitlines()
+    ).replace("{NAMES}", ", ".join(SHARINGS)).replace("{KEYS}", ", ".join(Experiment.model_fields)).splitlines()
 
 
 def test_graph_and_mapping_must_agree(write):
@@ -266,7 +266,7 @@ def test_resolved_reads_back(write):
     assert "  batch_size: 8  # a.yaml:5\n" in text
     assert "sharing:\n  name: full  # a.yaml:6\n" in text
     assert yaml.safe_load(text) == {**experiment.resolved(), "run": {"dir": str(experiment.run_dir)},
-                                    "derived": ["mapping"]}  # fmt: skip
+                                    "derived": ["mapping", "task"]}  # fmt: skip
     again = load(write(text, "again.yaml"), environ={})
     assert yaml.safe_load(again.resolved_yaml()) == yaml.safe_load(text)
     assert again.digest() == experiment.digest()
@@ -280,7 +280,7 @@ def test_derived_values_are_found_anew_when_a_resolved_file_is_loaded(write, cap
     text = BASE.replace("{name: ring, nodes: 4}", "{name: erdos_renyi, nodes: 10}") + STEP
     experiment = load(write(text), environ={})
     path = write(experiment.resolved_yaml(), "resolved.yaml")
-    assert experiment.derived == ("mapping", "sharing.step_size")
+    assert experiment.derived == ("mapping", "task", "sharing.step_size")
     assert experiment.origin("sharing.step_size") == experiment.origin("mapping.machines") == "derived"
     assert f"step_size: {experiment.sharing.step_size}  # derived\n" in experiment.resolved_yaml()
     same = load(path, environ={})
@@ -298,12 +298,12 @@ def test_derived_values_are_found_anew_when_a_resolved_file_is_loaded(write, cap
 def test_given_values_stay(write, caplog):
     experiment = load(write(BASE + "sharing: {name: choco, step_size: 0.125}\nmapping: {name: linear, machines: 1, "
                             "nodes_per_machine: 4}\n"), environ={})  # fmt: skip
-    assert experiment.derived == () and "derived" not in experiment.resolved_yaml()
+    assert experiment.derived == ("task",) and "derived: [task]" in experiment.resolved_yaml()
     changed = load(write(experiment.resolved_yaml(), "resolved.yaml"), ["sharing.fraction=0.2"], {})
     assert changed.sharing.step_size == 0.125 and changed.origin("mapping.machines") != "derived"
     path = write(load(write(BASE + STEP), environ={}).resolved_yaml(), "derived.yaml")
     given = load(path, ["sharing.step_size=0.0625"], {})
-    assert given.sharing.step_size == 0.0625 and given.derived == ("mapping",)
+    assert given.sharing.step_size == 0.0625 and given.derived == ("mapping", "task")
     assert not caplog.records
     child = load(write(f"extends: {path}\nsharing: {{step_size: 0.0625}}\ngraph: {{nodes: 6}}\n", "child.yaml"),
                  environ={})  # fmt: skip
@@ -322,7 +322,7 @@ def test_a_derived_value_that_was_changed_in_the_file_is_told(write, caplog):
 
 @pytest.mark.parametrize("listed", ["[seed]", "mapping", "{mapping: 1}", "[[mapping]]"])
 def test_only_what_can_be_derived_is_listed_as_derived(write, listed):
-    assert "a.yaml:6:10: derived must be a list of some of mapping, sharing.step_size" in said(
+    assert "a.yaml:6:10: derived must be a list of some of mapping, task, sharing.step_size" in said(
         write(BASE + f"derived: {listed}\n"))  # fmt: skip
 
 

@@ -3,12 +3,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from decentnode.config.component import load_class
-from decentnode.data import DATASETS, shares
+from decentnode.data import DATASETS, open_dataset, shares
 from decentnode.errors import DataError
 
 from . import files
@@ -56,20 +57,24 @@ def test_digits_come_with_the_package() -> None:
 
 def test_reading_data_needs_no_torch() -> None:
     code = (
-        "import sys, pathlib; from decentnode.data import shares; from decentnode.data.digits import DigitsConfig;"
-        "shares(DigitsConfig(), 4, 1, pathlib.Path()); sys.exit('torch' in sys.modules)"
+        "import sys, pathlib; from decentnode.data import open_dataset, shares;"
+        "from decentnode.data.digits import DigitsConfig as Digits;"
+        "shares(open_dataset(Digits(), pathlib.Path()), Digits(), 4, 1); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_shares_are_those_of_the_seed() -> None:
     config = load_class("digits", DATASETS, "data").Config.model_validate({"partition": {"name": "dirichlet"}})
-    dataset, parts = shares(config, 16, 1, Path())
-    _, again = shares(config, 16, 1, Path())
-    _, other = shares(config, 16, 2, Path())
+    dataset = open_dataset(config, Path())
+    parts, again, other = (shares(dataset, config, 16, seed) for seed in (1, 1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     assert any(not np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
     assert sum(len(dataset.train(part)) for part in parts) == 1437
+
+
+def dealt(config: Any, folder: Path) -> list[np.ndarray]:
+    return shares(open_dataset(config, folder), config, 2, 1)
 
 
 def test_a_partition_by_key_needs_keys(tmp_path: Path) -> None:
@@ -79,8 +84,8 @@ def test_a_partition_by_key_needs_keys(tmp_path: Path) -> None:
     chosen = load_class("npz", DATASETS, "data").Config
     section = {"name": "npz", "file": "d.npz", "partition": "by_key"}
     with pytest.raises(DataError, match="needs a dataset whose samples have keys"):
-        shares(chosen.model_validate(section), 2, 1, tmp_path)
-    _, parts = shares(chosen.model_validate(section | {"train_keys": "owner"}), 2, 1, tmp_path)
+        dealt(chosen.model_validate(section), tmp_path)
+    parts = dealt(chosen.model_validate(section | {"train_keys": "owner"}), tmp_path)
     assert not set(owners[parts[0]]) & set(owners[parts[1]])
 
 

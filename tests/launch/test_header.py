@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from decentnode.build import build_in_process, make_model, step_all
-from decentnode.data import shares
 from decentnode.experiment import load
 from decentnode.launch.header import estimate_traffic, header
 
@@ -25,8 +24,7 @@ def test_what_is_told_is_what_is_sent(sharing: str, exact: bool) -> None:
         "graph={name: complete, nodes: 4}", "mapping={name: linear, machines: 1, nodes_per_machine: 4}",
         f"sharing={sharing}", "node.rounds=2", "node.evaluate_every=0", "training.local_steps=1",
     ])  # fmt: skip
-    dataset, _ = shares(experiment.data, 4, 1, QUICKSTART.parent)  # type: ignore[arg-type]
-    found = estimate_traffic(experiment, make_model(experiment, dataset.input_shape, dataset.num_classes))
+    found = estimate_traffic(experiment, make_model(experiment, experiment.make_dataset().spec))
     nodes = build_in_process(experiment)
     step_all(nodes)
     counters = [node.communication.counters for node in nodes]

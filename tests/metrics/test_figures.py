@@ -3,15 +3,22 @@ from __future__ import annotations
 import pytest
 
 from decentnode.metrics import summary
-from decentnode.metrics.figures import BY_NAME, COMPARED, CURVES, FIGURES, PURPOSES
+from decentnode.metrics.figures import BY_NAME, COMPARED, CURVES, FIGURES, LOSS, PURPOSES, Metric, TaskMetrics
+from decentnode.report.measured import BEFORE, columns, told
+from decentnode.tasks.classification import ACCURACY
+
+ERROR = Metric("rmse", "as the ratings", "the root of the mean squared error", "lower", word="RMSE")
+RATING = TaskMetrics("rating", (ERROR, LOSS))
 
 
 def test_every_figure_has_one_name_a_unit_a_meaning_and_a_place() -> None:
     assert len(BY_NAME) == len(FIGURES)
-    assert all(each.unit and each.meaning and each.where for each in FIGURES)
-    titles = [each.title for each in FIGURES]
+    figures = BEFORE.figures
+    assert figures[-len(FIGURES) :] == FIGURES
+    assert all(each.unit and each.meaning and each.where for each in figures)
+    titles = [each.title for each in figures]
     assert len(set(titles)) == len(titles) and set(COMPARED) <= BY_NAME.keys()
-    for each in FIGURES:
+    for each in figures:
         assert ("%" in each.title) == (each.unit == "fraction"), each.name
         assert ("MB" in each.title) == (each.unit == "bytes") == each.name.startswith("bytes_"), each.name
         assert each.scale == (100 if "%" in each.title else 1e-6 if "MB" in each.title else
@@ -19,16 +26,52 @@ def test_every_figure_has_one_name_a_unit_a_meaning_and_a_place() -> None:
     assert "absolute" in CURVES["consensus_rms"].label and "relative" in CURVES["consensus_distance"].label
 
 
+def test_headings_of_the_main_metric_say_which_node_is_the_worst() -> None:
+    titles = {each.name: each.title for each in BEFORE.figures}
+    assert titles["accuracy_mean"] == "accuracy %" and titles["accuracy_min"] == "worst node %"
+    assert titles["accuracy_merged"] == "merged %" and titles["loss_max"] == "worst node loss"
+    other = {each.name: each.title for each in RATING.figures}
+    assert (other["rmse_mean"], other["rmse_max"], other["rmse_min"]) == ("RMSE", "worst node", "best node")
+    assert RATING.compared[:3] == ("rmse_mean", "rmse_max", "rmse_merged")
+    assert BEFORE.compared[:3] == ("accuracy_mean", "accuracy_min", "accuracy_merged")
+
+
+def test_curves_are_those_of_the_task_and_of_every_run() -> None:
+    assert {"accuracy", "test_loss", "loss", "consensus_distance"} <= BEFORE.curves.keys()
+    assert BEFORE.curves["accuracy"].label == "test accuracy (%)" and RATING.curves["rmse"].merged == "rmse_merged"
+    assert BEFORE.curves["loss"].kind == "round" and BEFORE.curves["test_loss"].key == "loss"
+
+
+def test_runs_of_several_tasks_are_compared_in_the_columns_of_all() -> None:
+    names = [each.name for each in columns([BEFORE, RATING, BEFORE])]
+    assert names == [*BEFORE.compared[:3], *RATING.compared[:3], *COMPARED]
+
+
+def test_means_over_parts_of_the_test_set_are_those_of_all_samples() -> None:
+    nodes = [{"accuracy": 0.4, "accuracy_mean": 0.55}, {"accuracy": 0.6, "accuracy_mean": 0.55}]
+    whole, parts = BEFORE.by_name["accuracy_mean"], TaskMetrics("c", (ACCURACY,), True).by_name["accuracy_mean"]
+    assert whole.combined(nodes) == pytest.approx(0.5) and parts.combined(nodes) == 0.55
+
+
+@pytest.mark.parametrize("wrong", [
+    None, {}, {"name": "x", "metrics": []}, {"name": "x", "metrics": [{"unit": 1}]}, [1],
+])  # fmt: skip
+def test_what_cannot_be_read_counts_as_a_run_from_before_there_were_tasks(wrong: object) -> None:
+    assert told(wrong) == BEFORE
+    assert told(RATING.plain() | {"later": 1}) == RATING
+
+
 def test_the_summary_has_no_figure_that_is_not_in_the_table() -> None:
-    found = summary.combine({0: {"uid": 0}})
-    assert found.keys() - {"waiting", "nodes"} == {each.name for each in FIGURES if each.of}
+    found = summary.combine({0: {"uid": 0}}, BEFORE)
+    assert found.keys() - {"waiting", "nodes"} == {each.name for each in BEFORE.figures if each.of}
     assert {f"bytes_{purpose}_total" for purpose in PURPOSES} <= found.keys()
 
 
 def test_values_are_shown_as_their_title_says() -> None:
-    assert BY_NAME["accuracy_mean"].shown(0.5) == "50.00"
-    assert BY_NAME["round_seconds_median"].shown(0.0123) == "12.3"
-    assert BY_NAME["bytes_data_total"].combined([{"bytes_data": 3}, {"bytes_data": 4}, {}]) == 7
-    assert BY_NAME["bytes_sent_total"].combined([{"bytes_data": 3, "bytes_metadata": 10}]) == 13
-    assert BY_NAME["accuracy_mean"].combined([{}]) is None
-    assert BY_NAME["loss_mean"].combined([{"loss": 1.0}, {"loss": 2.0}]) == pytest.approx(1.5)
+    by_name = BEFORE.by_name
+    assert by_name["accuracy_mean"].shown(0.5) == "50.00"
+    assert by_name["round_seconds_median"].shown(0.0123) == "12.3"
+    assert by_name["bytes_data_total"].combined([{"bytes_data": 3}, {"bytes_data": 4}, {}]) == 7
+    assert by_name["bytes_sent_total"].combined([{"bytes_data": 3, "bytes_metadata": 10}]) == 13
+    assert by_name["accuracy_mean"].combined([{}]) is None
+    assert by_name["loss_mean"].combined([{"loss": 1.0}, {"loss": 2.0}]) == pytest.approx(1.5)

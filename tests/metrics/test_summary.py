@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from decentnode.metrics import summary
-from decentnode.metrics.figures import PURPOSES
+from decentnode.metrics.figures import LOSS, PURPOSES, TaskMetrics
+from decentnode.tasks.classification import ACCURACY
+
+CLASSIFICATION = TaskMetrics("classification", (ACCURACY, LOSS))
 
 
 def figures(uid: int, accuracy: float) -> dict[str, float | int | str | None]:
@@ -20,9 +23,10 @@ def figures(uid: int, accuracy: float) -> dict[str, float | int | str | None]:
 
 
 def test_combine_takes_means_extremes_and_sums() -> None:
-    found = summary.combine({0: figures(0, 0.8), 1: figures(1, 0.6)})
+    found = summary.combine({0: figures(0, 0.8), 1: figures(1, 0.6)}, CLASSIFICATION)
     assert found["accuracy_mean"] == pytest.approx(0.7)
     assert (found["accuracy_min"], found["accuracy_max"], found["accuracy_merged"]) == (0.6, 0.8, 0.9)
+    assert (found["loss_mean"], found["loss_min"], found["loss_merged"]) == (0.1, 0.1, None)
     assert found["bytes_sent_total"] == 220, "the rule's alone: data and metadata"
     assert [found[f"bytes_{purpose}_total"] for purpose in PURPOSES] == [200, 20, 10, 6000, 14]
     assert found["bytes_saved_total"] == 100
@@ -32,11 +36,11 @@ def test_combine_takes_means_extremes_and_sums() -> None:
 
 
 def test_nothing_is_made_up_when_nodes_told_nothing() -> None:
-    found = summary.combine({})
+    found = summary.combine({}, CLASSIFICATION)
     assert found["accuracy_mean"] is None
     assert found["rounds"] == 0
     assert found["bytes_sent_total"] == 0
-    assert "node" not in summary.combine({0: {"uid": 0, "rounds": 1}})["waiting"]
+    assert "node" not in summary.combine({0: {"uid": 0, "rounds": 1}}, CLASSIFICATION)["waiting"]
 
 
 def test_files_are_replaced_whole(tmp_path: Path) -> None:

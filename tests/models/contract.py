@@ -6,22 +6,23 @@ import torch
 from torch import nn
 
 from decentnode.models.base import Model
+from decentnode.samples import DataSpec
 from decentnode.tensors import FlatModel
 
 
-def check_model(model: Model, input_shape: tuple[int, ...], num_classes: int) -> None:
+def check_model(model: Model, data: DataSpec) -> None:
     torch.manual_seed(1)
-    module = model.make(input_shape, num_classes)
+    module = model.make(data)
     torch.manual_seed(1)
-    again = model.make(input_shape, num_classes)
-    other = model.make(input_shape, num_classes)
+    again = model.make(data)
+    other = model.make(data)
     values = [FlatModel(m).parameters for m in (module, again, other)]
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
     assert all(p.is_contiguous() for p in module.parameters())  # the flat order is the same on every device
-    inputs = torch.randn(3, *input_shape)
+    inputs = torch.randn(3, *data.input_shape)
     kept = inputs.clone()
     outputs = module(inputs)
-    assert outputs.shape == (3, num_classes) and outputs.dtype == torch.float32
+    assert outputs.shape == (3, data.num_classes) and outputs.dtype == torch.float32
     assert torch.equal(inputs, kept)
     if any(isinstance(part, nn.BatchNorm2d | nn.Dropout) for part in module.modules()):
         module.eval()  # where a sample's outputs are its own matter, too

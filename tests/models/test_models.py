@@ -15,6 +15,7 @@ from decentnode.experiment import load
 from decentnode.models import MODELS
 from decentnode.models.base import Model
 from decentnode.models.resnet import PaddedShortcut
+from decentnode.samples import DataSpec
 
 from .contract import check_model
 
@@ -50,7 +51,7 @@ def test_all_models_are_checked() -> None:
 def test_contract(name: str, keys: dict[str, Any], shape: tuple[int, ...]) -> None:
     if name == "vgg":  # five poolings
         shape = (shape[0], max(shape[1], 32), max(shape[2], 33))
-    check_model(make(name, **keys), shape, 7)
+    check_model(make(name, **keys), DataSpec(shape, num_classes=7))
 
 
 @pytest.mark.parametrize("name, keys, parameters", [
@@ -107,7 +108,7 @@ def test_an_experiment_with_it_validates(name: str) -> None:
 
 def count(name: str, keys: dict[str, Any], shape: tuple[int, ...], classes: int) -> int:
     with torch.device("meta"):
-        module = make(name, **keys).make(shape, classes)
+        module = make(name, **keys).make(DataSpec(shape, num_classes=classes))
     return sum(p.numel() for p in module.parameters())
 
 
@@ -116,7 +117,7 @@ def test_rnet_is_the_resnet_that_it_says() -> None:
     outputs = []
     for model in (make("rnet"), make("resnet", **keys)):
         torch.manual_seed(3)
-        outputs.append(model.make((1, 28, 28), 62)(torch.ones(2, 1, 28, 28)))
+        outputs.append(model.make(DataSpec((1, 28, 28), num_classes=62))(torch.ones(2, 1, 28, 28)))
     assert torch.equal(*outputs)
 
 
@@ -124,7 +125,7 @@ def test_residual_nets_start_with_signals_of_one_size() -> None:
     """Deep nets that start with vanishing or exploding outputs do not learn."""
     for name, keys in (("resnet", {"depth": 110}), ("resnet", {"depth": 56, "norm": "group"}), ("vgg", {"depth": 19})):
         torch.manual_seed(0)
-        outputs = make(name, **keys).make(CIFAR, 10)(torch.randn(4, *CIFAR))
+        outputs = make(name, **keys).make(DataSpec(CIFAR, num_classes=10))(torch.randn(4, *CIFAR))
         assert 1e-2 < float(outputs.detach().std()) < 1e2, name
 
 
@@ -146,7 +147,7 @@ def test_depths_that_there_are_not(name: str, keys: dict[str, Any], rule: str) -
 
 def test_groups_that_do_not_divide_the_widths() -> None:
     with pytest.raises(UsageError, match=r"model\.groups must divide the widths of the layers, got 3 for 16 channels"):
-        make("resnet", norm="group", groups=3).make(CIFAR, 10)
+        make("resnet", norm="group", groups=3).make(DataSpec(CIFAR, num_classes=10))
 
 
 class _Reference(nn.Module):
@@ -165,7 +166,7 @@ class _Reference(nn.Module):
 
 def test_gn_lenet_computes_what_the_reference_does() -> None:
     torch.manual_seed(0)
-    module = make("gn_lenet").make(CIFAR, 10).double()
+    module = make("gn_lenet").make(DataSpec(CIFAR, num_classes=10)).double()
     inputs, targets = torch.randn(4, *CIFAR, dtype=torch.float64), torch.tensor([1, 2, 3, 4])
     gradients = []
     for one in (module, _Reference(module)):
@@ -184,7 +185,7 @@ def test_gn_lenet_computes_what_the_reference_does() -> None:
 ])
 def test_inputs_that_a_model_cannot_take(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match=rf"model {name} needs images .* got samples of shape \["):
-        make(name).make(shape, 10)
+        make(name).make(DataSpec(shape, num_classes=10))
 
 
 @pytest.mark.parametrize("name, shape", [
@@ -192,11 +193,11 @@ def test_inputs_that_a_model_cannot_take(name: str, shape: tuple[int, ...]) -> N
     ("femnist_cnn", (1, 4, 4)), ("rnet", (1, 16, 16)), ("celeba_cnn", (3, 16, 16)),
 ])
 def test_the_smallest_images(name: str, shape: tuple[int, ...]) -> None:
-    assert make(name).make(shape, 10)(torch.zeros(2, *shape)).shape == (2, 10)
+    assert make(name).make(DataSpec(shape, num_classes=10))(torch.zeros(2, *shape)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh", "gelu"])
 def test_mlp_layers(activation: str) -> None:
-    module = make("mlp", hidden=[5, 4], activation=activation).make((2, 3), 2)
+    module = make("mlp", hidden=[5, 4], activation=activation).make(DataSpec((2, 3), num_classes=2))
     assert [type(layer).__name__.lower() for layer in module.children()] == [
         "flatten", "linear", activation, "linear", activation, "linear"]

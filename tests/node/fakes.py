@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decentnode.samples import DataSpec
+from decentnode.tasks.classification import Classification, ClassificationConfig
 from decentnode.tensors import FlatModel
 from decentnode.training.base import Direction, Evaluation, Training, Update
 
@@ -30,6 +32,7 @@ class Quadratic(Training):
         self.model.buffers.fill_(float(uid))
         self.uid, self.lr, self.poison = uid, lr, poison
         self.num_samples = 1
+        self.task = Classification(ClassificationConfig(), DataSpec((elements,), num_classes=2))
         self.initial = self.model.parameters.clone()
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
@@ -40,7 +43,9 @@ class Quadratic(Training):
         return Update(1, 1, float(gradient.square().mean()))
 
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
-        return Evaluation(float((self.model.parameters - self.target).square().mean()), 0.5, 1)
+        loss = float((self.model.parameters - self.target).square().mean())
+        sums = {"loss": loss, "count": 1.0, "correct": 0.5}
+        return Evaluation(1, sums, self.task.evaluated(sums))
 
     @property
     def has_validation(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
 from decentnode.report.closing import closing
 from decentnode.report.progress import RunProgress
 from decentnode.report.table import live_table
@@ -35,7 +36,7 @@ def test_an_evaluation_is_complete_when_all_nodes_told_theirs() -> None:
                                   "accuracy_merged": 0.9, "consensus_distance": 0.013}  # fmt: skip
     assert not state.update(0, evaluation)
     assert state.update(1, {**evaluation, "accuracy": 0.6})
-    assert state.latest["accuracy_min"] == 0.6
+    assert state.latest["worst"] == 0.6
     assert state.evaluation_line() == (
         "round=5/10 loss=0.5000 acc_mean=0.700 acc_min=0.600 acc_merged=0.900 consensus_distance=1.3e-02 sent=2.0kB "
         "wait_max=node1:40ms(for node0)"
@@ -109,3 +110,22 @@ def test_the_closing_of_a_failed_run_says_after_which_round_it_was_evaluated() -
 def test_the_closing_of_a_run_that_failed_early() -> None:
     early = summary(status="failed", rounds=0, accuracy_mean=None, nodes={}, waiting={"share": 0.0})
     assert closing(early) == ["failed after round 0 of 10, 14.2 s"]
+
+
+RATING = TaskMetrics("rating", (Metric("rmse", "stars", "the root", "lower", word="RMSE"), LOSS))
+
+
+def test_every_line_follows_what_the_task_measures() -> None:
+    state = RunProgress.of(10, [0, 1], measured=RATING)
+    for uid, rmse in ((0, 1.25), (1, 1.5)):
+        state.update(uid, {"kind": "evaluation", "round": 4, "rmse": rmse, "rmse_mean": 1.375, "rmse_merged": 1.125})
+    line = state.evaluation_line()
+    assert " rmse_mean=1.375 rmse_max=1.500 rmse_merged=1.125 " in line, "the worst is the largest"
+    assert "acc" not in line
+    console = Console(file=io.StringIO(), width=120)
+    console.print(live_table(state, 4.0, "", 20))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "RMSE (after)" in text and "1.250 (4)" in text and "mean RMSE 1.375" in text
+    ended = summary(task=RATING.plain(), rmse_mean=1.375, rmse_merged=1.125, nodes={"0": {"rmse": 1.25}, "3": {}})
+    assert "mean test RMSE 1.375 (min 1.250 node 0, max 1.250 node 0), merged model 1.125" in closing(ended)[0]
+    assert "accuracy" not in closing(ended)[0]

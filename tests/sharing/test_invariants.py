@@ -12,7 +12,8 @@ from decentnode.build import build_in_process, step_all
 from decentnode.config.component import Config
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.models.base import Model
+from decentnode.models.base import Model, outputs_of
+from decentnode.samples import DataSpec
 from tests.conftest import scale
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, bound, draw, name_of, one_round, rule, suited
@@ -129,8 +130,9 @@ class Normed(Model):
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 17), nn.BatchNorm1d(17), nn.ReLU(), nn.Linear(17, num_classes))
+    def make(self, data: DataSpec) -> nn.Module:
+        layers = (nn.Linear(64, 17), nn.BatchNorm1d(17), nn.ReLU())
+        return nn.Sequential(nn.Flatten(), *layers, nn.Linear(17, outputs_of("normed", data)))
 
 
 @pytest.mark.parametrize("sharing", ["{name: choco}", "{name: jwins}", "{name: powergossip}", "{name: stc}",

@@ -55,14 +55,14 @@ def check_evaluation(training: Training) -> None:
     modes = [part.training for part in module.modules()]
     generator = torch.get_rng_state()
     whole = training.evaluate("test")
-    assert 0 <= whole.accuracy <= 1 and whole.loss > 0 and whole.samples > 0
+    assert whole.samples > 0 and {*whole.metrics} == {each.name for each in training.task.measured().metrics}
+    assert tuple(whole.sums) == training.task.all_sums and whole.metrics["loss"] > 0
     parts = [training.evaluate("test", (index, 3)) for index in range(3)]
     assert sum(part.samples for part in parts) == whole.samples
-    for key in ("loss", "accuracy"):
-        mean = sum(getattr(part, key) * part.samples for part in parts) / whole.samples
-        assert mean == pytest.approx(getattr(whole, key), rel=1e-5)
+    sums = {name: sum(part.sums[name] for part in parts) for name in whole.sums}
+    assert training.task.evaluated(sums) == pytest.approx(whole.metrics, rel=1e-5)
     beyond = training.evaluate("test", (whole.samples, whole.samples + 1))
-    assert (beyond.loss, beyond.accuracy, beyond.samples) == (0.0, 0.0, 0)
+    assert not beyond.samples and not beyond.metrics and not any(beyond.sums.values())
     assert all(torch.equal(kept[name], value) for name, value in module.state_dict().items())
     assert modes == [part.training for part in module.modules()]
     assert torch.equal(generator, torch.get_rng_state())

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from decentnode.data.base import Samples
+from decentnode.samples import DataSpec
+from decentnode.tasks.classification import Classification, ClassificationConfig
 from decentnode.tensors import FlatModel
 from decentnode.training.supervised import Supervised, SupervisedConfig
 
@@ -36,4 +38,5 @@ def make(uid: int = 0, module: Any = linear, train: Samples | None = None, **key
     torch.manual_seed(5)
     model = FlatModel(module())
     config = SupervisedConfig.model_validate({"name": "supervised", **keys})
-    return Supervised(config, model, samples() if train is None else train, samples(31, 1), seed=1, uid=uid)
+    task = Classification(ClassificationConfig(), DataSpec(SHAPE, num_classes=4))
+    return Supervised(config, model, task, samples() if train is None else train, samples(31, 1), seed=1, uid=uid)

@@ -17,9 +17,10 @@ from decentnode.build import schemas_of, step_all
 from decentnode.config.component import Config
 from decentnode.errors import ConfigError, DataError
 from decentnode.experiment import load
-from decentnode.models.base import Model
+from decentnode.models.base import Model, outputs_of
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
+from decentnode.samples import DataSpec
 from decentnode.sharing.full import Full
 from decentnode.training import statistics
 from decentnode.training.supervised import Supervised
@@ -195,9 +196,9 @@ class Normed(Model):
     def __init__(self, config: Config) -> None:
         pass
 
-    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        size = math.prod(input_shape)
-        return nn.Sequential(nn.Flatten(), nn.Linear(size, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, num_classes))
+    def make(self, data: DataSpec) -> nn.Module:
+        layers = (nn.Linear(math.prod(data.input_shape), 8), nn.BatchNorm1d(8), nn.ReLU())
+        return nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, outputs_of("normed", data)))
 
 
 def test_an_experiment_without_a_batch_of_two_is_refused() -> None:

@@ -139,8 +139,8 @@ def test_splits_share_no_sample() -> None:
         whole = {name: plain.evaluate(name).samples for name in ("train", "test")}
         assert counts[source] + counts["validation"] == whole[source] and counts[rest] == whole[rest]
         assert counts["validation"] == round(0.25 * whole[source])
-        both = sum(counts[name] * training.evaluate(name).loss for name in (source, "validation"))
-        assert both == pytest.approx(whole[source] * plain.evaluate(source).loss, rel=1e-5)
+        both = sum(counts[name] * training.evaluate(name).metrics["loss"] for name in (source, "validation"))
+        assert both == pytest.approx(whole[source] * plain.evaluate(source).metrics["loss"], rel=1e-5)
         assert training.num_samples == counts["train"] == training.local_update(0).samples
 
 
@@ -148,7 +148,7 @@ def test_validation_of_the_test_set_is_the_same_on_all_nodes() -> None:
     split = [make(uid, validation={"source": "test", "fraction": 0.3}).evaluate("validation") for uid in range(3)]
     assert split[0] == split[1] == split[2]
     own = [make(uid, validation={"source": "train", "fraction": 0.3}).evaluate("validation") for uid in range(3)]
-    assert len({evaluation.loss for evaluation in own}) == 3
+    assert len({evaluation.metrics["loss"] for evaluation in own}) == 3
 
 
 @pytest.mark.parametrize("rescale", [False, True])
@@ -196,8 +196,8 @@ def test_evaluation_against_the_whole_set_at_once(monkeypatch: pytest.MonkeyPatc
     module[2].eval()  # a part that someone froze stays so
     result = training.evaluate()
     targets = torch.from_numpy(test.targets)
-    assert result.loss == pytest.approx(float(functional.cross_entropy(outputs, targets)), rel=1e-5)
-    assert result.accuracy == pytest.approx(float((outputs.argmax(1) == targets).float().mean()))
+    assert result.metrics["loss"] == pytest.approx(float(functional.cross_entropy(outputs, targets)), rel=1e-5)
+    assert result.metrics["accuracy"] == pytest.approx(float((outputs.argmax(1) == targets).float().mean()))
     assert module.training and not module[2].training
 
 
@@ -227,7 +227,7 @@ def test_a_state_of_something_else_is_refused() -> None:
 
 def test_a_convex_problem_is_solved() -> None:
     training = make(local_epochs=1, batch_size=8, optimizer={"name": "adam", "lr": 0.05})
-    before = training.evaluate("train").loss
+    before = training.evaluate("train").metrics["loss"]
     for round in range(60):
         training.local_update(round)
-    assert training.evaluate("train").loss < 0.5 * before
+    assert training.evaluate("train").metrics["loss"] < 0.5 * before

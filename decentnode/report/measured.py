@@ -1,0 +1,48 @@
+"""What the task of a run measures, as the run itself tells it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from decentnode.metrics.figures import BY_NAME, LOSS, Figure, TaskMetrics
+from decentnode.tasks.classification import ACCURACY
+
+logger = logging.getLogger(__name__)
+
+FILE = "task.json"
+BEFORE = TaskMetrics("classification", (ACCURACY, LOSS))
+"""What runs measured that do not tell it, because they were made before there were other tasks."""
+
+
+def measured_in(summary: Mapping[str, Any]) -> TaskMetrics:
+    """Returns what the task of a run measures, from its summary or Facts (key `task`)."""
+    return told(summary["task"]) if summary.get("task") else BEFORE
+
+
+def told(found: Any) -> TaskMetrics:
+    """Returns the same from its plain form; that of classification where it cannot be read."""
+    try:
+        return TaskMetrics.from_plain(found)
+    except ValueError as error:
+        logger.warning("%s", error)
+        return BEFORE
+
+
+def measured_by(run: Path) -> TaskMetrics:
+    """Returns the same of a run directory, also while the run goes on."""
+    try:
+        return told(json.loads((run / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return BEFORE
+
+
+def columns(every: Iterable[TaskMetrics]) -> tuple[Figure, ...]:
+    """Returns the columns in which runs are compared: those of their tasks, then what all runs have."""
+    known: dict[str, Figure] = {}
+    for measured in every:
+        known |= {name: measured.by_name[name] for name in measured.compared if name not in BY_NAME}
+    return (*known.values(), *(BY_NAME[name] for name in BEFORE.compared if name in BY_NAME))

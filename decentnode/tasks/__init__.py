@@ -1,0 +1,10 @@
+"""What is learned: the loss of a kind of learning, and what is measured of a model."""
+
+from __future__ import annotations
+
+TASKS: dict[str, str] = {
+    "classification": "decentnode.tasks.classification:Classification",
+    "next_token": "decentnode.tasks.next_token:NextToken",
+    "rating": "decentnode.tasks.rating:Rating",
+    "regression": "decentnode.tasks.regression:Regression",
+}

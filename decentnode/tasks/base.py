@@ -1,0 +1,87 @@
+"""The contract of a task: what a batch is, what is minimized and what is measured."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from decentnode.config.component import Component, Config
+from decentnode.errors import UsageError
+from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
+from decentnode.samples import DataSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOSS_SUMS = ("loss", "count")
+"""What is summed for the loss: the losses of all units, and how many units there are."""
+
+
+class Task(Component, abc.ABC):
+    """Says what is learned from batches of inputs and targets.
+
+    Everything that is measured of a model is a function of sums over its test samples. Sums of several batches, of
+    several nodes' shares and of the merged model add up, so that a metric of the whole is exact, whatever it is (a
+    root of a mean, a perplexity): it is computed once, from the whole's sums.
+    """
+
+    loss: str = "cross_entropy"
+    """The loss where `training.loss` names none."""
+    metrics: tuple[Metric, ...] = (LOSS,)
+    """What is measured. The first is the main metric."""
+    sums: tuple[str, ...] = ()
+    """Names of the sums that `measure` gives."""
+
+    def __init__(self, config: Config, data: DataSpec) -> None:
+        """Raises UsageError where the data is not for this task."""
+        self.config = config
+        self.data = data
+
+    def align(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns outputs and targets of a batch as the loss and `measure` take them, without copying values."""
+        return outputs, targets
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raises UsageError where a batch, as `align` returns it, has shapes that this task cannot take. Of tensors on
+        the meta device, too: values are not looked at."""
+
+    def units(self, targets: Tensor) -> int | Tensor:
+        """Returns how many parts the mean loss of a batch is over: samples, or tokens. targets: of the batch as they
+        come; nothing waits for their device."""
+        return len(targets)
+
+    @abc.abstractmethod
+    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Returns by name the sums of one batch, as `align` returns it: scalars on its device. Not differentiated."""
+
+    @abc.abstractmethod
+    def values(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metrics by name. sums: those of `sums`, "loss" and "count", over all that is to be judged; count
+        is positive."""
+
+    @property
+    def all_sums(self) -> tuple[str, ...]:
+        return (*LOSS_SUMS, *self.sums)
+
+    def evaluated(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Returns all metrics, the loss among them; empty where nothing was counted."""
+        if sums["count"] <= 0:
+            return {}
+        return {**self.values(sums), "loss": sums["loss"] / sums["count"]}
+
+    def measured(self, sharded: bool = False) -> TaskMetrics:
+        """Returns what runs of this task tell of themselves."""
+        metrics = self.metrics if any(each.name == "loss" for each in self.metrics) else (*self.metrics, LOSS)
+        return TaskMetrics(self.config.name, metrics, sharded)
+
+
+def needs(task: str, what: str, outputs: Tensor, targets: Tensor) -> UsageError:
+    """Returns the error of a batch that a task cannot take."""
+    return UsageError(
+        f"task {task} needs {what}; the model gives {_shape(outputs)} for targets {_shape(targets)}"
+    )
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

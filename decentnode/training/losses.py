@@ -1,0 +1,60 @@
+"""Losses of torch.nn by name, with their own arguments."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pydantic
+from torch import Tensor, nn
+
+from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen
+
+LOSSES: dict[str, type[Any]] = {
+    "cross_entropy": nn.CrossEntropyLoss,
+    "nll": nn.NLLLoss,
+    "mse": nn.MSELoss,
+    "l1": nn.L1Loss,
+    "smooth_l1": nn.SmoothL1Loss,
+    "huber": nn.HuberLoss,
+}
+RESERVED = ("reduction", "size_average", "reduce", "weight")
+"""Arguments that the training chooses, and tensors, which YAML cannot write."""
+
+
+class LossConfig(ArgumentsConfig):
+    """`{name: huber, delta: 0.5}`: further keys are the arguments of the torch.nn class."""
+
+    name: str
+    """cross_entropy (torch.nn.CrossEntropyLoss), nll, mse, l1, smooth_l1 or huber."""
+
+    @pydantic.model_validator(mode="after")
+    def _known(self) -> LossConfig:
+        found = chosen(self.name, LOSSES)
+        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: found(**given))
+        return self
+
+
+class Loss:
+    """The mean loss of a batch to train with, and the summed one to evaluate with."""
+
+    def __init__(self, config: LossConfig, label_smoothing: float = 0.0) -> None:
+        """label_smoothing: of the cross entropy in training; evaluation has what the config itself says."""
+        made = LOSSES[config.name]
+        smoothed = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        self.mean = made(**{**config.arguments(), **smoothed})
+        self._plain = made(**config.arguments())
+        self._summed = made(**config.arguments(), reduction="sum") if _sums(made) else None
+
+    def summed(self, outputs: Tensor, targets: Tensor, units: int | Tensor) -> Tensor:
+        """Returns the loss of a batch of so many units, summed over them; a scalar."""
+        if self._summed is not None:
+            found: Tensor = self._summed(outputs, targets)
+            return found
+        mean: Tensor = self._plain(outputs, targets)
+        return mean * units
+
+
+def _sums(made: type[Any]) -> bool:
+    """Whether a loss can sum over a batch; one that cannot gives the mean."""
+    return "reduction" in inspect.signature(made).parameters
