@@ -90,12 +90,11 @@ def build(
     """
     graph, mapping = experiment.make_graph(), experiment.make_mapping()
     place = device_of(device or mapping.place(uid).device, mapping.place(uid).rank)
-    dataset, parts = experiment.make_dataset(), experiment.shares()
-    module = make_model(experiment, dataset.spec).to(place)
+    data = experiment.open_data()
+    module = make_model(experiment, data.spec).to(place)
     model = FlatModel(module)
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
-        experiment.training, model, experiment.make_task(), dataset.train(parts[uid]), dataset.test(),
-        seed=experiment.seed, uid=uid,
+        experiment.training, model, experiment.make_task(), data.of(uid), seed=experiment.seed, uid=uid
     )
 
     def make_rule() -> Sharing:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import abc
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+PADDING = -100
+"""The target of places in a row that are not there; no loss counts it (torch's `ignore_index`)."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,112 @@ class DataSpec:
     target_shape: tuple[int, ...] = ()
     """Of the target of one sample: () for a class or a number, (T,) for a token behind each of T."""
 
+    def facts(self) -> dict[str, Any]:
+        """Returns what is known, by name."""
+        every = {"input_shape": self.input_shape, "num_classes": self.num_classes, "vocabulary": self.vocabulary,
+                 "users": self.users, "items": self.items}  # fmt: skip
+        return {name: value for name, value in every.items() if value is not None}
 
-PADDING = -100
-"""The target of places in a row that are not there; no loss counts it (torch's `ignore_index`)."""
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a long sequence: token sequences of unequal length, or windows that overlap. No row is copied before a
+    batch is taken, so that the sequence may be a memory-mapped file that all nodes of a machine share."""
+
+    values: np.ndarray  # [V, *shape of one place]
+    starts: np.ndarray  # [N] int64, of each row
+    lengths: np.ndarray | int  # [N] int64, or the same for all rows
+    padding: float = 0
+    """Behind the end of rows that are shorter than the longest of their batch."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, indices: Any) -> Rows:
+        """The rows at `indices`, without copying any."""
+        lengths = self.lengths if isinstance(self.lengths, int) else self.lengths[indices]
+        return replace(self, starts=self.starts[indices], lengths=lengths)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
+
+    @property
+    def longest(self) -> int:
+        return self.lengths if isinstance(self.lengths, int) else int(self.lengths.max(initial=0))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of the array in which all rows are as long as the longest."""
+        return (len(self), self.longest, *self.values.shape[1:])
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def padded(self) -> np.ndarray:
+        """All rows as one array [N, longest, ...], a copy."""
+        places = self.starts[:, None] + np.arange(self.longest)
+        if isinstance(self.lengths, int):
+            return self.values[places]
+        there = np.arange(self.longest) < self.lengths[:, None]
+        kind = np.result_type(self.values.dtype, np.int64) if self.padding < 0 else self.values.dtype
+        found = self.values[np.where(there, places, 0)].astype(kind, copy=False)
+        found[~there] = self.padding
+        return found
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Arrays or rows of equal number; the model gets `inputs * scale + offset` as float32, or ids as they are.
+
+    8-bit images stay uint8 (a quarter of the memory; a share is converted batch by batch), and may be views of a
+    memory-mapped file, which all nodes of a machine then share.
+    """
+
+    inputs: np.ndarray | Rows  # [N, *input_shape] uint8 or float32; whole numbers where they are ids
+    targets: np.ndarray | Rows  # [N, *target_shape] whole numbers or floats: int64 or float32 for the task
+    scale: float = 1.0
+    offset: float = 0.0
+    ids: bool = False
+    """Whether inputs are numbers of things (tokens, users), which the model gets as int64."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def take(self, indices: np.ndarray) -> Samples:
+        """A copy of the samples at `indices` [M], in that order; of rows, which are never copied, their places."""
+        return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
+
+
+class LazySamples(abc.ABC):
+    """Samples that are made when a batch is taken, every time anew: what a torch Dataset gives, whose transforms may
+    draw at random."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def take(self, indices: np.ndarray) -> LazySamples:
+        """The samples at `indices` [M], none of them made yet."""
+
+    @abc.abstractmethod
+    def fetch(self, indices: np.ndarray) -> Samples:
+        """Makes the samples at `indices` [M], in that order."""
+
+
+AnySamples = Samples | LazySamples
+
+
+@dataclass(frozen=True)
+class NodeSamples:
+    """What one node trains and is tested on."""
+
+    train: AnySamples
+    test: AnySamples
+    own: AnySamples | None = None
+    """Test samples that are distributed as the node's own, beside those of `test`."""
+    shared_test: bool = True
+    """Whether all nodes have the same test samples; then each evaluates the merged model on its part of them."""
+    pooled: bool = False
+    """Whether figures over the nodes are those of all their test samples together, of which each has a part."""

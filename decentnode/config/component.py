@@ -102,6 +102,24 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+class Table(dict[str, str]):
+    """A room's table whose outsiders need not be components: `adapt` ("module:function") makes a component of a foreign
+    class, or returns None."""
+
+    def __init__(self, names: Mapping[str, str], adapt: str) -> None:
+        super().__init__(names)
+        self.adapt = adapt
+
+    def component(self, found: type[Any]) -> type[Any]:
+        """The component for a class; the class itself where it is one, or cannot be made one. Raises UsageError."""
+        config = getattr(found, "Config", None)
+        if isinstance(config, type) and issubclass(config, Config):
+            return found
+        module, _, function = self.adapt.partition(":")
+        made: type[Any] | None = getattr(importlib.import_module(module), function)(found)
+        return found if made is None else made
+
+
 def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
     """The class behind a YAML `name`.
 
@@ -132,7 +150,7 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
         )
     if not isinstance(found, type):
         raise UsageError(f"{kind} {name!r} must name a class, got {type(found).__name__}")
-    return found
+    return table.component(found) if name not in table and isinstance(table, Table) else found
 
 
 _beside: list[str] = []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -14,30 +13,9 @@ from pydantic import Field
 from decentnode.config.component import Component, Config, section
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import DataError
-from decentnode.samples import DataSpec
+from decentnode.samples import AnySamples, DataSpec, Samples
 
-
-@dataclass(frozen=True)
-class Samples:
-    """Arrays of equal length; the model gets `inputs * scale + offset` as float32, or ids as they are.
-
-    8-bit images stay uint8 (a quarter of the memory; a share is converted batch by batch), and may be views of a
-    memory-mapped file, which all nodes of a machine then share.
-    """
-
-    inputs: np.ndarray  # [N, *input_shape] uint8 or float32; whole numbers where they are ids
-    targets: np.ndarray  # [N, *target_shape] int64 or float32
-    scale: float = 1.0
-    offset: float = 0.0
-    ids: bool = False
-    """Whether inputs are numbers of things (tokens, users), which the model gets as int64."""
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def take(self, indices: np.ndarray) -> Samples:
-        """A copy of the samples at `indices` [M], in that order."""
-        return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
+__all__ = ["AnySamples", "DataSpec", "Dataset", "DatasetConfig", "Partition", "Samples", "checked_targets", "existing"]
 
 
 class DatasetConfig(Config):
@@ -47,12 +25,20 @@ class DatasetConfig(Config):
         default={"name": "iid"}, validate_default=True
     )
     """How the training samples are dealt to the nodes."""
+    test: Literal["global", "own", "both"] | None = None
+    """What a node's model is tested on. global: the whole test set, the same on all nodes. own: test samples that are
+    distributed as the node's training samples, by their keys or else by class; no two nodes have the same. both: both,
+    with figures of its own for each. When not given global, or own where nodes have private files."""
+    shard_test: bool = False
+    """Test each node's own model on every n-th sample of the global test set alone, with n nodes: for large test sets.
+    Figures over the nodes are then those of all samples together."""
 
 
 class Dataset(Component, abc.ABC):
     """A reader. Opening is cheap; samples are read when asked for, and only those.
 
-    A dataset of classes has the attributes `input_shape` and `num_classes`; others define `spec`.
+    A dataset of classes has the attributes `input_shape` and `num_classes`; others define `spec`, and `num_train` where
+    they have no labels.
     """
 
     input_shape: tuple[int, ...]
@@ -68,24 +54,53 @@ class Dataset(Component, abc.ABC):
         """base_dir: folder that relative paths of the config refer to. Raises DataError naming a missing file."""
 
     @abc.abstractmethod
-    def train_targets(self) -> np.ndarray:
-        """[N] int64 labels of all training samples, which is all that a partition needs."""
+    def train_targets(self) -> np.ndarray | None:
+        """[N] int64 labels of all training samples, by which partitions deal; None of data without classes."""
 
     @abc.abstractmethod
-    def train(self, indices: np.ndarray) -> Samples:
+    def train(self, indices: np.ndarray) -> AnySamples:
         """The training samples at `indices` [M] int64, in that order."""
 
     @abc.abstractmethod
-    def test(self) -> Samples:
+    def test(self) -> AnySamples:
         """All test samples."""
+
+    def num_train(self) -> int:
+        """How many training samples there are."""
+        labels = self.train_targets()
+        if labels is None:
+            raise NotImplementedError(f"{type(self).__name__} has no labels and needs num_train")
+        return len(labels)
+
+    def num_test(self) -> int:
+        """How many test samples there are."""
+        return len(self.test())
+
+    def test_part(self, indices: np.ndarray) -> AnySamples:
+        """The test samples at `indices` [M] int64, in that order."""
+        return self.test().take(indices)
 
     def train_keys(self) -> np.ndarray | None:
         """[N] int64 natural owner of each training sample (writer, speaker, user), or None."""
         return None
 
+    def test_keys(self) -> np.ndarray | None:
+        """[M] int64 natural owner of each test sample, or None."""
+        return None
+
+    def test_labels(self) -> np.ndarray | None:
+        """[M] int64 labels of all test samples; None of data without classes."""
+        if self.train_targets() is None:
+            return None
+        test = self.test()
+        return np.asarray(test.targets) if isinstance(test, Samples) else None
+
 
 class Partition(Component, abc.ABC):
     """How training samples are dealt to nodes."""
+
+    needs_labels: bool = False
+    """Whether it deals by class. Others look at the number of targets alone: of data without classes all are 0."""
 
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...

@@ -31,17 +31,17 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 class LeafConfig(DatasetConfig):
     folder: Path | None = None
     """Folder that holds the folders train and test with LEAF's .json files (its data/NAME/data)."""
-    train: Path | None = None
+    train_folder: Path | None = None
     """Folder of the training files, where it is not folder/train."""
-    test: Path | None = None
+    test_folder: Path | None = None
     """Folder of the test files, where it is not folder/test."""
     cache: Path | None = None
     """Folder of the converted samples. Default: the environment's DECENTNODE_CACHE, or ~/.cache/decentnode."""
 
     @pydantic.model_validator(mode="after")
     def _somewhere(self) -> LeafConfig:
-        if self.folder is None and (self.train is None or self.test is None):
-            raise ValueError("must have folder, or both train and test")
+        if self.folder is None and (self.train_folder is None or self.test_folder is None):
+            raise ValueError("must have folder, or both train_folder and test_folder")
         return self
 
 
@@ -76,6 +76,15 @@ class Leaf(Dataset):
     def train_keys(self) -> np.ndarray:
         return np.array(self.index["train_user"])
 
+    def test_keys(self) -> np.ndarray:
+        return np.array(self.index["test_user"])
+
+    def test_labels(self) -> np.ndarray:
+        return np.array(self.index["test_y"])
+
+    def num_test(self) -> int:
+        return len(self.index["test_y"])
+
     def train(self, indices: np.ndarray) -> Samples:
         indices = np.asarray(indices, dtype=np.int64)
         count = len(self.index["train_y"])
@@ -91,12 +100,12 @@ class Leaf(Dataset):
         return Samples(inputs, targets)
 
     def _find(self, split: Literal["train", "test"], base_dir: Path) -> list[Path]:
-        chosen: Path | None = getattr(self.config, split)
+        chosen: Path | None = getattr(self.config, f"{split}_folder")
         folder = base_dir / (chosen if chosen is not None else (self.config.folder or Path()) / split)
         found = sorted(folder.glob("*.json"))
         if not found:
             why = "no .json file in it" if folder.is_dir() else "no such folder"
-            raise DataError(f"{folder}: {why}; expected LEAF's files of users (data.folder, data.{split})")
+            raise DataError(f"{folder}: {why}; expected LEAF's files of users (data.folder, data.{split}_folder)")
         return found
 
     def _build(self, writer: Writer) -> None:

@@ -14,6 +14,7 @@ from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets, existing
 from decentnode.data.rows import stream_rows
 from decentnode.errors import DataError
+from decentnode.samples import DataSpec
 
 
 class NpzConfig(DatasetConfig):
@@ -23,13 +24,15 @@ class NpzConfig(DatasetConfig):
     train_inputs: str = "train_inputs"
     """Array [N, *input_shape] of 8-bit integers or floats."""
     train_targets: str = "train_targets"
-    """Array [N] of integer labels."""
+    """Array [N] of integer labels; or [N, ...] of floats, for a regression."""
     test_inputs: str = "test_inputs"
     """Array [M, *input_shape]."""
     test_targets: str = "test_targets"
-    """Array [M] of integer labels."""
+    """Array [M] of integer labels, or [M, ...] of floats."""
     train_keys: str | None = None
     """Array [N] of integers that say to whom each sample belongs, for `partition: {name: by_key}`."""
+    test_keys: str | None = None
+    """Array [M] of integers that say to whom each test sample belongs, for `test: own`."""
     input_shape: tuple[int, ...] | None = None
     """Shape of one sample as the model gets it. Default: as stored."""
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -50,8 +53,9 @@ class Npz(Dataset):
     def __init__(self, config: NpzConfig, base_dir: Path) -> None:
         self.config = config
         self.path = existing(base_dir / config.file, "a .npz file (data.file)")
-        labels = self._read(config.train_targets)
-        self._targets, self.num_classes = checked_targets(labels, config.num_classes, self._name(config.train_targets))
+        self._targets, self._classes = self._checked(config.train_targets, config.num_classes)
+        if self._classes is not None:
+            self.num_classes = self._classes
         shape = self._read(config.train_inputs, np.empty(0, np.int64)).shape[1:]
         self.input_shape = config.input_shape or shape
         if np.prod(self.input_shape) != np.prod(shape):
@@ -59,8 +63,27 @@ class Npz(Dataset):
                 f"data.input_shape must have as many elements as a sample {list(shape)}, got {list(self.input_shape)}"
             )
 
-    def train_targets(self) -> np.ndarray:
-        return self._targets
+    def _checked(self, name: str, classes: int | None) -> tuple[np.ndarray, int | None]:
+        """Targets and the number of classes; None where they are floats."""
+        found = self._read(name)
+        if found.dtype.kind == "f" and classes is None:
+            return found.astype(np.float32), None
+        return checked_targets(found, classes, self._name(name))
+
+    @property
+    def spec(self) -> DataSpec:
+        task = "regression" if self._classes is None else "classification"
+        shape = tuple(self._targets.shape[1:])
+        return DataSpec(tuple(self.input_shape), task=task, num_classes=self._classes, target_shape=shape)
+
+    def num_train(self) -> int:
+        return len(self._targets)
+
+    def train_targets(self) -> np.ndarray | None:
+        return self._targets if self._classes is not None else None
+
+    def test_keys(self) -> np.ndarray | None:
+        return self._read(self.config.test_keys) if self.config.test_keys else None
 
     def train_keys(self) -> np.ndarray | None:
         return self._read(self.config.train_keys) if self.config.train_keys else None
@@ -70,7 +93,12 @@ class Npz(Dataset):
 
     def test(self) -> Samples:
         name = self.config.test_targets
-        targets, _ = checked_targets(self._read(name), self.num_classes, self._name(name))
+        targets, _ = self._checked(name, self._classes)
+        if targets.shape[1:] != self._targets.shape[1:] or targets.dtype != self._targets.dtype:
+            raise DataError(
+                f"{self._name(name)}: must be {self._targets.dtype} {list(self._targets.shape[1:])} per sample as in "
+                f"training, got {targets.dtype} {list(targets.shape[1:])}"
+            )
         return self._samples(self.config.test_inputs, None, targets, len(targets))
 
     def _samples(self, name: str, indices: np.ndarray | None, targets: np.ndarray, expected: int) -> Samples:

@@ -20,7 +20,6 @@ from decentnode.communication.path import Path
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem, raised
-from decentnode.data.base import Dataset
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
@@ -59,9 +58,9 @@ def _mapping(experiment: Experiment) -> Mapping | None:
     return None
 
 
-def _dataset(experiment: Experiment) -> Dataset | None:
+def _spec(experiment: Experiment) -> DataSpec | None:
     with contextlib.suppress(UsageError):
-        return experiment.make_dataset()
+        return experiment.open_data().spec
     return None
 
 
@@ -96,33 +95,36 @@ def mapping_holds_the_graph(experiment: Experiment) -> Iterator[Problem]:
 
 
 def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
+    if _mapping(experiment) is None:
+        return
     try:
-        experiment.make_dataset()
+        experiment.open_data().dataset()
+        experiment.open_data().check()
     except UsageError as error:
         yield raised("data", error, type(experiment.data).model_fields)
 
 
 def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
     """The partition fits the number of classes, samples and nodes."""
-    graph, dataset = _graph(experiment), _dataset(experiment)
-    if graph is None or dataset is None:
+    graph, spec = _graph(experiment), _spec(experiment)
+    if graph is None or spec is None:
         return
     partition = getattr(experiment.data, "partition", None)
     classes = getattr(partition, "classes", None)
-    known = dataset.spec.num_classes
+    known = spec.num_classes
     if isinstance(classes, int) and known is not None and classes > known:
         message = f"must be at most {known}, the classes of {experiment.data.name}, got {classes}"
         yield Problem(("data", "partition", "classes"), message, other=("data", "name"))
         return
     try:
-        experiment.shares()
+        experiment.open_data().shares()
     except UsageError as error:
         yield dataclasses.replace(raised("data.partition", error), other=("graph",))
 
 
 def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
     """And the loss suits the task."""
-    if _dataset(experiment) is None:
+    if _spec(experiment) is None:
         return
     try:
         task = experiment.make_task()
@@ -138,10 +140,9 @@ def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
 
 def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
     """Made on the meta device: shapes without memory. What it gives for a batch suits the task."""
-    dataset = _dataset(experiment)
-    if dataset is None:
+    spec = _spec(experiment)
+    if spec is None:
         return
-    spec = dataset.spec
     try:
         module = _on_meta(experiment, spec)
         with contextlib.suppress(UsageError):  # reported by task_suits_the_data
@@ -183,18 +184,18 @@ def _problem_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str
 
 def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
     """Batch normalization behind a linear layer cannot be trained on one sample at a time."""
-    training, graph, dataset = experiment.training, _graph(experiment), _dataset(experiment)
-    if not isinstance(training, SupervisedConfig) or graph is None or dataset is None:
+    training, graph, spec = experiment.training, _graph(experiment), _spec(experiment)
+    if not isinstance(training, SupervisedConfig) or graph is None or spec is None:
         return
-    if not _needs_two_samples(experiment, dataset):
+    if not _needs_two_samples(experiment, spec):
         return
     try:
-        parts = experiment.shares()
+        parts = experiment.open_data().shares()
     except UsageError:
         return
     aside = training.validation if training.validation and training.validation.source == "train" else None
-    sizes = [len(part) - (aside.aside(len(part)) if aside else 0) for part in parts]
-    uid = min(range(len(sizes)), key=lambda uid: sizes[uid])
+    sizes = {uid: len(part) - (aside.aside(len(part)) if aside else 0) for uid, part in parts.items()}
+    uid = min(sizes, key=sizes.__getitem__)
     if problem := training.problem_of_one(sizes[uid]):
         of_key = problem.startswith("training.batch_size ")
         yield Problem(("training", "batch_size") if of_key else ("data", "partition"),
@@ -202,9 +203,8 @@ def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
                       other=("model",))  # fmt: skip
 
 
-def _needs_two_samples(experiment: Experiment, dataset: Dataset) -> bool:
+def _needs_two_samples(experiment: Experiment, spec: DataSpec) -> bool:
     """Seen on the meta device; of a model that cannot run there its nodes will tell."""
-    spec = dataset.spec
     with contextlib.suppress(Exception), torch.device("meta"):
         kind = torch.float32 if spec.inputs == "values" else torch.int64
         return needs_two(_on_meta(experiment, spec), torch.empty(1, *spec.input_shape, dtype=kind))
@@ -222,10 +222,10 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
         if graph is None:
             return
         try:
-            parts = experiment.shares()
+            parts = experiment.open_data().shares()
         except UsageError:
             return
-        samples = max(map(len, parts))
+        samples = max(map(len, parts.values()))
     ticks = training.most_ticks(rounds, samples)
     if ticks > most:
         length = training.lr_schedule.arguments()

@@ -52,7 +52,7 @@ def _task(experiment: Experiment) -> Config | None:
     """The task that the data is for."""
     if experiment.task is not None:
         return None
-    return section(TASKS, "task").validate(experiment.make_dataset().spec.task)
+    return section(TASKS, "task").validate(experiment.open_data().spec.task)
 
 
 FINDERS: Mapping[str, Callable[[Experiment], Config | None]] = {

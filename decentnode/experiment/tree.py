@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import pydantic
 import yaml
 from pydantic import AfterValidator, Field, PrivateAttr
@@ -19,13 +18,14 @@ from decentnode.communication.parts import CommunicationConfig
 from decentnode.config.component import Config, Settings, load_class, section
 from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
-from decentnode.data import DATASETS, open_dataset, shares
-from decentnode.data.base import Dataset
+from decentnode.data import DATASETS
+from decentnode.data.opened import OpenedData
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
 from decentnode.mapping import MAPPINGS
 from decentnode.mapping.base import Mapping as NodeMapping
+from decentnode.metrics.figures import TaskMetrics
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
 from decentnode.sharing import SHARINGS
@@ -102,7 +102,7 @@ class Experiment(Settings):
     _derived: tuple[str, ...] = PrivateAttr(())
     _graph: Graph | None = PrivateAttr(None)
     _mapping: NodeMapping | None = PrivateAttr(None)
-    _dataset: Dataset | None = PrivateAttr(None)
+    _data: OpenedData | None = PrivateAttr(None)
 
     @property
     def source(self) -> str:
@@ -143,26 +143,29 @@ class Experiment(Settings):
             self._mapping = chosen(self.mapping, base_dir=self._base_dir)
         return self._mapping
 
-    def make_dataset(self) -> Dataset:
-        """The dataset, opened once. Raises DataError."""
-        if self._dataset is None:
-            self._dataset = open_dataset(self.data, self._base_dir)
-        return self._dataset
+    def open_data(self) -> OpenedData:
+        """The data, whose files are opened once, when they are first needed. Raises MappingError."""
+        if self._data is None:
+            mapping = self.make_mapping()
+            machines = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
+            self._data = OpenedData(self.data, DATASETS, self._base_dir, machines, self.seed)
+        return self._data
 
-    def forget_dataset(self) -> None:
-        """Let go of the opened dataset: labels of large data take memory that a node which trains can use."""
-        self._dataset = None
-
-    def shares(self) -> list[np.ndarray]:
-        """Per node the sorted indices of its training samples; every node computes the same. Raises DataError."""
-        return shares(self.make_dataset(), self.data, self.make_graph().num_nodes, self.seed)  # type: ignore[arg-type]
+    def forget_data(self) -> None:
+        """Let go of the opened files: labels of large data take memory that a node which trains can use."""
+        self._data = None
 
     def make_task(self) -> Task:
         """The task for this data. Raises UsageError where the data is not for it."""
-        data = self.make_dataset().spec
+        data = self.open_data().spec
         section_of_task = self.task or section(TASKS, "task").validate(data.task)
         made: Task = load_class(section_of_task.name, TASKS, "task")(section_of_task, data)
         return made
+
+    def measured(self) -> TaskMetrics:
+        """What the run measures. Raises as `make_task` does."""
+        data = self.open_data()
+        return self.make_task().measured(data.sharded, data.test == "both")
 
     def resolved(self) -> dict[str, Any]:
         """Every value of the run as plain data, in the order of the keys above."""

@@ -53,8 +53,8 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
     mapping = experiment.make_mapping()
     uids = mapping.local(machine)
     yield _cores(experiment, uids)
-    experiment.shares()  # raises what is wrong with the data
-    model = FlatModel(make_model(experiment, experiment.make_dataset().spec))
+    experiment.open_data().shares()  # raises what is wrong with the data
+    model = FlatModel(make_model(experiment, experiment.open_data().spec))
     need, free = 3 * model.parameters.nbytes * len(uids), psutil.virtual_memory().available
     yield Finding("memory", need < free, f"{len(uids)} nodes need about {size(need)} for models and gradients, "
                                          f"{size(free)} are free")  # fmt: skip

@@ -12,6 +12,7 @@ from torch import nn
 
 from decentnode import __version__
 from decentnode.build import device_of, machines_of, make_model, threads_of
+from decentnode.data.opened import OpenedData
 from decentnode.experiment import Experiment
 from decentnode.graph import spectrum
 from decentnode.launch.provenance import source_hash
@@ -27,21 +28,27 @@ def header(experiment: Experiment) -> list[list[str]]:
     """Returns (label, text) lines that describe the experiment. Makes one model and divides the data, as every node
     does."""
     graph = experiment.make_graph()
-    parts = experiment.shares()
-    module = make_model(experiment, experiment.make_dataset().spec)
+    data = experiment.open_data()
+    module = make_model(experiment, data.spec)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    sizes = [len(part) for part in parts]
+    sizes = [len(part) for part in data.shares().values()]
     neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]
     partition = getattr(experiment.data, "partition", None)
     return [
         ["versions", _versions(experiment)],
         ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
-        ["data", f"{experiment.data.name}, {sum(sizes):,} training samples, {_section(partition)}: "
-                 f"smallest node {min(sizes):,}, largest {max(sizes):,}"],
+        ["data", f"{experiment.data.name}, {_owned(data, len(sizes))}{sum(sizes):,} training samples, "
+                 f"{_section(partition)}: smallest node {min(sizes):,}, largest {max(sizes):,}"],
+        ["task", f"{experiment.measured().task}: {', '.join(each.text for each in experiment.measured().metrics)}"],
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
         ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module))}"],
         *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
     ]  # fmt: skip
+
+
+def _owned(data: OpenedData, readable: int) -> str:
+    """Whose the files are, where nodes have private ones."""
+    return f"private files of each node, those of {readable} are here, " if data.private else ""
 
 
 def _rule(experiment: Experiment) -> str:

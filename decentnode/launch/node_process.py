@@ -190,7 +190,7 @@ def run_node(task: Task, link: Link) -> int:
         folder = node_dir(task.run_dir, uid) if task.run_dir else None
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)
-        experiment.forget_dataset()
+        experiment.forget_data()
         if folder:
             events = node.communication.counters.on_event = EventLog(folder / "events.jsonl", uid)
             live = StatusWriter(node, folder / "status.json")

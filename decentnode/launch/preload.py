@@ -61,7 +61,7 @@ with contextlib.suppress(Exception):  # only warms up: what the first load makes
     from decentnode.experiment import load
 
     _example = load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
-    _example.shares()
+    _example.open_data().shares()
 
 cpu.library()  # compiled here the first time, rather than by every child
 

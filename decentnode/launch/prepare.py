@@ -108,7 +108,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         threads={str(uid): threads_of(experiment, uid) for uid in machines[machine]},
         regroup=experiment.node.missing == "regroup" and not in_process,
         restarts=experiment.node.restarts,
-        task=experiment.make_task().measured().plain(),
+        task=experiment.measured().plain(),
         inputs=inputs,
     )
 

@@ -174,6 +174,8 @@ class Metric:
     """Digits that tables show after the decimal point."""
     logarithmic: bool = False
     """Whether plots have a logarithmic axis where values span more than half a decade."""
+    pooled: bool = False
+    """Whether each node has a part of the test samples alone; the mean over the nodes is then that of all samples."""
 
     @property
     def text(self) -> str:
@@ -188,15 +190,15 @@ class Metric:
         """Which extreme over the nodes is the worst node's."""
         return "min" if self.better == "higher" else "max"
 
-    def figures(self, main: bool, over_nodes: bool = False) -> tuple[Figure, ...]:
+    def figures(self, main: bool) -> tuple[Figure, ...]:
         """Returns the figures over the nodes of a run. main: whether it is the task's first metric, which headings need
-        not name again. over_nodes: whether the mean is one over the samples of all nodes, which every node knows."""
+        not name again."""
         behind = f" {self.suffix}" if self.suffix else ""
         of = "" if main else f" {self.text}"
         kind: dict[str, Any] = {"unit": self.unit, "where": "Node.evaluate", "scale": self.scale, "digits": self.digits}
         low, high = ("worst", "best") if self.better == "higher" else ("best", "worst")
         mean: dict[str, Any] = {"of": (self.name,)}
-        if over_nodes:
+        if self.pooled:  # every node knows it
             mean = {"of": (f"{self.name}_mean",), "how": _first}
         merged = f"merged{of}{behind}"
         return (
@@ -228,8 +230,6 @@ class TaskMetrics:
     """Name of the task, or "package.module:Class"."""
     metrics: tuple[Metric, ...]
     """The first is the main one, which tables, plots and console lines show."""
-    sharded: bool = False
-    """Whether every node tests its own model on its part of the test set alone; means are then over all samples."""
 
     @property
     def main(self) -> Metric:
@@ -238,7 +238,7 @@ class TaskMetrics:
     @functools.cached_property
     def figures(self) -> tuple[Figure, ...]:
         """All figures of such a run, those of the metrics first."""
-        own = (each.figures(each is self.main, self.sharded) for each in self.metrics)
+        own = (each.figures(each is self.main) for each in self.metrics)
         return (*(figure for figures in own for figure in figures), *FIGURES)
 
     @functools.cached_property
@@ -259,8 +259,7 @@ class TaskMetrics:
 
     def plain(self) -> dict[str, Any]:
         """As plain data for JSON; `from_plain` reads it back."""
-        return {"name": self.task, "sharded": self.sharded,
-                "metrics": [dataclasses.asdict(each) for each in self.metrics]}  # fmt: skip
+        return {"name": self.task, "metrics": [dataclasses.asdict(each) for each in self.metrics]}
 
     @classmethod
     def from_plain(cls, found: Any) -> TaskMetrics:
@@ -269,7 +268,7 @@ class TaskMetrics:
         try:
             metrics = tuple(Metric(**{key: value for key, value in each.items() if key in known})
                             for each in found["metrics"])  # fmt: skip
-            made = cls(str(found["name"]), metrics, bool(found.get("sharded", False)))
+            made = cls(str(found["name"]), metrics)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"a run's task must have a name and metrics, got {found!r:.200}") from error
         if not metrics:

@@ -4,8 +4,9 @@ between."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from decentnode.communication.base import Communication, Pending
 from decentnode.tasks.base import Task
 from decentnode.tensors import blocks
-from decentnode.training.base import Evaluation, Training
+from decentnode.training.base import EvaluatedSplit, Evaluation, Training
 
 
 @dataclass(frozen=True)
@@ -50,38 +51,30 @@ class Evaluator:
             training.load_statistics(measured)
         own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
         pending = communication.mean(f"{key}/model", own, closing)
-        local = training.evaluate("test")  # while the mean is on its way
+        splits = training.evaluated
+        local = [training.evaluate(split.name) for split in splits]  # while the mean is on its way
         yield from steps_until_ready(pending, self._phases)
         merged, contributors = pending.wait(timeout)
         if measured.numel():
             merged = yield from self._recomputed(merged, f"{key}/statistics", closing)
         of_merged = self._evaluate_merged(merged, share)
         distance, norm = squared_distance(own[: model.num_parameters], merged[: model.num_parameters])
-        task = training.task
-        names = [each.name for each in task.measured().metrics]
-        packed = _packed(task, names, distance, of_merged, local)
-        pending = communication.mean(f"{key}/figures", packed, closing)
+        told = [_SplitFigures(split, training.task) for split in splits]
+        packed = [value for each, *both in zip(told, local, of_merged, strict=True) for value in each.packed(*both)]
+        pending = communication.mean(f"{key}/figures", torch.tensor([distance, *packed], dtype=torch.float64), closing)
         yield from steps_until_ready(pending, self._phases)
         mean, _ = pending.wait(timeout)
         rms = math.sqrt(float(mean[0]))
-        figures = {**local.metrics, **self._over_nodes(names, mean[1:].tolist(), contributors)}
+        figures: dict[str, float] = {}
+        means = iter(mean[1:].tolist())
+        for each, found in zip(told, local, strict=True):
+            figures |= each.named(found.metrics) | each.over_nodes(means, contributors)
         figures |= {"consensus_distance": rms / max(math.sqrt(norm), 1e-30), "consensus_rms": rms,
                     "contributors": contributors}  # fmt: skip
         if training.has_validation:
             validation = training.evaluate("validation")
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
         return Evaluated(merged, figures)
-
-    def _over_nodes(self, names: Sequence[str], means: Sequence[float], nodes: int) -> dict[str, float]:
-        """Returns <metric>_mean over the nodes that could tell one, and <metric>_merged of the merged model.
-
-        means: over so many nodes, as `_packed` orders them, without the distance.
-        """
-        task = self._training.task
-        sums = {name: mean * nodes for name, mean in zip(task.all_sums, means[: len(task.all_sums)], strict=True)}
-        told, *local = means[len(task.all_sums) :]
-        found = {f"{name}_mean": mean / told for name, mean in zip(names, local, strict=True) if told}
-        return {**found, **{f"{name}_merged": value for name, value in task.evaluated(sums).items()}}
 
     def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Generator[None, None, Tensor]:
         """Returns the merged model [P + B] with the statistics that it has over the data of all nodes."""
@@ -95,9 +88,11 @@ class Evaluator:
             model = self._training.model
             return torch.cat([model.parameters, model.buffers.to(model.dtype)])
 
-    def _evaluate_merged(self, merged: Tensor, share: tuple[int, int]) -> Evaluation:
+    def _evaluate_merged(self, merged: Tensor, share: tuple[int, int]) -> list[Evaluation]:
+        """Returns the merged model's evaluations, of this node's part of what all nodes have."""
         with self._holding(merged):
-            return self._training.evaluate("test", share)
+            return [self._training.evaluate(split.name, share if split.shared else (0, 1))
+                    for split in self._training.evaluated]  # fmt: skip
 
     def _measure(self) -> Tensor:
         """Returns statistics of the present model over the node's own samples; empty where they are not recomputed."""
@@ -119,11 +114,39 @@ class Evaluator:
             model.buffers.copy_(buffers)
 
 
-def _packed(task: Task, names: Sequence[str], distance: float, of_merged: Evaluation, local: Evaluation) -> Tensor:
-    """Returns what is averaged over the nodes, float64: the squared distance, the sums of the merged model, 1 where
-    this node's own test samples gave metrics, and these (zeros elsewhere)."""
-    told = [1.0, *(local.metrics[name] for name in names)] if local.metrics else [0.0] * (1 + len(names))
-    return torch.tensor([distance, *(of_merged.sums[name] for name in task.all_sums), *told], dtype=torch.float64)
+class _SplitFigures:
+    """The figures of one split: what each node gives to the mean over the nodes, and what is made of the mean."""
+
+    def __init__(self, split: EvaluatedSplit, task: Task) -> None:
+        self._split, self._task = split, task
+        self._names = [each.name for each in task.all_metrics]
+
+    def packed(self, local: Evaluation, merged: Evaluation) -> list[float]:
+        """Returns the sums of the merged model, then 1 and the metrics of the node's own model (0 and zeros where it
+        had no samples), or, where samples are pooled, the sums of its own model."""
+        sums = [merged.sums[name] for name in self._task.all_sums]
+        if self._split.pooled:
+            return sums + [local.sums[name] for name in self._task.all_sums]
+        if not local.metrics:
+            return sums + [0.0] * (1 + len(self._names))
+        return [*sums, 1.0, *(local.metrics[name] for name in self._names)]
+
+    def over_nodes(self, means: Iterator[float], nodes: int) -> dict[str, float]:
+        """Takes the means over so many nodes of what they packed. Returns <metric>_mean and <metric>_merged."""
+        merged = self._evaluated(means, nodes)
+        if self._split.pooled:
+            mean = self._evaluated(means, nodes)
+        else:
+            told, *every = itertools.islice(means, 1 + len(self._names))
+            mean = {name: value / told for name, value in zip(self._names, every, strict=True)} if told else {}
+        return self.named(mean, "_mean") | self.named(merged, "_merged")
+
+    def _evaluated(self, means: Iterator[float], nodes: int) -> dict[str, float]:
+        return self._task.evaluated({name: nodes * next(means) for name in self._task.all_sums})
+
+    def named(self, metrics: Mapping[str, float], ending: str = "") -> dict[str, float]:
+        """Returns metrics by the names that they have in records."""
+        return {f"{self._split.prefix}{name}{ending}": value for name, value in metrics.items()}
 
 
 def steps_until_ready(pending: Pending, phases: int) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from decentnode.config.component import Component, Config
@@ -14,6 +15,8 @@ from decentnode.samples import DataSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+OWN = "own_"
+"""Before the names of metrics of a node's own test samples, where there are global ones, too."""
 LOSS_SUMS = ("loss", "count")
 """What is summed for the loss: the losses of all units, and how many units there are."""
 
@@ -70,10 +73,23 @@ class Task(Component, abc.ABC):
             return {}
         return {**self.values(sums), "loss": sums["loss"] / sums["count"]}
 
-    def measured(self, sharded: bool = False) -> TaskMetrics:
-        """Returns what runs of this task tell of themselves."""
-        metrics = self.metrics if any(each.name == "loss" for each in self.metrics) else (*self.metrics, LOSS)
-        return TaskMetrics(self.config.name, metrics, sharded)
+    @property
+    def all_metrics(self) -> tuple[Metric, ...]:
+        """The task's metrics and the loss."""
+        return self.metrics if any(each.name == "loss" for each in self.metrics) else (*self.metrics, LOSS)
+
+    def measured(self, pooled: bool = False, own: bool = False) -> TaskMetrics:
+        """Returns what runs of this task tell of themselves.
+
+        pooled: whether every node has a part of the test set alone. own: whether nodes also have test samples of their
+        own, whose metrics have `own_` before their names.
+        """
+        found = [replace(each, pooled=pooled) for each in self.all_metrics]
+        if own:
+            found += [replace(each, name=f"{OWN}{each.name}", word=f"own {each.text}", short="",
+                              meaning=f"{each.meaning}, of those that are distributed as the node's training samples")
+                      for each in self.all_metrics]  # fmt: skip
+        return TaskMetrics(self.config.name, tuple(found))
 
 
 def needs(task: str, what: str, outputs: Tensor, targets: Tensor) -> UsageError:

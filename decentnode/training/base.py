@@ -43,12 +43,27 @@ class Evaluation:
     """By the names of the task's metrics; empty without samples."""
 
 
+@dataclass(frozen=True)
+class EvaluatedSplit:
+    """Test samples whose figures a run tells."""
+
+    name: str = "test"
+    """As `Training.evaluate` takes it."""
+    prefix: str = ""
+    """Before the names of its metrics."""
+    shared: bool = True
+    """Whether all nodes have the same samples."""
+    pooled: bool = False
+    """Whether figures over the nodes are those of all their samples together."""
+
+
 class Training(Component, abc.ABC):
     """Owns the model, the data iterator, the optimizer and the learning-rate schedule of one node."""
 
     model: FlatModel
     task: Task
     num_samples: int
+    evaluated: tuple[EvaluatedSplit, ...] = (EvaluatedSplit(),)
     keep_gradient: bool = False
 
     @abc.abstractmethod
@@ -67,7 +82,8 @@ class Training(Component, abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
-        """Returns what the task measures of the present model on "test" or "validation". The model is unchanged.
+        """Returns what the task measures of the present model on a split of `evaluated` or "validation". The model is
+        unchanged.
 
         part: (index, count) evaluates every count-th sample from index on; no samples give sums of zero.
         """

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from decentnode import rng
 from decentnode.config import component
 from decentnode.config.component import Config, Settings
-from decentnode.data.base import Samples
 from decentnode.errors import CheckpointError, DataError, Diverged, UsageError
-from decentnode.tasks.base import LOSS_SUMS, Task
+from decentnode.samples import NodeSamples
+from decentnode.tasks.base import LOSS_SUMS, OWN, Task
 from decentnode.tensors import FlatModel
 from decentnode.training import statistics
 from decentnode.training.arguments import problem_at
-from decentnode.training.base import Direction, Evaluation, Training, Update
+from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Training, Update
 from decentnode.training.losses import Loss, LossConfig
 from decentnode.training.lr_schedules import LearningRateSchedule, ScheduleConfig
 from decentnode.training.optimizers import OptimizerConfig, make_optimizer, trial_of
@@ -161,28 +161,32 @@ class Supervised(Training):
     Config: ClassVar[type[component.Config]] = SupervisedConfig
 
     def __init__(
-        self, config: SupervisedConfig, model: FlatModel, task: Task, train: Samples, test: Samples, *, seed: int,
-        uid: int,
+        self, config: SupervisedConfig, model: FlatModel, task: Task, data: NodeSamples, *, seed: int, uid: int
     ) -> None:
-        """train: this node's share. Raises DataError when it, or what validation leaves of it, is too small."""
+        """data: this node's share. Raises DataError when it, or what validation leaves of it, is too small."""
         self.config = config
         self.model = model
         self.task = task
         self._loss = Loss(config.loss_for(task.loss), config.label_smoothing)
         self._checked: set[str] = set()
         self._seed, self._uid = seed, uid
-        self._splits = self._split(train, test)
+        self._splits = self._split(data)
+        self.evaluated = (EvaluatedSplit(shared=data.shared_test, pooled=data.pooled),)
+        if data.own is not None:
+            self.evaluated += (EvaluatedSplit("own", OWN, shared=False),)
         self.num_samples = len(self._splits["train"][1])
         self._sampler = self._make_sampler()
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(config.optimizer, self._parameters)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
 
-    def _split(self, train: Samples, test: Samples) -> dict[str, tuple[Source, Tensor]]:
-        """Returns per split its source and the indices [M] into it. No sample is in two splits."""
+    def _split(self, data: NodeSamples) -> dict[str, tuple[Source, Tensor]]:
+        """Returns per split its source and the indices [M] into it. No sample is in two splits, but that those of "own"
+        may be in "test", too."""
         device = self.model.device
-        kept = {"train": np.arange(len(train)), "test": np.arange(len(test))}
-        sources = {"train": Source(train, device), "test": Source(test, device)}
+        every = {"train": data.train, "test": data.test, **({"own": data.own} if data.own is not None else {})}
+        kept = {name: np.arange(len(samples)) for name, samples in every.items()}
+        sources = {name: Source(samples, device) for name, samples in every.items()}
         wanted = self.config.validation
         if wanted is not None:
             owner = self._uid if wanted.source == "train" else rng.GLOBAL
@@ -345,10 +349,11 @@ class Supervised(Training):
             raise ValueError(f"split must be one of {', '.join(self._splits)}, got {split!r}")
         source, members = self._splits[split]
         members = members[part[0] :: part[1]]
+        size = max(1, min(1024, EVALUATION_ELEMENTS // source.sample_elements)) if len(members) else 1
         names = self.task.all_sums
         total = torch.zeros(len(names), dtype=torch.float64, device=self.model.device)
         with evaluating(self.model.module), torch.inference_mode():
-            for chosen in members.split(max(1, min(1024, EVALUATION_ELEMENTS // source.sample_elements))):
+            for chosen in members.split(size):
                 if len(chosen):
                     total += self._sums(*source.take(chosen))
         sums = dict(zip(names, total.tolist(), strict=True))

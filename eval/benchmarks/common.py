@@ -100,7 +100,7 @@ def planned_mb(overrides: list[str]) -> float:
 
     experiment = load(str(CONFIG), overrides)
     with torch.device("meta"):
-        model = make_model(experiment, experiment.make_dataset().spec)
+        model = make_model(experiment, experiment.open_data().spec)
     return 4 * sum(parameter.nbytes for parameter in model.parameters()) / 1e6
 
 

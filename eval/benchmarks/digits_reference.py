@@ -16,9 +16,9 @@ from torch import nn
 
 import decentnode.data
 from decentnode.config.component import Config
-from decentnode.data.base import Partition, Samples
+from decentnode.data.base import Partition
 from decentnode.models.base import Model, outputs_of
-from decentnode.samples import DataSpec
+from decentnode.samples import DataSpec, NodeSamples
 from decentnode.tasks.base import Task
 from decentnode.tensors import FlatModel
 from decentnode.training.sampler import Sampler
@@ -181,8 +181,7 @@ class GivenBatches(Supervised):
     Config = GivenBatchesConfig
 
     def __init__(
-        self, config: GivenBatchesConfig, model: FlatModel, task: Task, train: Samples, test: Samples, *, seed: int,
-        uid: int,
+        self, config: GivenBatchesConfig, model: FlatModel, task: Task, data: NodeSamples, *, seed: int, uid: int
     ) -> None:
-        super().__init__(config, model, task, train, test, seed=seed, uid=uid)
-        self._sampler = _Given(np.load(config.batches)[:, uid], len(train))
+        super().__init__(config, model, task, data, seed=seed, uid=uid)
+        self._sampler = _Given(np.load(config.batches)[:, uid], len(data.train))

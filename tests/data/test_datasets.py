@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from decentnode.config.component import load_class
-from decentnode.data import DATASETS, open_dataset, shares
+from decentnode.data import DATASETS
+from decentnode.data.opened import OpenedData
 from decentnode.errors import DataError
 
 from . import files
@@ -57,24 +58,24 @@ def test_digits_come_with_the_package() -> None:
 
 def test_reading_data_needs_no_torch() -> None:
     code = (
-        "import sys, pathlib; from decentnode.data import open_dataset, shares;"
+        "import sys, pathlib; from decentnode.data import DATASETS; from decentnode.data.opened import OpenedData;"
         "from decentnode.data.digits import DigitsConfig as Digits;"
-        "shares(open_dataset(Digits(), pathlib.Path()), Digits(), 4, 1); sys.exit('torch' in sys.modules)"
+        "OpenedData(Digits(), DATASETS, pathlib.Path(), [0] * 4, 1).of(2); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_shares_are_those_of_the_seed() -> None:
     config = load_class("digits", DATASETS, "data").Config.model_validate({"partition": {"name": "dirichlet"}})
-    dataset = open_dataset(config, Path())
-    parts, again, other = (shares(dataset, config, 16, seed) for seed in (1, 1, 2))
+    data, same, another = (OpenedData(config, DATASETS, Path(), [0] * 16, seed) for seed in (1, 1, 2))
+    parts, again, other = ([*each.shares().values()] for each in (data, same, another))
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     assert any(not np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
-    assert sum(len(dataset.train(part)) for part in parts) == 1437
+    assert sum(len(data.of(uid).train) for uid in range(16)) == 1437
 
 
 def dealt(config: Any, folder: Path) -> list[np.ndarray]:
-    return shares(open_dataset(config, folder), config, 2, 1)
+    return [*OpenedData(config, DATASETS, folder, [0, 0], 1).shares().values()]
 
 
 def test_a_partition_by_key_needs_keys(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ def test_folders_of_their_own(tmp_path: Path) -> None:
     """decentralizepy's train_dir and test_dir: one file per user."""
     write_femnist(tmp_path / "d")
     os.rename(tmp_path / "d" / "train", tmp_path / "per_user")
-    data = open_dataset({"name": "femnist", "train": "per_user", "test": "d/test"}, tmp_path)
+    data = open_dataset({"name": "femnist", "train_folder": "per_user", "test_folder": "d/test"}, tmp_path)
     assert len(data.train_targets()) == 20
-    with pytest.raises(pydantic.ValidationError, match="must have folder, or both train and test"):
-        load_class("femnist", DATASETS, "data").Config.model_validate({"name": "femnist", "train": "x"})
+    with pytest.raises(pydantic.ValidationError, match="must have folder, or both train_folder and test_folder"):
+        load_class("femnist", DATASETS, "data").Config.model_validate({"name": "femnist", "train_folder": "x"})
 
 
 def test_files_are_converted_once(tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,8 +48,9 @@ def test_arrays_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train_inputs\]: expected 11 samples, got 10"):
         open_dataset(SECTION, tmp_path).train(np.array([0]))
     write_npz(tmp_path / "d.npz", inputs, targets.astype(np.float32))
+    assert open_dataset(SECTION, tmp_path).spec.task == "regression"
     with pytest.raises(DataError, match="labels must be a non-empty list of integers"):
-        open_dataset(SECTION, tmp_path)
+        open_dataset({**SECTION, "num_classes": 7}, tmp_path)
     write_npz(tmp_path / "d.npz", inputs, targets, test_inputs=inputs[:4, :3])
     with pytest.raises(DataError, match=r"test_inputs\]: samples must have shape \[5, 4\], got \[3, 4\]"):
         open_dataset(SECTION, tmp_path).test()

@@ -24,7 +24,7 @@ def test_what_is_told_is_what_is_sent(sharing: str, exact: bool) -> None:
         "graph={name: complete, nodes: 4}", "mapping={name: linear, machines: 1, nodes_per_machine: 4}",
         f"sharing={sharing}", "node.rounds=2", "node.evaluate_every=0", "training.local_steps=1",
     ])  # fmt: skip
-    found = estimate_traffic(experiment, make_model(experiment, experiment.make_dataset().spec))
+    found = estimate_traffic(experiment, make_model(experiment, experiment.open_data().spec))
     nodes = build_in_process(experiment)
     step_all(nodes)
     counters = [node.communication.counters for node in nodes]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from decentnode.metrics import summary
@@ -49,8 +51,9 @@ def test_runs_of_several_tasks_are_compared_in_the_columns_of_all() -> None:
 
 def test_means_over_parts_of_the_test_set_are_those_of_all_samples() -> None:
     nodes = [{"accuracy": 0.4, "accuracy_mean": 0.55}, {"accuracy": 0.6, "accuracy_mean": 0.55}]
-    whole, parts = BEFORE.by_name["accuracy_mean"], TaskMetrics("c", (ACCURACY,), True).by_name["accuracy_mean"]
-    assert whole.combined(nodes) == pytest.approx(0.5) and parts.combined(nodes) == 0.55
+    pooled = TaskMetrics("classification", (replace(ACCURACY, pooled=True),))
+    assert BEFORE.by_name["accuracy_mean"].combined(nodes) == pytest.approx(0.5)
+    assert pooled.by_name["accuracy_mean"].combined(nodes) == 0.55
 
 
 @pytest.mark.parametrize("wrong", [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from decentnode.data.base import Samples
-from decentnode.samples import DataSpec
+from decentnode.samples import DataSpec, NodeSamples
 from decentnode.tasks.classification import Classification, ClassificationConfig
 from decentnode.tensors import FlatModel
 from decentnode.training.supervised import Supervised, SupervisedConfig
@@ -39,4 +39,5 @@ def make(uid: int = 0, module: Any = linear, train: Samples | None = None, **key
     model = FlatModel(module())
     config = SupervisedConfig.model_validate({"name": "supervised", **keys})
     task = Classification(ClassificationConfig(), DataSpec(SHAPE, num_classes=4))
-    return Supervised(config, model, task, samples() if train is None else train, samples(31, 1), seed=1, uid=uid)
+    data = NodeSamples(samples() if train is None else train, samples(31, 1))
+    return Supervised(config, model, task, data, seed=1, uid=uid)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from decentnode.data.base import Samples
 from decentnode.errors import UsageError
-from decentnode.samples import PADDING, DataSpec
+from decentnode.samples import PADDING, DataSpec, NodeSamples
 from decentnode.tasks.next_token import NextToken, NextTokenConfig
 from decentnode.tensors import FlatModel
 from decentnode.training.losses import LOSSES, Loss, LossConfig
@@ -69,7 +69,7 @@ def test_every_token_of_a_step_counts_alike(accumulate: int) -> None:
     (gradient,) = torch.autograd.grad(expected, [module.table.weight])
     before = module.table.weight.detach().clone()
     samples = Samples(tokens, targets, ids=True)
-    training = Supervised(config, FlatModel(module), task, samples, samples, seed=1, uid=0)
+    training = Supervised(config, FlatModel(module), task, NodeSamples(samples, samples), seed=1, uid=0)
     loss = training.evaluate("test").metrics["loss"]
     update = training.local_update(0)
     assert update.loss == pytest.approx(float(expected.detach()), rel=1e-6) == loss

@@ -36,6 +36,7 @@ class Dirichlet(Partition):
     """
 
     Config: ClassVar[type[Config]] = DirichletConfig
+    needs_labels = True
 
     def __init__(self, config: DirichletConfig) -> None:
         self.config = config

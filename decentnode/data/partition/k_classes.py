@@ -27,6 +27,7 @@ class KClasses(Partition):
     """
 
     Config: ClassVar[type[Config]] = KClassesConfig
+    needs_labels = True
 
     def __init__(self, config: KClassesConfig) -> None:
         self.config = config

@@ -23,6 +23,7 @@ class Shards(Partition):
     """Covers all samples (decentralizepy drops the remainder); shard sizes differ by at most one."""
 
     Config: ClassVar[type[Config]] = ShardsConfig
+    needs_labels = True
 
     def __init__(self, config: ShardsConfig) -> None:
         self.config = config

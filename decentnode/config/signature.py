@@ -1,0 +1,81 @@
+"""A Config for a class that has none: its keys are the arguments of its constructor, with their types and defaults."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from decentnode.config.component import Config, Settings
+from decentnode.errors import UsageError
+
+SIMPLE = (int, float, str, bool, Path, type(None))
+
+
+def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = ()) -> type[Config]:
+    """A Config with the keys of `base` and one for each argument of `chosen`'s constructor.
+
+    filled: arguments that the caller can give; they need not be written. An argument without annotation has the type of
+    its default. Raises UsageError where an argument cannot be a key.
+    """
+    fields: dict[str, Any] = {}
+    taken = {*base.model_fields}
+    extra: Any = "forbid"
+    hints = _hints(chosen)
+    for name, parameter in inspect.signature(chosen).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            extra = "allow"
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        required = parameter.default is parameter.empty and name not in filled
+        if parameter.kind is parameter.POSITIONAL_ONLY or name == "name" or name.startswith(("_", "model_")):
+            if required:
+                raise UsageError(f"argument {name!r} of {chosen.__name__} cannot be a key; give it a default")
+            continue
+        if name in taken:
+            continue
+        kind = _plain(hints.get(name, _kind_of(parameter.default)))
+        default = ... if required else None if parameter.default is parameter.empty else parameter.default
+        if default is None and kind is not Any:
+            kind = kind | None
+        text = f"Argument of {chosen.__name__}."
+        fields[name] = (kind, pydantic.Field(default, description=text))
+    made = pydantic.create_model(f"{chosen.__name__}Config", __base__=base, __module__=chosen.__module__, **fields)
+    if extra == "allow":
+        made.model_config = pydantic.ConfigDict(**{**made.model_config, "extra": "allow"})
+        made.model_rebuild(force=True)
+    return made
+
+
+def arguments(config: Settings, chosen: type[Any]) -> dict[str, Any]:
+    """The arguments of the constructor that were written."""
+    names = inspect.signature(chosen).parameters
+    written = config.model_fields_set
+    found = {name: getattr(config, name) for name in names if name in written and name != "name"}
+    return {**found, **(config.model_extra or {})}
+
+
+def _hints(chosen: type[Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(chosen.__init__)
+    except Exception:  # an annotation that only a type checker can resolve
+        return {}
+
+
+def _kind_of(default: Any) -> Any:
+    return type(default) if isinstance(default, int | float | str) else Any
+
+
+def _plain(kind: Any) -> Any:
+    """The same type where YAML can write it, else Any."""
+    arguments_of = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal or kind in SIMPLE or kind in (list, tuple, dict):
+        return kind
+    if origin is not None and all(each is Ellipsis or _plain(each) is not Any for each in arguments_of):
+        return kind
+    return Any

@@ -1,0 +1,185 @@
+"""The data section of an experiment, opened: who trains on which samples, and who is tested on which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decentnode import rng
+from decentnode.config.component import Config, load_class
+from decentnode.data.base import Dataset
+from decentnode.data.partition import PARTITIONS
+from decentnode.errors import DataError
+from decentnode.samples import DataSpec, NodeSamples
+
+PLACES = ("{uid}", "{machine}")
+"""What paths of private data have in them."""
+
+
+class OpenedData:
+    """Opens datasets when they are first asked for. Every node computes the same shares.
+
+    Where a path of the section holds {uid} or {machine}, data is private: each node reads its own files, and nodes that
+    read the same ones (those of a machine) share them by the partition. Nobody needs the files of the others.
+    """
+
+    def __init__(
+        self, config: Any, table: Mapping[str, str], base_dir: Path, machines: Sequence[int], seed: int
+    ) -> None:
+        """machines: the machine of every uid, whose number is that of the nodes."""
+        self.config, self._table, self._base_dir = config, table, base_dir
+        self._machines, self._seed = machines, seed
+        self._opened: dict[tuple[str, ...], Dataset] = {}
+        self._paths = [name for name, value in config if isinstance(value, Path) and _has_place(value)]
+
+    @property
+    def private(self) -> bool:
+        return bool(self._paths)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every node tests its own model on its part of the test set alone."""
+        return bool(getattr(self.config, "shard_test", False)) and self.test != "own"
+
+    @property
+    def test(self) -> str:
+        """global, own or both."""
+        chosen: str | None = getattr(self.config, "test", None)
+        return chosen or ("own" if self.private else "global")
+
+    def check(self) -> None:
+        """Raises DataError where keys contradict each other."""
+        if self.private and self.test != "own":
+            raise DataError(f"data.test must be own where each node has private files, got {self.test}")
+        if self.private and getattr(self.config, "num_classes", 0) is None and self.spec.num_classes is not None:
+            raise DataError("data.num_classes must be given where each node has private files: those of one need not "
+                            "have all classes")  # fmt: skip
+
+    def dataset(self, uid: int | None = None) -> Dataset:
+        """The dataset that a node reads; None: any that is readable here. Raises DataError."""
+        if uid is None:
+            return self._any() if self.private else self._open(self._group(0), self.config)
+        return self._open(self._group(uid), self._config_of(uid))
+
+    def _any(self) -> Dataset:
+        first: DataError | None = None
+        for uid in range(len(self._machines)):
+            try:
+                return self.dataset(uid)
+            except DataError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _open(self, group: tuple[str, ...], config: Config) -> Dataset:
+        if group not in self._opened:
+            self._opened[group] = load_class(config.name, self._table, "data")(config, self._base_dir)
+        return self._opened[group]
+
+    def _config_of(self, uid: int) -> Config:
+        paths = dict(zip(self._paths, map(Path, self._group(uid)), strict=True))
+        copied: Config = self.config.model_copy(update=paths)
+        return copied
+
+    def _group(self, uid: int) -> tuple[str, ...]:
+        """The paths of a node's files; nodes of equal ones read the same."""
+        values = (str(getattr(self.config, name)) for name in self._paths)
+        return tuple(each.replace("{uid}", str(uid)).replace("{machine}", str(self._machines[uid])) for each in values)
+
+    @property
+    def spec(self) -> DataSpec:
+        """What is known of the data; the same for all nodes."""
+        return self.dataset().spec
+
+    # -- who has what -----------------------------------------------------------------------------------------
+
+    def shares(self) -> dict[int, np.ndarray]:
+        """Per uid the sorted indices of its training samples, of the nodes whose files are here. Raises DataError."""
+        found: dict[int, np.ndarray] = {}
+        failed: DataError | None = None
+        for uids in self._groups():
+            try:
+                found |= self._shares_of(uids)
+            except DataError as error:
+                if not self.private:
+                    raise
+                failed = failed or error
+        if not found and failed is not None:
+            raise failed
+        return found
+
+    def _groups(self) -> Iterator[list[int]]:
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for uid in range(len(self._machines)):
+            groups.setdefault(self._group(uid), []).append(uid)
+        yield from groups.values()
+
+    def _shares_of(self, uids: Sequence[int]) -> dict[int, np.ndarray]:
+        """The shares of nodes that read the same files."""
+        dataset = self.dataset(uids[0])
+        chosen = self.config.partition
+        partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
+        labels = dataset.train_targets()
+        if labels is None and partition.needs_labels:
+            raise DataError(f"partition {chosen.name} deals by classes, which this data has not; iid, fractions or "
+                            "by_key would do")  # fmt: skip
+        if labels is None:
+            labels = np.broadcast_to(np.int64(0), (dataset.num_train(),))
+        owner = rng.GLOBAL if not self.private else uids[0]
+        generator = rng.stream(self._seed, owner, "partition")
+        parts = partition.split(labels, len(uids), generator, dataset.train_keys())
+        return dict(zip(uids, parts, strict=True))
+
+    def of(self, uid: int) -> NodeSamples:
+        """What one node trains and is tested on. Raises DataError."""
+        self.check()
+        group = next(uids for uids in self._groups() if uid in uids)
+        dataset, shares = self.dataset(uid), self._shares_of(group)
+        train = dataset.train(shares[uid])
+        if self.test == "own":
+            return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False)
+        if self.sharded:
+            mine = np.arange(uid, dataset.num_test(), len(self._machines))
+            test, shared = dataset.test_part(mine), False
+        else:
+            test, shared = dataset.test(), True
+        own = self._own_test(dataset, shares, uid) if self.test == "both" else None
+        return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded)
+
+    def _own_test(self, dataset: Dataset, shares: Mapping[int, np.ndarray], uid: int) -> Any:
+        if len(shares) == 1:
+            return dataset.test()
+        return dataset.test_part(own_parts(dataset, shares, self._seed)[uid])
+
+
+def _has_place(path: Path) -> bool:
+    return any(place in str(path) for place in PLACES)
+
+
+def own_parts(dataset: Dataset, shares: Mapping[int, np.ndarray], seed: int) -> dict[int, np.ndarray]:
+    """Per node the sorted indices of the test samples that are distributed as its training samples; no sample is two
+    nodes'.
+
+    Of data whose test samples have keys, those of its own keys. Else each class is dealt in proportion to how many
+    training samples of it the nodes have; of data without classes, all samples. A node may get none.
+    """
+    keys, of_train = dataset.test_keys(), dataset.train_keys()
+    if keys is not None and of_train is not None:
+        return {uid: np.flatnonzero(np.isin(keys, of_train[mine])) for uid, mine in shares.items()}
+    labels, of_train = dataset.test_labels(), dataset.train_targets()
+    if labels is None or of_train is None:
+        labels = np.zeros(dataset.num_test(), np.int64)
+        of_train = np.broadcast_to(np.int64(0), (dataset.num_train(),))
+    draw = rng.stream(seed, rng.GLOBAL, "own test samples")
+    found: dict[int, list[np.ndarray]] = {uid: [] for uid in shares}
+    for label in np.unique(labels):
+        members = draw.permutation(np.flatnonzero(labels == label))
+        held = np.array([np.count_nonzero(of_train[mine] == label) for mine in shares.values()], dtype=np.float64)
+        if held.sum():
+            stops = np.round(np.cumsum(held) / held.sum() * len(members)).astype(np.int64)
+            for uid, part in zip(shares, np.split(members, stops[:-1]), strict=True):
+                found[uid].append(part)
+    return {uid: np.sort(np.concatenate([np.empty(0, np.int64), *parts])) for uid, parts in found.items()}

@@ -1,0 +1,258 @@
+"""A torch Dataset, or an iterable of batches, as a dataset of ours: `data: {name: package.module:Class, ...}`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from decentnode import rng
+from decentnode.config.component import Config
+from decentnode.config.signature import arguments, config_of
+from decentnode.data.base import Dataset, DatasetConfig
+from decentnode.errors import DataError
+from decentnode.samples import AnySamples, DataSpec, LazySamples, Samples
+
+SPLITS = {"train": {"train": True, "split": "train"}, "test": {"train": False, "split": "test"}}
+"""What a constructor gets that asks for `train` or `split`."""
+
+
+class TorchDataConfig(DatasetConfig):
+    name: str = ""
+    num_classes: int | None = Field(None, ge=2)
+    """Of a classification; when not given, the length of the Dataset's `classes`, else the highest training target
+    + 1."""
+    vocabulary: int | None = Field(None, ge=1)
+    """Of inputs that are whole numbers: how many different ones there are."""
+    test_fraction: float = Field(0.1, gt=0, lt=1)
+    """The part of the samples to test on, where the constructor takes neither `train` nor `split`."""
+
+
+class TorchData(Dataset):
+    """What the class in `data.name` gives, as it is: `(input, target)` for a number below its length, or, where it has
+    no length, batches of them one after the other, which are read once, to their end.
+
+    Its constructor gets the remaining keys; `train` (true, false) or `split` ("train", "test") where it takes one of
+    them. Samples of a Dataset are made anew for every batch, so that transforms may draw at random.
+    """
+
+    Config: ClassVar[type[Config]] = TorchDataConfig
+    of: ClassVar[Any]
+    """The class that is adapted."""
+
+    def __init__(self, config: TorchDataConfig, base_dir: Path) -> None:
+        self.config = config
+        given = {key: base_dir / value if isinstance(value, Path) else value
+                 for key, value in arguments(config, type(self).of).items()}  # fmt: skip
+        self._made: dict[str, Any] = {}
+        self._given = given
+        self._takes = next((key for key in ("train", "split") if key in inspect.signature(type(self).of).parameters
+                            and key not in given), None)  # fmt: skip
+        self._labels: np.ndarray | None = None
+        train = self._split("train")
+        if not len(train):
+            raise DataError(f"data {config.name}: there is no training sample")
+        self._first = train.fetch(np.zeros(1, np.int64))
+
+    # -- what the class gives ---------------------------------------------------------------------------------
+
+    def _split(self, split: Literal["train", "test"]) -> LazySamples:
+        name = type(self).of.__name__
+        try:
+            if self._takes is None:
+                whole = self._whole()
+                order = rng.stream(0, rng.GLOBAL, "test samples").permutation(len(whole))
+                aside = max(1, round(self.config.test_fraction * len(whole)))
+                return whole.take(np.sort(order[:aside] if split == "test" else order[aside:]))
+            if split not in self._made:
+                self._made[split] = _as_lazy(type(self).of(**self._given, **self._chosen(split)), name)
+            found: LazySamples = self._made[split]
+        except DataError:
+            raise
+        except Exception as error:  # a constructor of the user's own may raise anything
+            raise DataError(f"data {self.config.name}: making {name} raised {error!r}") from error
+        return found
+
+    def _chosen(self, split: str) -> dict[str, Any]:
+        assert self._takes is not None
+        return {self._takes: SPLITS[split][self._takes]}
+
+    def _whole(self) -> LazySamples:
+        if "whole" not in self._made:
+            self._made["whole"] = _as_lazy(type(self).of(**self._given), type(self).of.__name__)
+        found: LazySamples = self._made["whole"]
+        return found
+
+    # -- the contract -----------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def spec(self) -> DataSpec:
+        inputs, targets = _arrays(self._first)
+        whole = targets.dtype.kind in "iub"
+        tokens = self._first.ids and targets.shape == inputs.shape and whole
+        vocabulary = self._fact("vocabulary") if self._first.ids else None
+        if tokens and vocabulary is None:
+            raise DataError("data.vocabulary must be given for inputs that are tokens")
+        task = "next_token" if tokens else "classification" if whole and targets.ndim == 1 else "regression"
+        return DataSpec(
+            tuple(inputs.shape[1:]), "ids" if self._first.ids else "values",
+            str(getattr(self._any_made(), "task", task)),
+            self._classes() if task == "classification" else None, vocabulary, self._fact("users"), self._fact("items"),
+            tuple(targets.shape[1:]),
+        )  # fmt: skip
+
+    def _any_made(self) -> Any:
+        made = next(iter(self._made.values()))
+        return getattr(made, "dataset", made)
+
+    def _fact(self, name: str) -> int | None:
+        given = getattr(self.config, name, None)
+        found = given if given is not None else getattr(self._any_made(), name, None)
+        return None if found is None else int(found)
+
+    def _classes(self) -> int:
+        found, listed = self._fact("num_classes"), getattr(self._any_made(), "classes", None)
+        if found is not None:
+            return found
+        if listed is not None:
+            return len(listed)
+        labels = self.train_targets()
+        assert labels is not None
+        return int(labels.max()) + 1
+
+    def num_train(self) -> int:
+        return len(self._split("train"))
+
+    def num_test(self) -> int:
+        return len(self._split("test"))
+
+    def train_targets(self) -> np.ndarray | None:
+        """Those that the Dataset tells as `targets` or `labels`; else all samples are made once, to see theirs."""
+        targets = _arrays(self._first)[1]
+        if targets.dtype.kind not in "iub" or targets.ndim != 1:
+            return None
+        if self._labels is None:
+            self._labels = _targets_of(self._split("train"))
+        return self._labels
+
+    def train(self, indices: np.ndarray) -> AnySamples:
+        return self._split("train").take(indices)
+
+    def test(self) -> AnySamples:
+        return self._split("test")
+
+    def test_part(self, indices: np.ndarray) -> AnySamples:
+        return self._split("test").take(indices)
+
+    def test_labels(self) -> np.ndarray | None:
+        return None if self.train_targets() is None else _targets_of(self._split("test"))
+
+
+class Items(LazySamples):
+    """Samples of a map-style Dataset."""
+
+    def __init__(self, dataset: Any, indices: np.ndarray) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def take(self, indices: np.ndarray) -> Items:
+        return Items(self.dataset, self.indices[indices])
+
+    def fetch(self, indices: np.ndarray) -> Samples:
+        pairs = []
+        for index in self.indices[indices].tolist():
+            item = self.dataset[index]
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                raise DataError(f"{type(self.dataset).__name__}[{index}] must be (input, target), got "
+                                f"{type(item).__name__}")  # fmt: skip
+            pairs.append(item)
+        return batch([x for x, _ in pairs], [y for _, y in pairs], type(self.dataset).__name__)
+
+
+class Held(LazySamples):
+    """Samples that were read from an iterable."""
+
+    def __init__(self, samples: Samples, dataset: Any) -> None:
+        self.samples, self.dataset = samples, dataset
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def take(self, indices: np.ndarray) -> Held:
+        return Held(self.samples.take(indices), self.dataset)
+
+    def fetch(self, indices: np.ndarray) -> Samples:
+        return self.samples.take(indices)
+
+
+def batch(inputs: list[Any], targets: list[Any], where: str) -> Samples:
+    """Inputs and targets as arrays: whole numbers other than 8-bit ones are ids. Raises DataError where samples have
+    unequal shapes."""
+    try:
+        x, y = np.stack([np.asarray(each) for each in inputs]), np.stack([np.asarray(each) for each in targets])
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{where}: the inputs, and the targets, of all samples must have one shape: {error}") from error
+    if x.dtype.kind not in "iubf" or y.dtype.kind not in "iubf":
+        raise DataError(f"{where}: inputs and targets must be numbers, arrays or tensors, got {x.dtype} and {y.dtype}")
+    ids = x.dtype.kind in "iu" and x.dtype.itemsize > 1
+    scale = 1 / 255 if x.dtype == np.uint8 else 1.0
+    kept = x if ids or x.dtype == np.uint8 else x.astype(np.float32, copy=False)
+    return Samples(kept, y.astype(np.float32 if y.dtype.kind == "f" else np.int64, copy=False), scale, ids=ids)
+
+
+def _as_lazy(made: Any, where: str) -> LazySamples:
+    streamed = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)  # it has a __getitem__, too
+    if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not streamed:
+        return Items(made, np.arange(len(made)))
+    if not isinstance(made, Iterable):
+        raise DataError(f"{where} must have __getitem__ and __len__, or be an iterable of batches")
+    inputs, targets = [], []
+    for number, (x, y) in enumerate(_batches(made, where)):
+        if len(x) != len(y):
+            raise DataError(f"{where}: batch {number} has {len(x)} inputs and {len(y)} targets")
+        inputs.append(np.asarray(x))
+        targets.append(np.asarray(y))
+    if not inputs:
+        raise DataError(f"{where} gave no batch")
+    return Held(batch(list(np.concatenate(inputs)), list(np.concatenate(targets)), where), made)
+
+
+def _batches(made: Iterable[Any], where: str) -> Iterator[tuple[Any, Any]]:
+    for each in made:
+        if not isinstance(each, tuple | list) or len(each) != 2:
+            raise DataError(f"{where}: a batch must be (inputs, targets), got {type(each).__name__}")
+        yield each[0], each[1]
+
+
+def _arrays(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+    assert isinstance(samples.inputs, np.ndarray) and isinstance(samples.targets, np.ndarray)
+    return samples.inputs, samples.targets
+
+
+def _targets_of(samples: LazySamples) -> np.ndarray:
+    if isinstance(samples, Items):
+        for name in ("targets", "labels"):
+            told = getattr(samples.dataset, name, None)
+            if told is not None and len(told) == len(samples.dataset):
+                return np.asarray(told).astype(np.int64)[samples.indices]
+    if isinstance(samples, Held):
+        return _arrays(samples.samples)[1]
+    blocks = (np.arange(start, min(start + 1024, len(samples))) for start in range(0, len(samples), 1024))
+    return np.concatenate([_arrays(samples.fetch(block))[1] for block in blocks])
+
+
+@functools.cache
+def adapted(chosen: type[Any]) -> type[Dataset] | None:
+    """The dataset that gives what a class gives; None of a class that is neither a Dataset nor an iterable."""
+    if not (hasattr(chosen, "__getitem__") or hasattr(chosen, "__iter__")):
+        return None
+    filled = {"train", "split"} & inspect.signature(chosen).parameters.keys()
+    config = config_of(chosen, TorchDataConfig, filled)
+    return type(chosen.__name__, (TorchData,), {"Config": config, "of": chosen, "__doc__": chosen.__doc__})

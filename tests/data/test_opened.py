@@ -1,0 +1,128 @@
+"""Who trains on which samples, and who is tested on which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decentnode.config.component import load_class
+from decentnode.data import DATASETS
+from decentnode.data.opened import OpenedData
+from decentnode.errors import DataError
+from decentnode.samples import Samples
+
+from . import files
+
+
+def opened(folder: Path, machines: list[int], seed: int = 1, **section: Any) -> OpenedData:
+    config = load_class(section["name"], DATASETS, "data").Config.model_validate(section)
+    return OpenedData(config, DATASETS, folder, machines, seed)
+
+
+def arrays(samples: Any) -> tuple[np.ndarray, np.ndarray]:
+    assert isinstance(samples, Samples) and isinstance(samples.inputs, np.ndarray)
+    return samples.inputs, np.asarray(samples.targets)
+
+
+def digits(nodes: int = 4, **keys: Any) -> OpenedData:
+    return opened(Path(), [0] * nodes, name="digits", **keys)
+
+
+def test_the_global_test_set_is_that_of_all() -> None:
+    found = [digits().of(uid) for uid in range(4)]
+    assert all(each.shared_test and not each.pooled and len(each.test) == 360 and each.own is None for each in found)
+
+
+def test_sharded_parts_are_all_samples_once() -> None:
+    data = digits(shard_test=True)
+    found = [data.of(uid) for uid in range(4)]
+    assert data.sharded and all(each.pooled and not each.shared_test for each in found)
+    whole = arrays(data.dataset().test())[0]
+    parts = np.concatenate([arrays(each.test)[0] for each in found])
+    assert np.array_equal(np.sort(parts.reshape(360, -1), 0), np.sort(whole.reshape(360, -1), 0))
+    assert np.array_equal(arrays(found[1].test)[0], whole[1::4])
+
+
+def test_own_test_samples_are_distributed_as_the_training_samples() -> None:
+    data = digits(test="own", partition={"name": "dirichlet", "alpha": 0.1})
+    found = [data.of(uid) for uid in range(4)]
+    assert sum(len(each.test) for each in found) == 360 and not any(each.shared_test for each in found)
+    for each in found:
+        train, test = (np.bincount(arrays(part)[1], minlength=10) / len(part) for part in (each.train, each.test))
+        assert np.abs(train - test).sum() < 0.3
+    assert np.array_equal(arrays(digits(test="own").of(2).test)[1], arrays(digits(test="own").of(2).test)[1])
+
+
+def test_both_are_the_global_set_and_the_own_one() -> None:
+    found = digits(test="both", partition={"name": "shards"}).of(3)
+    assert found.shared_test and len(found.test) == 360 and found.own is not None and 0 < len(found.own) < 200
+
+
+def test_keys_decide_who_is_tested_on_what(tmp_path: Path) -> None:
+    inputs, targets = files.samples(40)
+    owners = np.arange(40) % 8
+    np.savez(tmp_path / "d.npz", train_inputs=inputs, train_targets=targets, test_inputs=inputs[:16],
+             test_targets=targets[:16], owner=owners, test_owner=owners[:16])  # fmt: skip
+    data = opened(tmp_path, [0, 0], name="npz", file="d.npz", train_keys="owner", test_keys="test_owner", test="own",
+                  partition="by_key")  # fmt: skip
+    shares = data.shares()
+    for uid in range(2):
+        mine = np.flatnonzero(np.isin(owners[:16], owners[shares[uid]]))
+        assert np.array_equal(arrays(data.of(uid).test)[0], inputs[mine])
+
+
+def private(folder: Path, names: list[str], targets: np.ndarray | None = None) -> None:
+    for number, name in enumerate(names):
+        draw = np.random.default_rng(number)
+        y = draw.integers(0, 3, 12) if targets is None else targets
+        inputs = draw.normal(size=(16, 2))
+        np.savez(folder / name, train_inputs=inputs[:12], train_targets=y, test_inputs=inputs[12:], test_targets=y[:4])
+
+
+def test_private_files_are_read_by_their_owners_alone(tmp_path: Path) -> None:
+    private(tmp_path, ["p0.npz", "p2.npz"])  # node 1's file is on another machine
+    data = opened(tmp_path, [0, 1, 0], name="npz", file="p{uid}.npz", num_classes=3)
+    data.check()
+    assert data.private and data.test == "own"
+    assert {uid: len(part) for uid, part in data.shares().items()} == {0: 12, 2: 12}
+    with np.load(tmp_path / "p2.npz") as stored:
+        mine = data.of(2)
+        assert np.array_equal(arrays(mine.train)[0], stored["train_inputs"].astype(np.float32))
+        assert np.array_equal(arrays(mine.test)[1], stored["test_targets"]) and not mine.shared_test
+    with pytest.raises(DataError, match=r"p1\.npz: no such file"):
+        data.of(1)
+    assert data.spec.num_classes == 3
+
+
+def test_nodes_of_a_machine_share_its_files(tmp_path: Path) -> None:
+    private(tmp_path, ["m0.npz", "m1.npz"])
+    data = opened(tmp_path, [0, 0, 1, 1], name="npz", file="m{machine}.npz", num_classes=3)
+    shares = data.shares()
+    for pair in ((0, 1), (2, 3)):
+        assert sorted(np.concatenate([shares[uid] for uid in pair])) == list(range(12))
+        assert sum(len(data.of(uid).test) for uid in pair) == 4
+    assert not np.array_equal(arrays(data.of(0).train)[0], arrays(data.of(2).train)[0])
+
+
+@pytest.mark.parametrize(("keys", "text"), [
+    ({"test": "global", "num_classes": 3}, "data.test must be own where each node has private files, got global"),
+    ({}, "data.num_classes must be given where each node has private files"),
+])  # fmt: skip
+def test_what_private_files_cannot_have(tmp_path: Path, keys: dict[str, Any], text: str) -> None:
+    private(tmp_path, ["p0.npz"])
+    with pytest.raises(DataError, match=text):
+        opened(tmp_path, [0], name="npz", file="p{uid}.npz", **keys).check()
+
+
+def test_data_without_classes_is_dealt_by_number(tmp_path: Path) -> None:
+    private(tmp_path, ["r.npz"], np.linspace(0, 1, 12))
+    data = opened(tmp_path, [0, 0], name="npz", file="r.npz", test="own")
+    assert data.spec.task == "regression" and data.spec.num_classes is None
+    assert [len(part) for part in data.shares().values()] == [6, 6]
+    assert [len(data.of(uid).test) for uid in range(2)] == [2, 2]
+    assert arrays(data.of(0).train)[1].dtype == np.float32
+    with pytest.raises(DataError, match="partition shards deals by classes, which this data has not"):
+        opened(tmp_path, [0, 0], name="npz", file="r.npz", partition="shards").shares()

@@ -1,0 +1,165 @@
+"""Datasets of PyTorch and iterables of batches, as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from decentnode.config.component import load_class, section
+from decentnode.data import DATASETS
+from decentnode.data.opened import OpenedData
+from decentnode.errors import DataError, UsageError
+from decentnode.samples import LazySamples
+
+HERE = __name__
+
+
+class Points(Dataset[tuple[torch.Tensor, int]]):
+    """As torchvision's: `train` says which part, `targets` and `classes` are there."""
+
+    classes = ("left", "right", "none")
+
+    def __init__(self, count: int, train: bool = True, noise: float = 0.0, folder: Path | None = None) -> None:
+        self.count, self.noise, self.folder = (count if train else 8), noise, folder
+        self.targets = [index % 2 for index in range(self.count)]
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.asked.append(index)
+        return torch.full((2, 2), float(index)) + self.noise * torch.randn(2, 2), self.targets[index]
+
+
+class Numbers:
+    """Without labels or a part to test on; targets are numbers."""
+
+    def __init__(self, count: int = 20) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, float]:
+        return np.array([index], np.float32), 2.0 * index
+
+
+class Tokens(Numbers):
+    vocabulary = 50
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return torch.arange(index, index + 4), torch.arange(index + 1, index + 5)
+
+
+class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, split: str) -> None:
+        self.batches = 3 if split == "train" else 1
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number in range(self.batches):
+            yield torch.full((4, 3), float(number)), torch.arange(4) % 2
+
+
+class Triples(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return 1, 2, 3
+
+
+class Ragged(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return np.zeros(index + 1), 0
+
+
+class Raises(Numbers):
+    def __init__(self) -> None:
+        raise RuntimeError("no such disk")
+
+
+def opened(name: str, nodes: int = 2, folder: Path = Path(), **keys: Any) -> OpenedData:
+    config = load_class(f"{HERE}:{name}", DATASETS, "data").Config.model_validate({"name": f"{HERE}:{name}", **keys})
+    return OpenedData(config, DATASETS, folder, [0] * nodes, 1)
+
+
+def test_a_map_style_dataset_is_asked_for_the_share_alone_and_for_every_batch() -> None:
+    data = opened("Points", count=10, noise=1.0)
+    assert (data.spec.task, data.spec.num_classes, data.spec.input_shape) == ("classification", 3, (2, 2))
+    mine, share = data.of(1), data.shares()[1]
+    assert isinstance(mine.train, LazySamples) and len(mine.train) == 5 and len(mine.test) == 8
+    dataset = mine.train.dataset  # type: ignore[attr-defined]
+    dataset.asked.clear()
+    first, second = mine.train.fetch(np.array([2, 0])), mine.train.fetch(np.array([2, 0]))
+    assert dataset.asked == [share[2], share[0]] * 2 and not np.array_equal(first.inputs, second.inputs)
+    assert first.inputs.dtype == np.float32 and first.targets.tolist() == [share[2] % 2, share[0] % 2]
+
+
+def test_labels_are_dealt_and_own_test_samples_chosen_without_making_a_sample() -> None:
+    data = opened("Points", count=40, partition={"name": "shards", "shards": 1}, test="own")
+    found = [data.of(uid) for uid in range(2)]
+    for each in found:
+        assert isinstance(each.train, LazySamples) and isinstance(each.test, LazySamples)
+        label = set(each.train.fetch(np.arange(len(each.train))).targets)
+        assert len(label) == 1 and set(each.test.fetch(np.arange(len(each.test))).targets) == label
+
+
+def test_a_part_is_set_aside_where_the_class_has_none() -> None:
+    data = opened("Numbers", test_fraction=0.25)
+    assert data.spec.task == "regression" and data.spec.target_shape == ()
+    mine = data.of(0)
+    assert isinstance(mine.test, LazySamples)
+    tested = mine.test.fetch(np.arange(5)).inputs[:, 0].tolist()  # type: ignore[union-attr]
+    trained = [value for uid in range(2) for value in _inputs(data.of(uid).train)]
+    assert sorted(tested + trained) == list(range(20)) and len(mine.test) == 5
+
+
+def _inputs(samples: Any) -> list[float]:
+    return [float(value) for value in samples.fetch(np.arange(len(samples))).inputs[:, 0]]
+
+
+def test_whole_numbers_are_tokens() -> None:
+    data = opened("Tokens")
+    assert (data.spec.task, data.spec.inputs, data.spec.vocabulary) == ("next_token", "ids", 50)
+    assert data.spec.input_shape == data.spec.target_shape == (4,)
+
+
+def test_an_iterable_of_batches_is_read_to_its_end() -> None:
+    data = opened("Batches")
+    assert data.spec.num_classes == 2 and data.spec.input_shape == (3,)
+    assert sorted(_inputs(data.of(0).train) + _inputs(data.of(1).train)) == [0] * 4 + [1] * 4 + [2] * 4
+    assert len(data.of(0).test) == 4
+
+
+@pytest.mark.parametrize(("name", "keys", "text"), [
+    ("Triples", {}, r"Triples\[\d+\] must be \(input, target\), got tuple"),
+    ("Raises", {}, r"making Raises raised RuntimeError\('no such disk'\)"),
+    ("Points", {"count": 0}, "there is no training sample"),
+])  # fmt: skip
+def test_what_is_no_dataset(name: str, keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        opened(name, **keys).spec  # noqa: B018
+
+
+def test_samples_of_unequal_shapes_are_refused_by_name() -> None:
+    data = opened("Ragged")
+    with pytest.raises(DataError, match="Ragged: the inputs, and the targets, of all samples must have one shape"):
+        _inputs(data.of(0).train)
+
+
+def test_keys_are_the_arguments_of_the_constructor() -> None:
+    with pytest.raises(Exception, match="count\n  Input should be a valid integer"):
+        opened("Points", count="many")
+    with pytest.raises(Exception, match="count\n  Field required"):
+        opened("Points")
+    with pytest.raises(Exception, match="noisy\n  Extra inputs are not permitted"):
+        opened("Points", count=3, noisy=1)
+
+
+def test_a_class_that_gives_no_samples_is_refused() -> None:
+    with pytest.raises(UsageError, match="must name a class whose Config is a component"):
+        section(DATASETS, "data").config_of("pathlib:Path")

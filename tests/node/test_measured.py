@@ -1,0 +1,113 @@
+"""Runs of tasks other than classification, and test sets other than one of all, from the YAML to the summary."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decentnode.build import build_in_process, step_all
+from decentnode.data.opened import OpenedData
+from decentnode.errors import ConfigError
+from decentnode.experiment import Experiment, load
+from decentnode.metrics import summary
+from decentnode.node.node import Node
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def ran(config: Path, *overrides: str) -> tuple[Experiment, list[Node], dict[str, Any]]:
+    """The experiment, its nodes after the run, and what summary.json would hold."""
+    torch.set_num_threads(1)
+    experiment = load(config, ["communication=inproc", *overrides])
+    nodes = build_in_process(experiment)
+    step_all(nodes)
+    return experiment, nodes, summary.combine({node.uid: node.figures() for node in nodes}, experiment.measured())
+
+
+def test_a_regression_is_learned_and_told_by_its_own_metrics() -> None:
+    experiment, nodes, found = ran(CONFIGS / "own" / "waves.yaml")
+    assert experiment.measured().task == "regression" and experiment.resolved()["task"] == {"name": "regression"}
+    assert found["r2_mean"] > 0.9 and found["mse_min"] <= found["mse_mean"] <= found["mse_max"]
+    assert found["own_mse_mean"] == pytest.approx(found["mse_mean"], rel=0.5) and "accuracy_mean" not in found
+    assert found["loss_mean"] == pytest.approx(found["mse_mean"], rel=1e-5)
+    # The merged model on the nodes' own parts, which together are the whole test set, in sums that add up exactly.
+    assert found["own_mse_merged"] == pytest.approx(found["mse_merged"], rel=1e-6)
+    assert found["own_r2_merged"] == pytest.approx(found["r2_merged"], abs=1e-6)
+    model, data = nodes[0].training.model, experiment.open_data()
+    assert nodes[0].merged is not None
+    model.parameters.copy_(nodes[0].merged[: model.num_parameters])
+    whole = nodes[0].training.evaluate("test")
+    assert whole.metrics["mse"] == pytest.approx(found["mse_merged"], rel=1e-6)
+    assert isinstance(data, OpenedData) and whole.samples == 100
+
+
+def test_parts_of_the_test_set_give_the_figures_of_all_samples() -> None:
+    quick = ["node.rounds=3", "node.evaluate_every=0"]
+    _, _, whole = ran(CONFIGS / "quickstart.yaml", *quick)
+    _, nodes, parts = ran(CONFIGS / "quickstart.yaml", *quick, "data.shard_test=true")
+    assert parts["accuracy_merged"] == pytest.approx(whole["accuracy_merged"], abs=1e-12)
+    assert parts["loss_merged"] == pytest.approx(whole["loss_merged"], rel=1e-6)
+    samples = [node.training.evaluate("test") for node in nodes]
+    assert sum(each.samples for each in samples) == 360 and {each.samples for each in samples} == {22, 23}
+    correct = sum(each.sums["correct"] for each in samples)
+    assert parts["accuracy_mean"] == pytest.approx(correct / 360, abs=1e-12)
+    bytes_of = [each["bytes_data_total"] for each in (whole, parts)]
+    assert bytes_of[0] == bytes_of[1]
+
+
+def test_nodes_without_test_samples_are_left_out_of_means(tmp_path: Path) -> None:
+    """Of five nodes two have no test sample of their own classes."""
+    draw = np.random.default_rng(1)
+    targets = np.repeat(np.arange(5), 20)
+    inputs = (np.eye(5)[targets] + 0.1 * draw.normal(size=(100, 5))).astype(np.float32)
+    few = targets < 3
+    np.savez(tmp_path / "d.npz", train_inputs=inputs, train_targets=targets, test_inputs=inputs[few],
+             test_targets=targets[few])  # fmt: skip
+    (tmp_path / "a.yaml").write_text(
+        "graph: {name: complete, nodes: 5}\ndata: {name: npz, file: d.npz, test: own, partition: {name: k_classes, "
+        "classes: 1}}\nmodel: logistic\ntraining: {local_steps: 3}\nnode: {rounds: 5}\n"
+    )
+    _, nodes, found = ran(tmp_path / "a.yaml")
+    told = [node.figures()["accuracy"] for node in nodes if "accuracy" in node.figures()]
+    assert len(told) == 3 and found["accuracy_mean"] == pytest.approx(np.mean(told))  # type: ignore[arg-type]
+    assert all(math.isfinite(float(node.figures()["accuracy_mean"])) for node in nodes)
+
+
+def test_private_files_train_a_run_together(tmp_path: Path) -> None:
+    for uid in range(3):
+        draw = np.random.default_rng(uid)
+        targets = draw.integers(0, 3, 40)
+        inputs = (3 * np.eye(3)[targets] + draw.normal(size=(40, 3))).astype(np.float32)
+        np.savez(tmp_path / f"private{uid}.npz", train_inputs=inputs[:30], train_targets=targets[:30],
+                 test_inputs=inputs[30:], test_targets=targets[30:])  # fmt: skip
+    text = ("graph: {name: ring, nodes: 3}\ndata: {name: npz, file: 'private{uid}.npz'%s}\nmodel: logistic\n"
+            "training: {local_steps: 5}\nnode: {rounds: 10}\n")  # fmt: skip
+    (tmp_path / "a.yaml").write_text(text % ", num_classes: 3")
+    _, nodes, found = ran(tmp_path / "a.yaml")
+    assert found["accuracy_merged"] > 0.7 and [node.training.num_samples for node in nodes] == [30] * 3
+    (tmp_path / "b.yaml").write_text(text % "")
+    with pytest.raises(ConfigError, match=r"data\.num_classes must be given where each node has private files"):
+        load(tmp_path / "b.yaml")
+
+
+def test_a_model_whose_outputs_do_not_suit_the_task_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(
+        "from torch import nn\nfrom decentnode.models.base import Model\n\n\nclass Wide(Model):\n"
+        "    def __init__(self, config):\n        pass\n\n    def make(self, data):\n"
+        "        return nn.Sequential(nn.Flatten(), nn.Linear(64, 7))\n"
+    )
+    (tmp_path / "a.yaml").write_text(
+        "graph: {name: ring, nodes: 3}\ndata: digits\nmodel: 'wide:Wide'\ntraining: {}\nnode: {rounds: 1}\n"
+    )
+    with pytest.raises(ConfigError, match=r"model: task classification needs outputs \[batch, 10\] .* gives \[2, 7\]"):
+        load(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text(
+        "graph: {name: ring, nodes: 3}\ndata: digits\ntask: rating\nmodel: mlp\ntraining: {}\nnode: {rounds: 1}\n"
+    )
+    with pytest.raises(ConfigError, match="task rating needs one output"):
+        load(tmp_path / "b.yaml")
