@@ -12,7 +12,7 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs" / "queues.rst").read_text().split())
-CONSTANTS = re.findall(r"``([a-z_.]+):([A-Z_]+)`` = (\d+)", PAGE)
+CONSTANTS = re.findall(r"``([a-z_.]+):([A-Z_]+)`` = ([\d.]*\d)", PAGE)
 KEYS = re.findall(r"key ``communication\.([a-z_]+)`` = (\d+)", PAGE)
 MADE = re.compile(r"(?:self\.)?(\w+)(?::[^=\n]*)? = (?:field\(default_factory=(?:lambda: )?)?(?:queue\.)?"
                   r"(?:deque|SimpleQueue|Queue)\b")  # fmt: skip
@@ -20,7 +20,7 @@ MADE = re.compile(r"(?:self\.)?(\w+)(?::[^=\n]*)? = (?:field\(default_factory=(?
 
 @pytest.mark.parametrize(("module", "name", "value"), CONSTANTS)
 def test_bounds_are_as_the_page_says(module: str, name: str, value: str) -> None:
-    assert getattr(importlib.import_module(f"decentnode.{module}"), name) == int(value)
+    assert getattr(importlib.import_module(f"decentnode.{module}"), name) == float(value)
 
 
 @pytest.mark.parametrize(("key", "value"), KEYS)

@@ -113,6 +113,9 @@ class Communication(Hooks, Component, abc.ABC):
     config: CommunicationConfig
     partners: frozenset[int] | None = None
     """Set before `start`, and alike at both ends: whom payloads are ever exchanged with; anybody when None."""
+    goes_on: bool = False
+    """Set before `start`: rounds go on without neighbors that are late. A neighbor that takes no payloads is then sent
+    none after a moment; otherwise it is waited for as long as one of which none come."""
 
     @abc.abstractmethod
     def start(self, timeout_seconds: float) -> None:

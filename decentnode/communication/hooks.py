@@ -78,8 +78,8 @@ class Hooks:
         """A place [P] for the model's next values, from where sending them costs no copy; None without such a place.
 
         current: where the model is now, and stays unchanged until the next call. Only for elementwise schemas of one
-        tensor. What was sent from the place before is no longer needed by anybody; blocking until that is so. After
-        the time-out a place of its own comes back, as it does when others still read both.
+        tensor. What was sent from the place before is no longer needed by anybody; blocking for a moment until that is
+        so. After it a place of its own comes back, as it does when others still read both.
         """
         return None
 

@@ -9,10 +9,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decentnode import clock
+from decentnode.communication.counters import Counters
 from decentnode.errors import Regrouping
 
 STOPPING_TIMEOUT_SECONDS = 10.0
 """Once a stop is announced, a silent neighbor is waited for no longer than this."""
+HOLD_UP_SECONDS = 0.1
+"""Longest time in all that a round may wait for neighbors to be done with what they were sent, before what goes to the
+others is copied or leaves by another path. Neighbors are usually done within a millisecond, and a tenth of a second is
+little beside any time-out after which the others would give this node up."""
 
 
 class Doorbell(Protocol):
@@ -49,6 +54,8 @@ class RunFacts:
     """Rounds that a departed uid took part in."""
     silent: set[int] = field(default_factory=set)
     """Neighbors that were waited for in vain and of which nothing came since: to send to them, nobody waits."""
+    given_up: set[int] = field(default_factory=set)
+    """Neighbors that the round under way has waited for in vain; the training thread's."""
     failure: Exception | None = None
     """What every wait raises from now on."""
     regrouping: str = ""
@@ -58,12 +65,43 @@ class RunFacts:
     waited_seconds: float = 0.0
     """Seconds that the round under way has waited for neighbors, since something last came that was waited for. All
     waits of a round share one time-out, so that a neighbor that is gone costs no more than that in all."""
+    held_up_seconds: float = 0.0
+    """Of the round under way: how much of HOLD_UP_SECONDS is used up."""
+    goes_on: bool = False
+    """`Communication.goes_on`."""
     exposed_since: float = 0.0
     """`Communication.exposed_since`."""
 
     def patience(self, timeout_seconds: float) -> float:
         """How long a wait may last that begins now: what the round's earlier ones have left of the time-out."""
         return max(0.0, timeout_seconds - self.waited_seconds)
+
+    def hold_up(self, timeout_seconds: float) -> float:
+        """How long a wait may last that begins now and that what goes to other neighbors waits for, too: what the
+        round's earlier ones have left of HOLD_UP_SECONDS, or of a tenth of the time-out where that is less."""
+        return max(0.0, min(HOLD_UP_SECONDS, timeout_seconds / 10) - self.held_up_seconds)
+
+    def room_patience(self, timeout_seconds: float) -> float:
+        """How long to wait for room in a neighbor's queue: without `goes_on` nothing goes on before the neighbor does,
+        and so it may have the whole time-out."""
+        return self.hold_up(timeout_seconds) if self.goes_on else self.patience(timeout_seconds)
+
+    def give_up(self, uid: int) -> None:
+        """This neighbor did not take a payload in the time that `room_patience` gave it."""
+        self.silent.add(uid)
+        if not self.goes_on:  # it had all of the round's time-out
+            self.given_up.add(uid)
+
+    def held_up(self, seconds: float, uids: Collection[int], counters: Counters) -> None:
+        """Training thread: a wait for `uids`, as `hold_up` or `room_patience` bounds it, is over."""
+        self.held_up_seconds += seconds
+        for uid in uids:
+            counters.edge(uid).wait_seconds += seconds
+
+    def next_round(self) -> None:
+        """Waits count anew."""
+        self.waited_seconds = self.held_up_seconds = 0.0
+        self.given_up.clear()
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:

@@ -306,7 +306,7 @@ class Run:
             self._give_up(late, AssemblyError.exit_code, f"not connected within {waited:.0f} s")
         elif self._first_finish is not None and late and self._only_they_are_left(late, now):
             self._end_without(late)
-        elif self._first_finish is not None and late and now - self._first_finish > self.facts.timeout_seconds:
+        elif self._first_finish is not None and late and now - self._first_finish > self._closing_seconds:
             seconds = now - self._first_finish
             if self.facts.regroup:
                 self._leave_behind(late, f"silent for {seconds:.0f} s after other nodes had finished")
@@ -318,6 +318,12 @@ class Run:
         for worker in self.workers:
             if worker.alive and worker.leaving_since is not None and now - worker.leaving_since > EXIT_SECONDS:
                 worker.kill()
+
+    @property
+    def _closing_seconds(self) -> float:
+        """How much later than the first node the others may end: they may still wait for each other, and write what the
+        run leaves, which a short time-out says nothing of."""
+        return max(self.facts.timeout_seconds, GRACE_SECONDS)
 
     def _kill_all(self) -> None:
         for worker in self.workers:

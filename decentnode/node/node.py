@@ -63,6 +63,7 @@ class Node:
         self.graph = parts.graph
         self.training = parts.training
         self.communication = parts.communication
+        self.communication.goes_on = config.missing == "return_weight"
         self.seed = seed
         self.record = record
         self.generation = Generation(0, tuple(range(self.graph.num_nodes)))

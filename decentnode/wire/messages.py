@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """The run id in messages of a node that does not know the run's yet."""
@@ -390,6 +390,20 @@ class Skipped(Message):
     last_phase: int = number(256)
 
 
+@dataclass(frozen=True)
+class Overdue(Message):
+    """To a neighbor whose payload is overdue: asks whether the neighbor waits for other nodes itself. Not numbered."""
+
+    TYPE: ClassVar[int] = 34
+
+
+@dataclass(frozen=True)
+class Waits(Message):
+    """Answer to Overdue: the sender lives, and its rounds wait for other nodes at this moment. Not numbered."""
+
+    TYPE: ClassVar[int] = 35
+
+
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
@@ -426,11 +440,13 @@ MESSAGES: dict[int, type[Message]] = {
         Current,
         Denied,
         Skipped,
+        Overdue,
+        Waits,
     )
 }
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)
 """Messages by which nodes agree on a generation (wire/membership/); they name the generation that they are about."""
-UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, *MEMBERSHIP)
+UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, Overdue, Waits, *MEMBERSHIP)
 """Messages without a sequence number: they are repeated until answered, or mean nothing later."""
 BULK = (Chunk, Part)
 """Messages that have a body and travel on the bulk sockets."""

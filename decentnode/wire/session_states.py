@@ -17,6 +17,7 @@ from decentnode.wire.messages import (
     Hello,
     Key,
     Message,
+    Overdue,
     Part,
     Present,
     Probe,
@@ -27,6 +28,7 @@ from decentnode.wire.messages import (
     Slot,
     Start,
     Stop,
+    Waits,
     Welcome,
 )
 
@@ -47,7 +49,7 @@ waited for the start for too long. comes from outside: the run has begun, and th
 generation: this node is a member of one that is in force (wire/membership/)."""
 
 _ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
-IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Skipped, Ask, Key})
+IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Skipped, Overdue, Waits, Ask, Key})
 """What a member may send to any other once it knows the run's id; Arrive along the tree alone."""
 
 ADMISSIBLE: dict[State, frozenset[type[Message]]] = {

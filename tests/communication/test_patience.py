@@ -39,7 +39,8 @@ class Waits:
         self.clock, self.status = clock, RunState()
         schemas = flat_schema(ELEMENTS) * phases
         self.inbox = Inbox(schemas, 1 << 22, self.status, Counters(), lambda _uid, _size: None)
-        self.slots = ModelSlots(schemas[0], Leases(), None, self.status, lambda: None)
+        self.leases = Leases()
+        self.slots = ModelSlots(schemas[0], self.leases, None, self.status, self.inbox.state.counters)
         self.during: list[Callable[[], None]] = []
         """What happens while the node waits, one after the other."""
         self.status.wait = self._wait  # type: ignore[method-assign]
@@ -113,6 +114,46 @@ def test_who_was_given_up_is_not_waited_for_again_in_a_round(clock: Clock) -> No
     assert node.missing((1, 2), phase=2) == frozenset()
 
 
+def test_who_says_that_it_waits_for_others_itself_has_up_to_twice_the_time(clock: Clock) -> None:
+    """Neighbor 1 lives and comes later than a time-out; neighbor 2 does not answer; neighbor 3 says so for ever."""
+    node, began = Waits(clock), clock.now()
+    asked: list[list[int]] = []
+
+    def ask(uids: list[int]) -> None:
+        asked.append(uids)
+        for uid in {1, 3}.intersection(uids):
+            node.inbox.waits_itself(uid)
+
+    node.inbox.ask = ask
+    node.during = [lambda: None] * 90 + [lambda: node.comes(1, 0)]
+    assert node.missing((1, 2, 3)) == {2, 3}
+    assert asked[0] == [1, 2, 3] and [1, 3] in asked and asked[-1] == [3]
+    edges = node.inbox.state.counters.edges
+    assert edges[2].wait_seconds < edges[3].wait_seconds <= clock.now() - began
+    assert 90 + SECONDS <= clock.now() - began <= 90 + 2 * SECONDS + 2
+
+
+def test_one_time_out_more_is_the_most_that_anybody_gets_by_words(clock: Clock) -> None:
+    node, began = Waits(clock), clock.now()
+    node.inbox.ask = lambda _uids: node.inbox.waits_itself(1)
+    assert node.missing((1,)) == {1}
+    assert 2 * SECONDS <= clock.now() - began < 2 * SECONDS + 2
+
+
+def test_the_wait_for_memory_that_is_still_sent_from_is_short_and_on_the_edges_of_those_who_owe(clock: Clock) -> None:
+    """Whoever is not behind it waits for this node's next payload meanwhile."""
+    node = Waits(clock)
+    node.leases.owing.append(lambda: [2])
+    model, lease = node.leased()
+    began = clock.now()
+    place = node.slots.acquire_slot(model, SECONDS)
+    assert place is not None and lease is not None
+    assert 0 < clock.now() - began < 1, "a step of this clock is half a second"
+    assert {uid: edge.wait_seconds for uid, edge in node.inbox.state.counters.edges.items()} == {2: clock.now() - began}
+    began = clock.now()
+    assert node.slots.acquire_slot(place, SECONDS) is not None and clock.now() == began, "it is known to be late"
+
+
 class Window(CliquePath):
     """Without a communicator."""
 
@@ -166,20 +207,26 @@ def test_a_payload_waits_for_no_neighbor_but_its_own(transport: str) -> None:
         del ahead._status.wait
 
 
-def test_peers_that_take_nothing_share_a_time_out(clock: Clock) -> None:
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_peers_that_take_nothing_share_a_time_out_or_a_moment(clock: Clock, goes_on: bool) -> None:
+    """Where rounds go on without late nodes, nobody else waits for them either."""
     elements = 4 * BLOCK_ELEMENTS
     options = {"chunk_bytes": 1 << 20, "window_bytes": 1 << 20, "timeout_seconds": SECONDS}
     with nodes("tcp", 3, flat_schema(elements), **options) as made:
         ahead = made[0]
         assert isinstance(ahead, ZeroMQ)
+        ahead.goes_on = goes_on
         ahead._status.wait = clock.sleep  # type: ignore[method-assign]
-        longest = 0.0
+        waits = []
         for round in range(20):
             began = clock.now()
             payload = Payload({"x": torch.full((elements,), float(round))})
             ahead.exchange(round, {1: payload, 2: payload}, ())
-            longest = max(longest, clock.now() - began)
-        assert SECONDS <= longest < SECONDS + 2
+            waits.append(clock.now() - began)
+        longest = max(waits)
+        assert 0 < longest < 1 if goes_on else SECONDS <= longest < SECONDS + 2
+        assert sum(waits) < 2 * longest + 1, "whoever is silent is not waited for again"
+        assert sum(ahead.counters.edge(uid).wait_seconds for uid in (1, 2)) >= longest
         del ahead._status.wait
 
 

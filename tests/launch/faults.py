@@ -104,6 +104,17 @@ def experiment(**sections: Any) -> dict[str, Any]:
     }
 
 
+class WritesPid(Slow):
+    """Every node leaves its process id, so that a test can freeze one of them at any moment."""
+
+    Config: ClassVar[type[Config]] = StopsConfig
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        if round == 0:
+            Path(f"{self.config.pid_file}{self._uid}").write_text(str(os.getpid()))  # type: ignore[attr-defined]
+        return super().local_update(round, direction)
+
+
 class Stops(Slow):
     """Node 2 freezes in round 3, until somebody says SIGCONT."""
 

@@ -3,10 +3,65 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from decentnode.communication.receive.inbox_state import SUM, ExchangeKey, InboxState
+from decentnode.communication.receive.inbox_state import ExchangeKey, InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload
-from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS
+from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
+
+ASKS = 4
+"""How often within a time-out a source is asked whether it waits for others itself. One that begins to wait later than
+three quarters of a time-out after this node did is not known to."""
+
+
+class Patience:
+    """Until when one wait lasts, and when those that are overdue are asked.
+
+    Nodes that wait for one that is gone all give it up after the same time-out, but do not all begin to wait in the
+    same round: what the last of them send would come to the first in the moment in which these give up in turn. So a
+    source that says that it waits for others itself (`InboxState.lives`) has up to one time-out more.
+    """
+
+    def __init__(
+        self, status: RunFacts, lives: Mapping[int, float], timeout_seconds: float, used: float, now: float
+    ) -> None:
+        """used: seconds of the time-out that the round has used up before."""
+        self.began = self.last = now
+        self._status, self._lives, self._timeout_seconds, self._used = status, lives, timeout_seconds, used
+        self._asks = 0
+        self._end = self._limit = self._ask_at = 0.0
+
+    def came(self, when: float) -> None:
+        """Something that is waited for came: the others have a whole time-out from then on."""
+        self.last, self._used, self._asks = when, 0.0, 0
+
+    @property
+    def since(self) -> float:
+        """When the part of the wait began that no local steps hide."""
+        return max(self.began, self._status.exposed_since)
+
+    def look(self, now: float) -> bool:
+        """Whether to ask now those that have not come."""
+        status = self._status
+        self._limit = min(self._timeout_seconds, STOPPING_TIMEOUT_SECONDS) if status.stopping else self._timeout_seconds
+        start, interval, before = max(self.last, status.exposed_since) - self._used, self._limit / ASKS, self._asks
+        self._end = start + self._limit
+        while interval > 0 and now >= start + (self._asks + 1) * interval:
+            self._asks += 1
+        self._ask_at = start + (self._asks + 1) * interval if interval > 0 else math.inf
+        return self._asks > before
+
+    def late(self, waiting: list[int], now: float) -> list[int]:
+        """After `look`: those of `waiting` that have used up their time."""
+        return [] if now < self._end else [source for source in waiting if now >= self._until(source)]
+
+    def next(self, waiting: list[int]) -> float:
+        """After `look`: when something has to be done at the latest."""
+        return min(self._ask_at, min(map(self._until, waiting)))
+
+    def _until(self, source: int) -> float:
+        said = self._lives.get(source)
+        return self._end if said is None else min(max(self._end, said + self._limit), self._end + self._limit)
 
 
 class ArrivalWait:
@@ -16,8 +71,8 @@ class ArrivalWait:
     latest. Its result is in `arrived` then. One wait of an inbox at a time.
     """
 
-    __slots__ = ("_before", "_began", "_chunk", "_inbox", "_key", "_last", "_sources", "_timeout_seconds", "arrived",
-                 "deadline", "missing")  # fmt: skip
+    __slots__ = ("_chunk", "_inbox", "_key", "_patience", "_sources", "_timeout_seconds", "arrived", "deadline",
+                 "missing")  # fmt: skip
 
     def __init__(
         self, inbox: InboxState, key: ExchangeKey, chunk: int, sources: list[int], timeout_seconds: float
@@ -25,7 +80,7 @@ class ArrivalWait:
         """chunk: or WHOLE. timeout_seconds: without anything arriving; all waits of a round share it."""
         self._inbox, self._key, self._chunk, self._sources = inbox, key, chunk, sources
         self._timeout_seconds = timeout_seconds
-        self._began, self._last, self._before = -1.0, 0.0, 0.0
+        self._patience: Patience | None = None
         self.missing: list[int] = []
         """Sources that have not delivered, as of the last step."""
         self.arrived: dict[int, PartialPayload] = {}
@@ -34,32 +89,34 @@ class ArrivalWait:
 
     def step(self, now: float) -> bool:
         """Whether the wait is over: the others departed, or nothing came for the time-out, which all waits of a round
-        share. Whoever was given up in a round is waited for again in it only once something came. Raises what every
-        wait raises once the run has failed."""
-        inbox = self._inbox
-        if self._began < 0:
+        share. Whoever was given up in a round is waited for again in it only once something came. Who says that it
+        waits for others itself has up to twice that time: nodes that wait for one that is gone do not give each other
+        up. Raises what every wait raises once the run has failed."""
+        inbox, patience = self._inbox, self._patience
+        if patience is None:
             missing = inbox.outstanding(self._key, self._chunk, self._sources)
             if missing:
-                self._begin(missing, now)
+                patience = self._begin(missing, now)
         else:
-            self._note_arrivals(now)
-        if self._began >= 0:
-            if self._goes_on(now):
+            self._note_arrivals(patience, now)
+        if patience is not None:
+            if self._goes_on(patience, now):
                 return False
-            self._finish(now)
+            self._finish(patience, now)
             missing = inbox.outstanding(self._key, self._chunk, self._sources)
         arrived = inbox.incoming.get(self._key, {})
         self.missing = missing
         self.arrived = {source: arrived[source] for source in self._sources if source not in missing}
         return True
 
-    def _begin(self, missing: list[int], now: float) -> None:
+    def _begin(self, missing: list[int], now: float) -> Patience:
         inbox, status = self._inbox, self._inbox.status
-        self._began = self._last = now
-        self.missing = [each for each in missing if each not in inbox.given_up or each not in status.silent]
-        self._before = 0.0 if inbox.given_up else status.waited_seconds  # whoever used that up is not among these
+        self.missing = [each for each in missing if each not in status.given_up or each not in status.silent]
+        used = 0.0 if status.given_up else status.waited_seconds  # whoever used that up is not among these
+        self._patience = patience = Patience(status, inbox.lives, self._timeout_seconds, used, now)
+        return patience
 
-    def _goes_on(self, now: float) -> bool:
+    def _goes_on(self, patience: Patience, now: float) -> bool:
         """Whether somebody is worth waiting for; sets `deadline` then."""
         inbox, status, key = self._inbox, self._inbox.status, self._key
         if not self.missing:
@@ -67,20 +124,23 @@ class ArrivalWait:
         status.raise_if_failed()
         if status.departed or inbox.skips:
             self.missing = [source for source in self.missing if not inbox.comes_no_more(source, key)]
-        timeout_seconds = self._timeout_seconds
-        limit = min(timeout_seconds, STOPPING_TIMEOUT_SECONDS) if status.stopping else timeout_seconds
-        exposed = status.exposed_since
-        self.deadline = max(self._last, exposed) + limit - self._before
-        if self.deadline <= now:
-            status.silent.update(self.missing)
-            inbox.given_up.update(self.missing)
-        if not self.missing or self.deadline <= now or status.regrouping:
+        if patience.look(now):
+            inbox.ask(key, self.missing)
+        late = patience.late(self.missing, now)
+        if late:
+            status.silent.update(late)
+            status.given_up.update(late)
+            inbox.count_wait(late, now - patience.since)
+            self.missing = [source for source in self.missing if source not in late]
+        if not self.missing or status.regrouping:
             return False
+        self.deadline = patience.next(self.missing)
         inbox.want(self.missing, key, self._chunk)
-        status.waiting = None if exposed > now else (inbox.whom(key, self.missing), max(self._began, exposed))
+        exposed = status.exposed_since <= now
+        status.waiting = (inbox.whom(key, self.missing), patience.since) if exposed else None
         return True
 
-    def _note_arrivals(self, now: float) -> None:
+    def _note_arrivals(self, patience: Patience, now: float) -> None:
         inbox, status = self._inbox, self._inbox.status
         still = inbox.outstanding(self._key, self._chunk, self.missing)
         if len(still) < len(self.missing):
@@ -88,19 +148,15 @@ class ArrivalWait:
             # after a second, which would be added to the wait for the others
             here = inbox.incoming.get(self._key, {})
             times = [here[s].arrived for s in self.missing if s not in still and s in here]
-            self._last, self._before = max(times, default=now), 0.0
+            patience.came(max(times, default=now))
             status.waited_seconds = 0.0
-        if not still and self.missing[-1] != SUM:
-            waited = self._last - max(self._began, status.exposed_since)
-            inbox.counters.edge(self.missing[-1]).wait_seconds += max(0.0, waited)
+        if not still:
+            inbox.count_wait(self.missing[-1:], patience.last - patience.since)
         self.missing = still
 
-    def _finish(self, now: float) -> None:
+    def _finish(self, patience: Patience, now: float) -> None:
         inbox, status = self._inbox, self._inbox.status
         inbox.want((), self._key, self._chunk)
         status.waiting = None
-        status.waited_seconds += max(0.0, now - max(self._last, status.exposed_since))
-        for source in self.missing:
-            if source != SUM:
-                waited = now - max(self._began, status.exposed_since)
-                inbox.counters.edge(source).wait_seconds += max(0.0, waited)
+        status.waited_seconds += max(0.0, now - max(patience.last, status.exposed_since))
+        inbox.count_wait(self.missing, now - patience.since)

@@ -34,6 +34,8 @@ class Inbox:
         """consumed(uid, bytes): so many bytes of `uid`, headers included, are used up. device: where exchanges give
         their payloads; the CPU when None."""
         self.consumed, self.ready = consumed, status.notify
+        self.ask: Callable[[list[int]], None] = lambda _uids: None
+        """As `InboxPort.ask`."""
         self.state = InboxState(
             schemas, chunk_bytes, status, counters, self, reject_non_finite=reject_non_finite, device=device
         )
@@ -76,6 +78,11 @@ class Inbox:
         """As `InboxState.skip`."""
         with self.status.lock:
             self.state.skip(source, first, last)
+
+    def waits_itself(self, source: int) -> None:
+        """As `InboxState.waits_itself`."""
+        with self.status.lock:
+            self.state.waits_itself(source, clock.now())
 
     # -- training thread --------------------------------------------------------------------------------------
 

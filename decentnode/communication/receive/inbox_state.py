@@ -45,6 +45,10 @@ class InboxPort(Protocol):
     def consumed(self, uid: int, size: int) -> None:
         """So many bytes of `uid`, headers included, are used up: it may send more."""
 
+    def ask(self, uids: list[int]) -> None:
+        """Ask these neighbors, whose payloads are overdue, whether they wait for others themselves; not blocking. Each
+        answer is `InboxState.waits_itself`."""
+
     def ready(self) -> None:
         """Everything that the last unfinished `ArrivalWait` waits for is there, or something else that ends it."""
 
@@ -77,8 +81,8 @@ class InboxState:
         """This node takes part in no round from this one on, so that nothing of theirs is kept."""
         self._round = -1
         """The one under way."""
-        self.given_up: set[int] = set()
-        """Sources that were waited for in vain in it."""
+        self.lives: dict[int, float] = {}
+        """When sources last said in it that they wait for others themselves."""
         self._finished: set[ExchangeKey] = set()
         self._wanted: set[int] = set()
         """Sources that are waited for."""
@@ -208,6 +212,10 @@ class InboxState:
         self.skips[source] = [*known, (first, last)]
         self._port.ready()
 
+    def waits_itself(self, source: int, now: float) -> None:
+        """A source that was asked says that it waits for others itself."""
+        self.lives[source] = now
+
     def _is_skipped(self, source: int, key: ExchangeKey) -> bool:
         return any(first <= key <= last for first, last in self.skips.get(source, ()))
 
@@ -257,8 +265,9 @@ class InboxState:
     def advance(self, round: int) -> None:
         """Rounds below `round` are over: what still comes of them is stale."""
         if round != self._round:
-            self._round, self.status.waited_seconds = round, 0.0
-            self.given_up.clear()
+            self._round = round
+            self.status.next_round()
+            self.lives.clear()
         if round <= self._floor:
             return
         self._floor = round
@@ -317,6 +326,20 @@ class InboxState:
         """Whether nothing more of this exchange comes from a source: it departed, or says so, or comes together with a
         node that departed."""
         return self._departed(source, key) or self._held_up(source, key) or self._is_skipped(source, key)
+
+    def ask(self, key: ExchangeKey, waiting: Collection[int]) -> None:
+        """Ask those whose payloads are overdue; but not those that a communicator serves together: each of them waits
+        for all others, as long as one of them is gone."""
+        group = self.together.get(key, frozenset())
+        asked = [source for source in waiting if source != SUM and source not in group]
+        if asked:
+            self._port.ask(asked)
+
+    def count_wait(self, sources: Collection[int], seconds: float) -> None:
+        """So long a round waited for these."""
+        for source in sources:
+            if source != SUM and seconds > 0:
+                self.counters.edge(source).wait_seconds += seconds
 
     def whom(self, key: ExchangeKey, waiting: Collection[int]) -> tuple[int, ...]:
         """The nodes behind these sources."""

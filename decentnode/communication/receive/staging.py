@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,8 @@ class Leases:
     def __init__(self) -> None:
         self.hurry: Callable[[], None] = lambda: None
         """Asks all peers now what they have of what was sent."""
+        self.owing: list[Callable[[], Iterable[int]]] = []
+        """Of each means by which messages leave: which peers have not said yet that they got all that was sent."""
         self._held: dict[int, weakref.ref[Lease]] = {}
 
     def take(self, place: Tensor) -> Lease:
@@ -116,6 +118,10 @@ class Leases:
             lease = Lease()
             self._held[address] = weakref.ref(lease)
         return lease
+
+    def holders(self) -> set[int]:
+        """The peers because of which leases are held."""
+        return {uid for owing in self.owing for uid in owing()}
 
     def held(self, address: int) -> bool:
         """Whether a message is still sent from the place at this address."""

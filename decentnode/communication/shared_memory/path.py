@@ -120,7 +120,8 @@ class SharedMemoryPath(Path):
         return self.readers
 
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:  # noqa: ARG002
-        """One payload for all of them is written once; payloads that differ have to leave as chunks."""
+        """One payload for all of them is written once; payloads that differ have to leave as chunks. Blocking for a
+        moment only (`RunState.hold_up`) while slots are held: no neighbor waits because of another one."""
         uids = [uid for uid in outgoing if uid in self.readers and uid not in self._status.departed]
         if len({id(outgoing[uid]) for uid in uids}) != 1:
             return Sent(left=outgoing.keys())
@@ -131,9 +132,18 @@ class SharedMemoryPath(Path):
     def _made(self, run: str, lent: bool, readers: Collection[int]) -> PublishBuffer:
         layout, uid = self._layouts[lent], self.context.uid
         if not lent:
-            return PublishBuffer(path_of(run, uid), layout, leases=self.context.leases)
+            buffer = PublishBuffer(path_of(run, uid), layout, leases=self.context.leases)
+            buffer.on_wait = self._waited
+            return buffer
         assert self._device_memory is not None, "only nodes on one GPU are near"
-        return PublishBuffer(path_of(run, uid, lent), layout, self._device_memory.export_slots(layout, readers))
+        buffer = PublishBuffer(path_of(run, uid, lent), layout, self._device_memory.export_slots(layout, readers))
+        buffer.on_wait = self._waited
+        return buffer
+
+    def _waited(self, since: float, holders: Collection[int]) -> None:
+        """A wait for a slot is over: told on the edges of those who held it."""
+        uids = set(holders) - {LEASED} | (self.context.leases.holders() if LEASED in holders else set())
+        self._status.held_up(clock.now() - since, uids, self._counters)
 
     def _map(self, run: str, lent: bool, uids: Collection[int]) -> None:
         for uid in uids:
@@ -148,10 +158,10 @@ class SharedMemoryPath(Path):
         """Write a payload into the publish buffers and ring at `uids`. Returns those that heard of it: the others have
         to get chunks.
 
-        Readers that still hold an earlier payload after the time-out are not waited for again, nor sent anything, until
+        Readers that still hold an earlier payload after that moment are not waited for again, nor sent anything, until
         they have released all that they heard of. While they hold every slot, nobody is sent anything.
         """
-        deadline, told = clock.now() + self._status.patience(timeout_seconds), []
+        deadline, told = clock.now() + self._status.hold_up(timeout_seconds), []
         for lent, buffer in self._buffers.items():
             read_by = self._read_by[lent]
             mine = uids if read_by.issuperset(uids) else [uid for uid in uids if uid in read_by]
@@ -164,7 +174,7 @@ class SharedMemoryPath(Path):
                     told.append((mine, *buffer.publish(key[1], payload, mine, deadline, self._gone)))
             except TimeoutError as error:
                 if buffer.late != late:
-                    self._warn_of(error.args[0], timeout_seconds)
+                    self._warn_of(error.args[0])
         if not told:
             return []
         totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
@@ -173,10 +183,9 @@ class SharedMemoryPath(Path):
         return told[0][0] if len(told) == 1 else [uid for mine, _, _ in told for uid in mine]
 
     @staticmethod
-    def _warn_of(holder: int, timeout_seconds: float) -> None:
+    def _warn_of(holder: int) -> None:
         who = "a message is still sent from" if holder == LEASED else f"node {holder} still reads"
-        logger.warning("%s an earlier payload after %g s: payloads leave as chunks until it is released", who,
-                       timeout_seconds)  # fmt: skip
+        logger.info("%s an earlier payload: payloads leave as chunks until it is released", who)
 
     def _ring(self, payload: Payload, uids: list[int], key: ExchangeKey, slot: int, use: int, totals: bytes) -> None:
         """A datagram each, or a control message where the doorbell's queue is full or the scalars are long."""

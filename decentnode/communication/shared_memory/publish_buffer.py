@@ -90,6 +90,8 @@ class PublishBuffer:
         """The slot of phase 0 that the model lives in."""
         self.late: Set[int] = frozenset()
         """Readers that once were waited for in vain and have not released everything yet: nobody waits for them."""
+        self.on_wait: Callable[[float, Collection[int]], None] = lambda _since, _holders: None
+        """Called after a wait for a slot with when it began (clock.now) and who held the slot last: uids, or LEASED."""
 
     def unlink(self) -> None:
         """Take the name away; the memory lives on in those who have it mapped."""
@@ -136,10 +138,11 @@ class PublishBuffer:
 
     def acquire_slot(self, current: int, deadline: float, gone: Callable[[int], bool]) -> int | None:
         """Blocking: a free slot of phase 0 for the model to go to from address `current`; None when there is none in
-        time. It is the model's to write until it is published."""
+        time. It is the model's to write until it is published. Nobody becomes late by it: there is still time until the
+        next payload needs a slot."""
         slots = [slot for slot, address in enumerate(self._addresses[0]) if address != current]
         try:
-            self._home = self._await(0, slots, deadline, gone)
+            self._home = self._await(0, slots, deadline, gone, decide=False)
         except TimeoutError:
             self._home = None
             return None
@@ -168,24 +171,33 @@ class PublishBuffer:
             clock.sleep(POLL_SECONDS[1])
 
     def _await(
-        self, phase: int, slots: list[int], deadline: float, gone: Callable[[int], bool], leases: bool = True
+        self, phase: int, slots: list[int], deadline: float, gone: Callable[[int], bool], leases: bool = True,
+        decide: bool = True,
     ) -> int:
-        """Blocking: the first of `slots` that is free, as `publish` says. leases: whether those on it matter."""
-        backoff, first_look = Backoff(POLL_SECONDS), True
-        while True:
-            holders = []
-            for slot in slots:
-                holder = self._holder(phase, slot, gone, leases)
-                if holder is None:
-                    return slot
-                holders.append(holder)
-            if self.late >= set(holders) or clock.now() > deadline:
-                self.late = self.late | set(holders)
-                raise TimeoutError(holders[0])
-            if LEASED in holders and first_look:
-                self._leases.hurry()
-            first_look = False
-            backoff.sleep()
+        """Blocking: the first of `slots` that is free, as `publish` says. leases: whether those on it matter. decide:
+        whether who holds them too long is late from then on."""
+        backoff, last = Backoff(POLL_SECONDS), list[int]()
+        began: float | None = None
+        try:
+            while True:
+                holders = []
+                for slot in slots:
+                    holder = self._holder(phase, slot, gone, leases)
+                    if holder is None:
+                        return slot
+                    holders.append(holder)
+                if self.late >= set(holders) or clock.now() > deadline:
+                    self.late = self.late | set(holders) if decide else self.late
+                    raise TimeoutError(holders[0])
+                if began is None:
+                    began = clock.now()
+                    if LEASED in holders:
+                        self._leases.hurry()
+                last = holders
+                backoff.sleep()
+        finally:
+            if began is not None:
+                self.on_wait(began, set(last))
 
     def _holder(self, phase: int, slot: int, gone: Callable[[int], bool], leases: bool) -> int | None:
         """Because of whom a slot is not free, those that are late before others; None where it is."""

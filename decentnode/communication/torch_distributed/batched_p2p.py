@@ -174,6 +174,10 @@ class BatchedPath(CliquePath):
             return False
         raise PeerLost(f"node {uid} took nothing for {self._timeout_seconds:g} s, last in round {key[0]}", [uid])
 
+    def _room_patience(self) -> float:
+        """The whole time-out, as nothing can be left out."""
+        return self._status.patience(self._timeout_seconds)
+
     def _sending(self, payload: Payload, plans: tuple[TensorPlan, ...], uids: list[int], key: ExchangeKey) -> _Sending:
         tensors = [payload.tensors[plan.name] for plan in plans]
         totals = [tensor.numel() for tensor in tensors]

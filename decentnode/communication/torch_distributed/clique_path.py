@@ -119,7 +119,9 @@ class CliquePath(abc.ABC):
 
     def _may_send(self, uid: int, round: int) -> bool:
         """Blocking while the window is full; False when the peer is gone or took nothing in time."""
-        deadline = clock.now() + self._status.patience(self._timeout_seconds)
+        began = clock.now()
+        deadline = began + self._room_patience()
+        waited = False
         with self._status.changed:
             while True:
                 self._status.raise_if_failed()
@@ -127,17 +129,29 @@ class CliquePath(abc.ABC):
                     return False
                 if self._has_room(uid):
                     self._flying[uid] = self._flying.get(uid, 0) + 1
+                    if waited:
+                        self._status.held_up(clock.now() - began, [uid], self._counters)
                     return True
                 remaining = deadline - clock.now()
                 if remaining <= 0:
+                    self._status.held_up(clock.now() - began, [uid], self._counters)
                     self._counters.fault("send_window", uid, f"round {round}")
                     return False
+                waited = True
                 if self._status.regrouping:
                     return False
                 self._blocked += 1
                 with self._status.waits_for([uid]):
                     self._status.wait(min(remaining, 1.0))
                 self._blocked -= 1
+
+    def _room_patience(self) -> float:
+        """Longest wait for room in a peer's window that begins now."""
+        return self._status.room_patience(self._timeout_seconds)
+
+    def flying(self) -> list[int]:
+        """Peers that have not taken all of what was sent to them."""
+        return [uid for uid, count in self._flying.items() if count]
 
     def _sent(self, uid: int) -> None:
         """Any thread: a payload to `uid` has left."""

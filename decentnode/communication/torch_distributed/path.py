@@ -71,6 +71,7 @@ class TorchDistributedPath(Path):
                     f"{host}:{ports[first]}: {error}", [context.uid],
                 ) from error
             reached = peers & self.clique.peers
+            context.leases.owing.append(self.clique.flying)
         context.barrier("cliques/joined", timeout_seconds)
         return reached
 

@@ -85,6 +85,8 @@ class GenerationPaths:
         if run.sender.staging is None and not used.isdisjoint(("zeromq", "shared_memory", "collective")):
             self._take_pinned("zeromq" in used)
         leases = Leases()
+        leases.hurry = run.driver.hurry
+        leases.owing.append(run.driver.owing)
         classes: dict[type[Path], list[str]] = {}
         for name in peers:
             classes.setdefault(load_class(name, PATHS, "path"), []).append(name)
@@ -96,7 +98,7 @@ class GenerationPaths:
         context = self._context(routing, partners, leases, lease_of)
         self._made = {made: made(context) for made in classes}
         owner = next((path for path in self._made.values() if path.leaves_chunks), None)
-        model_slots = ModelSlots(run.schemas[0], leases, owner, run.state, run.driver.hurry)
+        model_slots = ModelSlots(run.schemas[0], leases, owner, run.state, run.counters)
         wanted = {names[0]: frozenset().union(*(peers[name] for name in names)) for names in classes.values()}
         opened, reached = {}, {}
         for made, (first, *_) in classes.items():

@@ -97,6 +97,11 @@ class LinkDriver:
         with self.lock:
             self.links.sender.hurry(clock.now())
 
+    def owing(self) -> list[int]:
+        """Peers that have not acknowledged all of the bulk that was sent to them."""
+        with self.lock:
+            return self.links.sender.owing()
+
     def restart(self, fresh: Collection[int]) -> None:
         """As `ReliableLinks.restart`; with the lock held."""
         self.links.restart(fresh)

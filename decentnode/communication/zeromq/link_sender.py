@@ -124,6 +124,11 @@ class LinkSender:
             if edge.queued < MAX_PAYLOADS:
                 self._has_room(uid, edge, now)
 
+    def owing(self) -> list[int]:
+        """Peers that have not acknowledged all of the bulk that was sent to them."""
+        bulk = ((uid, edge.planes[BULK]) for uid, edge in self.edges.items())
+        return [uid for uid, plane in bulk if plane.out.kept or plane.queue]
+
     def send_once(self, uid: int, message: Message) -> None:
         """Send a message that its sender repeats until it is answered: to anybody, also to peers that were given up."""
         first = framing.sealed(0, codec.encode(message), self.control_kind, framing.body_sum(self.control_kind, b""))

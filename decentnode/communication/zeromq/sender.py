@@ -43,24 +43,26 @@ class Sender:
         return self._links.links.sender.takes(uid)
 
     def may_send(self, uid: int, round: int, phase: int) -> bool:
-        """Blocking while MAX_PAYLOADS wait for a peer, unless it is silent; False when that stays so for a time-out:
-        the payload is not sent, and once the peer takes any it is told so."""
+        """Blocking while MAX_PAYLOADS wait for a peer, unless it is silent; False when that stays so for too long
+        (`RunState.room_patience`): the payload is not sent, and once the peer takes any it is told so."""
         takes, status = self._links.links.sender.takes, self._status
         if takes(uid):
             return True
-        deadline = clock.now() + status.patience(self._config.timeout_seconds)
+        began = clock.now()
+        deadline = began + status.room_patience(self._config.timeout_seconds)
         with status.changed, status.waits_for([uid]):
-            while not takes(uid):
+            while not (taken := takes(uid)):
                 status.raise_if_failed()
                 remaining = deadline - clock.now()
                 if status.regrouping or status.departed.get(uid, round + 1) <= round:
                     return False
                 if remaining <= 0 or uid in status.silent:
-                    status.silent.add(uid)
+                    status.give_up(uid)
                     break
                 status.wait(min(remaining, 1.0))
-            else:
-                return True
+        status.held_up(clock.now() - began, [uid], self._counters)
+        if taken:
+            return True
         self._links.withhold(uid, (round, phase))
         self._counters.fault("send_window", uid, f"round {round}")
         return False

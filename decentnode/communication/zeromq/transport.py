@@ -39,7 +39,20 @@ from decentnode.mapping.hosts import endpoint, host_of, unknown_name
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import MEMBERSHIP, Arrive, Bye, Chunk, Depart, Message, Part, Report, Skipped, Slot
+from decentnode.wire.messages import (
+    MEMBERSHIP,
+    Arrive,
+    Bye,
+    Chunk,
+    Depart,
+    Message,
+    Overdue,
+    Part,
+    Report,
+    Skipped,
+    Slot,
+    Waits,
+)
 from decentnode.wire.session import (
     Joined,
     NotAssembled,
@@ -124,6 +137,7 @@ class ZeroMQ(Communication):
             self._regroup = Reconfiguration(membership, self._driver, self._status, self.counters)
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._driver.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
+        self._inbox.ask = self._ask_overdue
         self._sender = Sender(uid, config, self._session, self._driver, self._inbox.plans, self._status, self.counters,
                               self._security)  # fmt: skip
         self._run = RunParts(
@@ -395,7 +409,17 @@ class ZeroMQ(Communication):
 
     @exposed_since.setter
     def exposed_since(self, since: float) -> None:
-        self._status.exposed_since = since
+        with self._status.changed:
+            self._status.exposed_since = since
+            self._status.notify()  # the other thread's time-out runs from now on
+
+    @property
+    def goes_on(self) -> bool:
+        return self._status.goes_on
+
+    @goes_on.setter
+    def goes_on(self, value: bool) -> None:
+        self._status.goes_on = value
 
     @property
     def ahead_bytes(self) -> float:
@@ -443,6 +467,17 @@ class ZeroMQ(Communication):
             self._fail_with(NodeFailed(f"node {self.uid}: its communication was closed"))  # to whoever still waits
 
     # -- I/O thread -------------------------------------------------------------------------------------------
+
+    def _ask_overdue(self, uids: list[int]) -> None:
+        """Training thread, with the lock of `RunState`, which is never held while that of the links is taken."""
+        def ask() -> None:
+            for uid in uids:
+                self._unnumbered(uid, Overdue)
+
+        self._io.call(ask)
+
+    def _unnumbered(self, uid: int, kind: type[Message]) -> None:
+        self._links.sender.control_header(uid, self._sender.header(kind), clock.now(), numbered=False)
 
     def _control(self, uid: int, kind: type[Message], *values: object) -> None:
         self._links.sender.control_header(uid, self._sender.header(kind, *values), clock.now())
@@ -492,6 +527,11 @@ class ZeroMQ(Communication):
                     elif isinstance(event, Skipped):
                         first, last = (event.round, event.phase), (event.last_round, event.last_phase)
                         self._inbox.skip(event.source, first, last)
+                    elif isinstance(event, Overdue):
+                        if self._status.waiting is not None:
+                            self._unnumbered(event.source, Waits)
+                    elif isinstance(event, Waits):
+                        self._inbox.waits_itself(event.source)
                     else:
                         self._on_event(event)
             finally:

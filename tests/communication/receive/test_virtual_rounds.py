@@ -25,7 +25,7 @@ from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.link_state import MAX_PAYLOADS, QueuedMessage
 from decentnode.payload import TensorSpec
 from decentnode.wire import codec, framing
-from decentnode.wire.messages import Chunk, Message, Skipped
+from decentnode.wire.messages import Chunk, Message, Overdue, Skipped, Waits
 from tests.communication.virtual_links import RUN, End, drawn_model, plan_breaks
 from tests.communication.virtual_network import EventHeap, VirtualNetwork
 from tests.conftest import scale
@@ -111,10 +111,25 @@ class RoundEnd(End):
             first, last = (message.round, message.phase), (message.last_round, message.last_phase)
             self.inbox.skip(message.source, first, last)
             return
+        if isinstance(message, Overdue):
+            if self.inbox.status.waiting is not None:
+                self._say(message.source, Waits)
+            return
+        if isinstance(message, Waits):
+            self.inbox.waits_itself(message.source, now)
+            return
         assert isinstance(message, Chunk) and body is not None
         self.held[message.source] += body.nbytes + MESSAGE_COST
         assert self.held[message.source] <= WINDOW
         self.inbox.put(message, body, now)
+
+    def ask(self, uids: list[int]) -> None:
+        for uid in uids:
+            self._say(uid, Overdue)
+
+    def _say(self, uid: int, kind: type[Message]) -> None:
+        self.links.sender.control(uid, self.links.sender.message(kind), self.heap.now)
+        self._arm()
 
     def ready(self) -> None:
         self.heap.after(0.0, self._go_on)

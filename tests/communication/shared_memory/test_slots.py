@@ -49,7 +49,7 @@ class End:
         self.inbox = Inbox(schemas, 1 << 22, self.status, self.counters, lambda _uid, _size: None)
         self.leases, self.folder, self.barrier = Leases(), folder, barrier
         self.memory = SharedMemoryPath(self.context(n, schemas))
-        self.model_slots = ModelSlots(schemas[0], self.leases, self.memory, self.status, lambda: None)
+        self.model_slots = ModelSlots(schemas[0], self.leases, self.memory, self.status, Counters())
         self.model = torch.zeros(schemas[0].elements)
         self.breaks_rules = False
 
