@@ -20,7 +20,7 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.errors import NodeFailed, PeerLost
-from decentnode.node.background import BackgroundMixer, worthwhile
+from decentnode.node.background import LEAST_ELEMENTS, BackgroundMixer, supported, worthwhile
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
 from decentnode.payload import TensorSpec
@@ -45,6 +45,15 @@ class Meanwhile(Quadratic):
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         self.meanwhile(round)
         return super().local_update(round, direction)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp", "shared_memory", "hybrid", "inproc"])
+def test_a_large_model_can_be_mixed_in_the_background_where_nodes_are_processes(transport: str) -> None:
+    schemas = (Schema(8, {"x": TensorSpec(torch.float32, 8)}, True),)
+    with nodes(transport, 2, schemas, start=False) as made:
+        for node in made:
+            assert supported(node, torch.empty(LEAST_ELEMENTS)) == (transport != "inproc")
+            assert not supported(node, torch.empty(LEAST_ELEMENTS - 1)), "a thread would cost more than it saves"
 
 
 def turn(

@@ -20,8 +20,8 @@ from tests.communication.contract import flat_schema
 FOREVER = 1e6
 
 
-def made() -> Inbox:
-    return Inbox(flat_schema(4), 1 << 22, RunState(), Counters(), lambda _uid, _size: None)
+def made(counters: Counters | None = None) -> Inbox:
+    return Inbox(flat_schema(4), 1 << 22, RunState(), counters or Counters(), lambda _uid, _size: None)
 
 
 def chunk(source: int, round: int) -> tuple[Chunk, memoryview, float]:
@@ -61,6 +61,17 @@ def test_who_was_waited_for_in_vain_is_silent_until_something_comes() -> None:
     with pytest.raises(PeerFault, match="stale_round"):
         inbox.put(*chunk(1, 0))
     assert not inbox.status.silent, "late as it is, it lives"
+
+
+def test_the_wait_is_booked_on_the_neighbor_that_came_last() -> None:
+    counters = Counters()
+    inbox = made(counters)
+    inbox.put(*chunk(2, 0))
+    came = threading.Timer(0.1, lambda: inbox.put(*chunk(1, 0)))
+    came.start()
+    assert inbox.wait((0, 0), 0, [1, 2], FOREVER).keys() == {1, 2}
+    came.join()
+    assert counters.edge(1).wait_seconds > 0.0 and counters.edge(2).wait_seconds == 0.0
 
 
 def test_what_a_neighbor_skips_is_not_waited_for() -> None:

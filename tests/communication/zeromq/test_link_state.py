@@ -7,7 +7,7 @@ import zmq
 
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.zeromq.credentials import TAG_BYTES, BulkCredential, Cipher
-from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES, QueuedMessage
+from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES, QueuedMessage, ReceiveCredits
 from decentnode.errors import PeerFault
 from decentnode.wire import framing
 
@@ -60,3 +60,14 @@ def test_only_long_bodies_are_sent_from_where_they_lie() -> None:
     sizes = (8, ONE_FRAME_BYTES + 1)
     short, long = (QueuedMessage.bulk(b"h", memoryview(bytearray(n)), framing.NONE, lease) for n in sizes)
     assert short.lease is None and long.lease is lease
+
+
+def test_a_sender_hears_of_its_window_once_per_quarter_of_it() -> None:
+    """Not with every payload that is used up, which would be a message each; each peer has a window of its own."""
+    credits = ReceiveCredits(window=6400)
+    told = [credits.consumed(1, 100) for _ in range(64)]
+    assert [(number, allowed) for number, allowed in enumerate(told, 1) if allowed is not None] == [
+        (16, 8000), (32, 9600), (48, 11200), (64, 12800)]  # fmt: skip
+    assert credits.consumed(2, 1599) is None and credits.consumed(2, 5000) == 6599 + 6400
+    credits.clear()
+    assert credits.consumed(2, 1600) == 1600 + 6400
