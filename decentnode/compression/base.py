@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -41,9 +42,20 @@ class Codec(Component, abc.ABC):
         """The lossy codec: this one, the one that a lossless codec contains, or None."""
         return self
 
+    def divided(self, sizes: Sequence[int]) -> Codec:  # noqa: ARG002
+        """Returns this codec for vectors of tensors of these sizes, of which no two have a scale in common.
+
+        Both ends know the sizes from their own model, never from a message.
+        """
+        return self
+
     @abc.abstractmethod
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """The tensors that `count` values are encoded to: exact sizes, or upper bounds where a spec is not `exact`."""
+
+    def largest_schema(self, count: int, dtype: torch.dtype, tensors: int) -> dict[str, TensorSpec]:  # noqa: ARG002
+        """Upper bounds of `divided(sizes).schema(k, dtype)` over all k <= count and divisions in so many tensors."""
+        return {name: replace(spec, exact=False) for name, spec in self.schema(count, dtype).items()}
 
     @abc.abstractmethod
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:

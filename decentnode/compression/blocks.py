@@ -1,10 +1,12 @@
-"""Codecs that quantize values to a few bits each, with one scale per block of values."""
+"""Codecs that quantize values to a few bits each, with one scale per block of values; a block ends with its tensor."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import ClassVar
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import torch
 from pydantic import Field, field_validator
@@ -13,13 +15,14 @@ from torch import Tensor
 from decentnode import tensors
 from decentnode.compression import bits
 from decentnode.compression.base import Codec, narrowed
+from decentnode.compression.division import Blocks, Division
 from decentnode.config import component
 from decentnode.payload import TensorSpec
 
 
 class BlockConfig(component.Config):
     block: int = Field(1024, ge=8, le=1 << 18)
-    """Values that share a scale; a power of two."""
+    """Values that share a scale, fewer where a parameter tensor ends; a power of two."""
 
     @field_validator("block")
     @classmethod
@@ -32,8 +35,8 @@ class BlockConfig(component.Config):
 class Blockwise(Codec):
     """Base of codecs that send a value as a whole number of `width` bits relative to the scale of its block.
 
-    Scales: [ceil(K / block)] float32. A block that has NaN or infinity in it decodes to NaN. Values are processed in
-    pieces that fit into a core's cache.
+    Scales: [blocks] float32, one for `block` values, and one more at most for every tensor of a vector that is divided.
+    A block that has NaN or infinity in it decodes to NaN. Values are processed in pieces that fit into a core's cache.
     """
 
     Config: ClassVar[type[component.Config]] = BlockConfig
@@ -43,16 +46,32 @@ class Blockwise(Codec):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.block = config.block
+        self._division: Division | None = None
+
+    def divided(self, sizes: Sequence[int]) -> Self:
+        other = copy.copy(self)
+        other._division = Division.of(sizes, self.block)
+        return other
+
+    def _division_of(self, count: int) -> Division:
+        division = self._division or Division.of((count,), self.block)
+        assert division.count == count, f"made for {division.count} values, not for {count}"
+        return division
 
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
         return {
             "q": TensorSpec(torch.uint8, bits.packed_bytes(count, self.width)),
-            "scale": TensorSpec(torch.float32, -(-count // self.block)),
+            "scale": TensorSpec(torch.float32, self._division_of(count).num_blocks()),
         }
 
+    def largest_schema(self, count: int, dtype: torch.dtype, tensors: int) -> dict[str, TensorSpec]:
+        found = super().largest_schema(count, dtype, tensors)
+        scales = min(count, found["scale"].max_elements + max(0, tensors - 1))
+        return {**found, "scale": replace(found["scale"], max_elements=scales)}
+
     @abc.abstractmethod
-    def scales(self, values: Tensor) -> Tensor:
-        """The scales [B] of values [B, block] float32."""
+    def scales(self, values: Tensor, blocks: Blocks) -> Tensor:
+        """The scales [B] of values [K] float32; not finite for blocks that have NaN or infinity in them."""
 
     @abc.abstractmethod
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
@@ -64,13 +83,13 @@ class Blockwise(Codec):
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
         scales, packed = [], []
+        division = self._division_of(values.numel())
         for start, stop in tensors.blocks(0, values.numel()):
-            piece = narrowed(values[start:stop], torch.float32)
-            padded = torch.nn.functional.pad(piece, (0, -piece.numel() % self.block)).view(-1, self.block)
-            scale = self.scales(padded)
+            piece, blocks = narrowed(values[start:stop], torch.float32), division.blocks(start, stop)
+            scale = self.scales(piece, blocks)
             inverse = scale.reciprocal()
             inverse = inverse.where(inverse.isfinite() & (scale > 0), 0.0)
-            relative = (padded * inverse[:, None]).view(-1)[: piece.numel()]
+            relative = blocks.times(piece, inverse)
             if not bool(scale.isfinite().all()):
                 relative.nan_to_num_(0.0, 0.0, 0.0)
                 scale = scale.where(scale.isfinite(), torch.nan)
@@ -87,15 +106,16 @@ class Blockwise(Codec):
         out = torch.empty(count, dtype=dtype, device=coded["q"].device)
         largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         limit = largest / (1 << self.width)
+        division, scales = self._division_of(count), coded["scale"]
         for start, stop in tensors.blocks(0, count):
             part = coded["q"][start * self.width // 8 : bits.packed_bytes(stop, self.width)]
             relative = self.restore(bits.unpack_numbers(part, self.width, stop - start))
-            scale = coded["scale"][start // self.block : -(-stop // self.block)]
-            padded = torch.nn.functional.pad(relative, (0, -relative.numel() % self.block)).view(-1, self.block)
-            padded.mul_(scale[:, None])
+            blocks = division.blocks(start, stop)
+            scale, scales = scales[: len(blocks)], scales[len(blocks) :]
+            relative = blocks.times(relative, scale)
             if not bool((scale.abs() <= limit).all()):  # rounded up, the largest number of a block may be too large
-                padded.clamp_(-largest, largest)  # NaN stays
-            out[start:stop] = padded.view(-1)[: stop - start]
+                relative.clamp_(-largest, largest)  # NaN stays
+            out[start:stop] = relative
         return out
 
 
@@ -124,8 +144,8 @@ class Int8(Counted):
         super().__init__(config)
         self.unbiased = config.unbiased
 
-    def scales(self, values: Tensor) -> Tensor:
-        return values.abs().amax(1).div_(self.levels)  # several times faster than aminmax over a dimension
+    def scales(self, values: Tensor, blocks: Blocks) -> Tensor:
+        return blocks.largest(values.abs()).div_(self.levels)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
         relative = _rounded_at_random(relative, draws) if self.unbiased else relative.round_()
@@ -155,7 +175,8 @@ class QSGDConfig(BlockConfig):
     levels: int = Field(7, ge=1, le=127)
     """Number of steps from zero to the norm of a block; a value then has one of 2 * levels + 1 forms."""
     block: int = Field(128, ge=8, le=1 << 18)
-    """Values that share a norm; a power of two. Smaller blocks give less noise and send more scales."""
+    """Values that share a norm, fewer where a parameter tensor ends; a power of two. Smaller blocks give less noise and
+    send more scales."""
 
 
 class QSGD(Counted):
@@ -170,13 +191,11 @@ class QSGD(Counted):
         self.unbiased = True
         self.variance = min(config.block / config.levels**2, config.block**0.5 / config.levels)  # lemma 3.1
 
-    def scales(self, values: Tensor) -> Tensor:
-        norms = torch.linalg.vector_norm(values, dim=1)
-        large = ~norms.isfinite()
-        if bool(large.any()):  # squares beyond float32's range, from values of 1e19 on, or NaN and infinity
-            norms[large] = torch.linalg.vector_norm(values[large], dim=1, dtype=torch.float64).clamp_(
-                max=torch.finfo(torch.float32).max
-            ).where(values[large].isfinite().all(1), torch.nan).to(torch.float32)  # fmt: skip
+    def scales(self, values: Tensor, blocks: Blocks) -> Tensor:
+        norms = blocks.sums(values.square()).sqrt_()
+        if not bool(norms.isfinite().all()):  # squares beyond float32's range, from values of 1e19 on, NaN or infinity
+            exact = blocks.sums(values.double().square_()).sqrt_()
+            norms = exact.clamp(max=torch.finfo(torch.float32).max).where(exact.isfinite(), torch.nan).to(torch.float32)
         return norms.div_(self.levels)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
@@ -188,18 +207,15 @@ class Sign(Blockwise):
 
     width = 1
 
-    def scales(self, values: Tensor) -> Tensor:
-        return values.abs().mul_(1.0 / self.block).sum(1)  # divided first: the sum of a block may be beyond float32
+    def scales(self, values: Tensor, blocks: Blocks) -> Tensor:
+        # Divided by the block size first, a power of two, because the sum of a block may be beyond float32's range;
+        # after that, means that rounding has put there become the largest float32, and NaN and infinity stay.
+        means = blocks.sums(values.abs().mul_(1.0 / self.block))
+        share = torch.from_numpy(self.block / blocks.sizes()).to(means)
+        return (means * share).clamp_(max=torch.finfo(torch.float32).max).where(means.isfinite(), torch.nan)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:  # noqa: ARG002
         return relative >= 0
 
     def restore(self, numbers: Tensor) -> Tensor:
         return numbers.to(torch.float32).mul_(2.0).sub_(1.0)
-
-    def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
-        coded = super().encode(values, draws)
-        tail = values.numel() % self.block
-        if tail:  # the mean over the values that are there, not over the padding
-            coded["scale"][-1:].mul_(self.block / tail).clamp_(max=torch.finfo(torch.float32).max)  # NaN stays
-        return coded

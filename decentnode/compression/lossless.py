@@ -4,8 +4,9 @@ all second bytes, ...), then a general compressor."""
 from __future__ import annotations
 
 import abc
+import copy
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -55,6 +56,11 @@ class Lossless(Codec):
     def lossy(self) -> Codec | None:
         return self.inner
 
+    def divided(self, sizes: Sequence[int]) -> Codec:
+        other = copy.copy(self)
+        other.inner = self.inner.divided(sizes) if self.inner else None
+        return other
+
     @abc.abstractmethod
     def squeeze(self, raw: bytes | memoryview) -> bytes:
         """Compresses bytes."""
@@ -67,10 +73,12 @@ class Lossless(Codec):
         return self.inner.schema(count, dtype) if self.inner else {"q": TensorSpec(dtype, count)}
 
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        return {
-            name: TensorSpec(torch.uint8, 1 + spec.max_elements * spec.dtype.itemsize, exact=False)
-            for name, spec in self._inner_schema(count, dtype).items()
-        }
+        return _streams_of(self._inner_schema(count, dtype))
+
+    def largest_schema(self, count: int, dtype: torch.dtype, tensors: int) -> dict[str, TensorSpec]:
+        if self.inner is None:
+            return self.schema(count, dtype)
+        return _streams_of(self.inner.largest_schema(count, dtype, tensors))
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
         inner = self.inner.encode(values, draws) if self.inner else {"q": values}
@@ -108,6 +116,12 @@ class Lossless(Codec):
         if len(found) != size if spec.exact else (len(found) > size or len(found) % width):
             raise PeerFault("malformed_payload", f"squeezed bytes gave {len(found)} instead of {size}")
         return torch.from_numpy(_together(np.frombuffer(found, np.uint8), width)).view(spec.dtype).to(device)
+
+
+def _streams_of(schema: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The schema of the byte streams of tensors: at most their bytes, and the one that says which kind of stream."""
+    return {name: TensorSpec(torch.uint8, 1 + spec.max_elements * spec.dtype.itemsize, exact=False)
+            for name, spec in schema.items()}  # fmt: skip
 
 
 def _apart(flat: np.ndarray, width: int) -> np.ndarray:

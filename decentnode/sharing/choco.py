@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -80,6 +80,9 @@ class Choco(Sharing):
         start equal."""
         codec = make_codec(config.compression) if config.compression else None
         return Search(_all_at_once, cls.make_operator(config, codec))
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.operator.set_parameter_shapes(shapes)
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
         if self.public is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -52,19 +53,25 @@ class Compressed(Wrapper):
 
     Floating-point tensors are coded, all others are sent as they are. What a lossy codec takes away is lost: the mean
     over the nodes is kept up to the codec's error only, and nodes agree no closer than that. `choco` is the rule for
-    coarse codecs.
+    coarse codecs. No two parameter tensors share a scale, where the rule sends the model's own entries.
     """
 
     Config: ClassVar[type[component.Config]] = SharingConfig
 
     def __init__(self, rule: Sharing, codec: Codec) -> None:
         self.codec = codec
+        self._whole = codec
+        """The codec of tensors that are as the whole model."""
+        self._sizes: list[int] = []
+        """Entries of each parameter tensor."""
         self._specs: dict[str, TensorSpec] = {}
         """The schema of the rule inside."""
         self._counts: dict[str, ScalarSpec] = {}
         """The scalars with the lengths of coded tensors whose length is not fixed."""
         self._own: Payload | None = None
         """This node's own payload of the present phase, as neighbors decode it; None where the rule does not mix it."""
+        self._view: RoundView | None = None
+        """The round and phase of the payloads that were sent last."""
         super().__init__(rule)
 
     def changed(self, inner: Requirements) -> Requirements:
@@ -76,6 +83,20 @@ class Compressed(Wrapper):
         """Returns None: every payload must be decoded before it is added."""
         return
 
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().set_parameter_shapes(shapes)
+        self._sizes = [math.prod(shape) for shape in shapes]
+        self._whole = self.codec.divided(self._sizes)
+
+    def _codec_of(self, name: str, sizes: Mapping[str, Sequence[int]]) -> Codec:
+        """Returns the codec of a tensor. sizes: as the rule's `tensor_sizes` returned them."""
+        if name in sizes:
+            return self.codec.divided(sizes[name])
+        return self._whole if self._is_whole(self._specs[name]) else self.codec
+
+    def _is_whole(self, spec: TensorSpec) -> bool:
+        return spec.exact and bool(self._sizes) and spec.max_elements == sum(self._sizes)
+
     def _coded(self, name: str) -> bool:
         return self._specs[name].dtype.is_floating_point
 
@@ -86,10 +107,13 @@ class Compressed(Wrapper):
             if not self._coded(name):
                 found[name] = spec
                 continue
-            for part, coded in self.codec.schema(spec.max_elements, spec.dtype).items():
-                found[self._name(name, part)] = coded if spec.exact else replace(coded, exact=False)
+            if self._is_whole(spec) or (spec.exact and self._whole is self.codec):
+                parts = self._whole.schema(spec.max_elements, spec.dtype)
+            else:
+                parts = self.codec.largest_schema(spec.max_elements, spec.dtype, len(self._sizes))
             if not spec.exact:
                 self._counts[name + COUNT] = ScalarSpec(int, low=0, high=spec.max_elements)
+            found.update({self._name(name, part): coded for part, coded in parts.items()})
         self.requirements = self.changed(self.rule.requirements)
         return found
 
@@ -99,26 +123,30 @@ class Compressed(Wrapper):
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         if not self._specs:
             self.payload_schema(model.numel(), model.dtype)
+        self._view = view
         draws = draws_of(self.codec, view, model.device)
         packed: dict[int, Payload] = {}
         out = {}
         kept = self.rule.outgoing(model, view)
         for uid, payload in kept.items():
             if id(payload) not in packed:
-                packed[id(payload)] = self._packed(payload, draws)
+                sizes = self.rule.tensor_sizes(payload, view.uid, uid, view)
+                packed[id(payload)] = self._packed(payload, sizes, draws)
             out[uid] = packed[id(payload)]
         own = view.phase in self.requirements.includes_self and out
         self._own = self.unpack(next(iter(out.values())), view.uid, view) if own else None
         return out
 
-    def _packed(self, payload: Payload, draws: torch.Generator | None) -> Payload:
+    def _packed(
+        self, payload: Payload, sizes: Mapping[str, Sequence[int]], draws: torch.Generator | None
+    ) -> Payload:
         tensors: dict[str, Tensor] = {}
         scalars, metadata = dict(payload.scalars), set(payload.metadata)
         for name, tensor in payload.tensors.items():
             if not self._coded(name):
                 tensors[name] = tensor
                 continue
-            for part, coded in self.codec.encode(tensor, draws).items():
+            for part, coded in self._codec_of(name, sizes).encode(tensor, draws).items():
                 tensors[self._name(name, part)] = coded
                 if part in self.codec.metadata:
                     metadata.add(self._name(name, part))
@@ -127,9 +155,10 @@ class Compressed(Wrapper):
         return Payload(tensors, scalars, frozenset(metadata))
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
-        return self.rule.unpack(self._decoded(payload), uid, view)
+        sizes = self.rule.tensor_sizes(payload, uid, view.uid, view)
+        return self.rule.unpack(self._decoded(payload, sizes), uid, view)
 
-    def _decoded(self, payload: Payload) -> Payload:
+    def _decoded(self, payload: Payload, sizes: Mapping[str, Sequence[int]]) -> Payload:
         """Returns the inner rule's payload as receivers see it. Raises PeerFault for bytes that no encoder made."""
         tensors: dict[str, Tensor] = {}
         scalars = dict(payload.scalars)
@@ -140,10 +169,11 @@ class Compressed(Wrapper):
             count = spec.max_elements if spec.exact else scalars.pop(name + COUNT, -1)
             if not isinstance(count, int) or not 0 <= count <= spec.max_elements:
                 raise PeerFault("malformed_payload", f"{count} values of {name}")
-            parts = self.codec.schema(count, spec.dtype)
-            tensors[name] = self.codec.decode(
-                {part: payload.tensors[self._name(name, part)] for part in parts}, count, spec.dtype
-            )
+            if name in sizes and sum(sizes[name]) != count:
+                raise PeerFault("malformed_payload", f"{count} values of {name} instead of {sum(sizes[name])}")
+            codec = self._codec_of(name, sizes)
+            coded = {part: payload.tensors[self._name(name, part)] for part in codec.schema(count, spec.dtype)}
+            tensors[name] = codec.decode(coded, count, spec.dtype)
         return Payload(tensors, scalars, payload.metadata)
 
     def _slice(self, payload: Payload) -> Payload:
@@ -173,4 +203,6 @@ class Compressed(Wrapper):
 
     def undelivered(self, uid: int, payload: Payload) -> None:
         """Passes on what would have arrived, decoded."""
-        self.rule.undelivered(uid, self._decoded(payload))
+        assert self._view is not None
+        sizes = self.rule.tensor_sizes(payload, self._view.uid, uid, self._view)
+        self.rule.undelivered(uid, self._decoded(payload, sizes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -55,6 +55,9 @@ class DeepSqueeze(Sharing):
         they differ."""
         codec = make_codec(config.compression) if config.compression else None
         return Search(_all_at_once, Operator(config.fraction, config.choose, codec), enough=0.1, common=1.0)
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.operator.set_parameter_shapes(shapes)
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._elements = model.numel()

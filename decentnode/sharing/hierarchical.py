@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -53,6 +55,8 @@ class Hierarchical(Sharing):
     def __init__(self, config: HierarchicalConfig) -> None:
         super().__init__(config)
         self._groups: Groups | None = None
+        self._ends: list[int] = []
+        """Where each parameter tensor ends in the model."""
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
         """Raises ValueError for groups that differ in size or miss a node."""
@@ -130,6 +134,18 @@ class Hierarchical(Sharing):
         length = self._length(elements)
         start = min(self.groups.place(uid)[1] * length, elements - length)
         return slice(start, start + length)
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+
+    def tensor_sizes(
+        self, payload: Payload, source: int, target: int, view: RoundView  # noqa: ARG002
+    ) -> Mapping[str, Sequence[int]]:
+        if not self._ends:
+            return {}
+        shard = self._shard(self._ends[-1], target if view.phase == REDUCE else source)
+        ends = [min(max(end, shard.start), shard.stop) for end in self._ends]
+        return {"x": [b - a for a, b in itertools.pairwise([shard.start, *ends])]}
 
     def _length(self, elements: int) -> int:
         return -(-elements // self.groups.size)

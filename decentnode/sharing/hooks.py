@@ -90,6 +90,16 @@ class Hooks:
 
     # -- payloads
 
+    def tensor_sizes(
+        self, payload: Payload, source: int, target: int, view: RoundView  # noqa: ARG002
+    ) -> Mapping[str, Sequence[int]]:
+        """Returns how many values of each parameter tensor, in the model's order, a payload's tensor has, by its name.
+
+        For tensors that are parts of the model, so that a codec gives no two parameter tensors a scale in common. Both
+        ends call it, receivers before the values are decoded. Raises PeerFault as `unpack` does.
+        """
+        return {}
+
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
         """Checks and decodes a payload from `uid`, and returns what `mix` receives in its place.
 

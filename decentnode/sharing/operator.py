@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,8 +29,14 @@ class Operator:
         self.fraction = fraction if choose != "all" else 1.0
         self.choose = choose
         self.codec = codec
+        self._sizes: list[int] = []
+        """Entries of each parameter tensor; a codec's scales are of one tensor each."""
         parts = codec.metadata if codec else frozenset()
         self.metadata = frozenset({"indices", *(f"values.{part}" for part in parts)})
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """See `Sharing.set_parameter_shapes`."""
+        self._sizes = [math.prod(shape) for shape in shapes]
 
     def schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Returns the largest sizes of the coded tensors of a vector with `elements` entries; all may be empty."""
@@ -39,7 +46,7 @@ class Operator:
         found = {"indices": TensorSpec(torch.uint8, indices.largest_bytes(elements), exact=False)}
         if self.codec is None:
             return {**found, "values": TensorSpec(dtype, count, exact=False)}
-        for part, spec in self.codec.schema(count, dtype).items():
+        for part, spec in self.codec.largest_schema(count, dtype, len(self._sizes)).items():
             found[f"values.{part}"] = TensorSpec(spec.dtype, spec.max_elements, exact=False)
         return found
 
@@ -57,13 +64,14 @@ class Operator:
         if self.codec is None:
             coded["values"] = values
             return coded, at, values
-        parts = self.codec.encode(values, draws_of(self.codec, view, vector.device))
+        codec = self._divided(self.codec, at)
+        parts = codec.encode(values, draws_of(codec, view, vector.device))
         coded.update({f"values.{part}": tensor for part, tensor in parts.items()})
-        return coded, at, self._values(parts, at.numel(), vector.dtype)
+        return coded, at, codec.decode(parts, at.numel(), vector.dtype).div_(1.0 + codec.variance)
 
-    def _values(self, parts: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
-        assert self.codec is not None
-        return self.codec.decode(parts, count, dtype).div_(1.0 + self.codec.variance)
+    def _divided(self, codec: Codec, at: Tensor) -> Codec:
+        """Returns the codec for the entries at these positions."""
+        return codec.divided(sizes_at(at, self._sizes)) if self._sizes else codec
 
     def compressor(self) -> Callable[[Tensor], Tensor]:
         """Returns C for many vectors at once, [N, D] -> [N, D], as receivers decode each; for the search of a step.
@@ -105,10 +113,18 @@ class Operator:
             values = coded["values"]
         else:
             parts = {name.removeprefix("values."): t for name, t in coded.items() if name.startswith("values.")}
-            values = self._values(parts, at.numel(), dtype)
+            codec = self._divided(self.codec, at)
+            values = codec.decode(parts, at.numel(), dtype).div_(1.0 + codec.variance)
         if values.numel() != at.numel():
             raise PeerFault("malformed_payload", f"{values.numel()} values for {at.numel()} indices")
         return at, values
+
+
+def sizes_at(at: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Returns how many of the positions lie in each tensor of a model. at: [K] int64, ascending. sizes: of tensors."""
+    ends = torch.tensor(sizes, dtype=torch.int64, device=at.device).cumsum(0)
+    found: list[int] = torch.searchsorted(at, ends).diff(prepend=ends.new_zeros(1)).tolist()
+    return found
 
 
 def add_at(out: Tensor, at: Tensor, values: Tensor, scale: float = 1.0) -> None:

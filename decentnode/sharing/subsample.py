@@ -16,6 +16,7 @@ from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.operator import sizes_at
 from decentnode.sharing.topk import mix_filled
 
 
@@ -36,6 +37,8 @@ class Subsample(Sharing):
         super().__init__(config)
         self._sizes: tuple[int, ...] = ()
         self._elements = 0
+        self._drawn: tuple[tuple[int, int, int], Tensor] | None = None
+        """((seed, uid, round), positions) that were drawn last."""
 
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self._sizes = tuple(torch.Size(shape).numel() for shape in shapes)
@@ -52,14 +55,26 @@ class Subsample(Sharing):
             start += size
         return torch.cat(found)
 
+    def _chosen(self, uid: int, view: RoundView) -> Tensor:
+        """As `chosen`, drawn once for `tensor_sizes` and `unpack`."""
+        key = view.seed, uid, view.round
+        if self._drawn is None or self._drawn[0] != key:
+            self._drawn = key, self.chosen(self._elements, uid, view)
+        return self._drawn[1]
+
+    def tensor_sizes(
+        self, payload: Payload, source: int, target: int, view: RoundView  # noqa: ARG002
+    ) -> Mapping[str, Sequence[int]]:
+        return {"values": sizes_at(self._chosen(source, view), self._sizes)} if self._sizes else {}
+
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._elements = model.numel()
-        at = self.chosen(self._elements, view.uid, view).to(model.device)
+        at = self._chosen(view.uid, view).to(model.device)
         return dict.fromkeys(view.neighbors, Payload({"values": model.index_select(0, at)}))
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         values = payload.tensors["values"]
-        at = self.chosen(self._elements, uid, view).to(values.device)
+        at = self._chosen(uid, view).to(values.device)
         if at.numel() != values.numel():
             raise PeerFault("malformed_payload", f"{values.numel()} values instead of {at.numel()} from {uid}")
         return Payload({"at": at, "values": values})

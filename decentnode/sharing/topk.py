@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import pydantic
@@ -16,10 +17,11 @@ from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
-from decentnode.sharing.operator import add_at
+from decentnode.sharing.operator import add_at, sizes_at
 from decentnode.sharing.state import Tensors
 
 METADATA = frozenset({"indices"})
+NOTHING = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
 
 def mix_filled(own: Tensor, received: Mapping[int, tuple[Tensor, Tensor]], weights: Mapping[int, float]) -> None:
@@ -85,6 +87,13 @@ class TopK(Tensors, Sharing):
         self._own = torch.empty(0)
         self._in_model = False
         self._sent = torch.empty(0, dtype=torch.int64)
+        self._sizes: list[int] = []
+        self._decoded = NOTHING
+        """Coded indices and what they are decoded to: the last that were asked for."""
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        if type(self).transform is TopK.transform:  # in another basis, coefficients belong to no tensor
+            self._sizes = [math.prod(shape) for shape in shapes]
 
     # -- the basis in which entries are chosen and mixed; here that of the model itself
 
@@ -133,9 +142,9 @@ class TopK(Tensors, Sharing):
         count = self.count(self.fraction(view), scores.numel())
         self._sent = select.largest(scores, count)
         values = own if count == scores.numel() else own.index_select(0, self._sent)
-        payload = Payload(
-            {"indices": indices.encode(self._sent, scores.numel()), "values": self.numbers(values)}, {}, METADATA
-        )
+        coded = indices.encode(self._sent, scores.numel())
+        self._decoded = coded, self._sent
+        payload = Payload({"indices": coded, "values": self.numbers(values)}, {}, METADATA)
         return dict.fromkeys(view.neighbors, payload)
 
     def numbers(self, values: Tensor) -> Tensor:
@@ -146,8 +155,20 @@ class TopK(Tensors, Sharing):
         """The inverse of `numbers`. Raises PeerFault."""
         return numbers
 
+    def _positions(self, coded: Tensor) -> Tensor:
+        """Decodes the indices of a payload, once for `tensor_sizes` and `unpack`. Raises PeerFault."""
+        if self._decoded[0] is not coded:
+            self._decoded = coded, indices.decode(coded, self._own.numel())
+        return self._decoded[1]
+
+    def tensor_sizes(
+        self, payload: Payload, source: int, target: int, view: RoundView  # noqa: ARG002
+    ) -> Mapping[str, Sequence[int]]:
+        return {"values": sizes_at(self._positions(payload.tensors["indices"]), self._sizes)} if self._sizes else {}
+
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
-        at = indices.decode(payload.tensors["indices"], self._own.numel())
+        at = self._positions(payload.tensors["indices"])
+        self._decoded = NOTHING
         values = self.values(payload.tensors["values"])
         if values.numel() != at.numel():
             raise PeerFault("malformed_payload", f"{values.numel()} values for {at.numel()} indices from {uid}")

@@ -66,6 +66,11 @@ class Wrapper(Sharing):
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         return self.rule.outgoing(model, view)
 
+    def tensor_sizes(
+        self, payload: Payload, source: int, target: int, view: RoundView
+    ) -> Mapping[str, Sequence[int]]:
+        return self.rule.tensor_sizes(payload, source, target, view)
+
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         return self.rule.unpack(payload, uid, view)
 

@@ -1,0 +1,86 @@
+"""The division of a vector into blocks that share a scale, and sums over these blocks.
+
+A block ends at every multiple of its size, and also where one tensor of the vector ends and the next begins. A block
+that spanned two layers would have one scale for both, and the entries of the layer with the smaller values would be
+lost, or drowned in the noise of the other (blocks are cut at tensors in arXiv 1905.10936, section 4, too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks of a piece of a vector. Values that they are given are [count]."""
+
+    starts: np.ndarray
+    """[B] int64, ascending from 0: where the blocks begin in the piece."""
+    count: int
+    """Values in the piece."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def sizes(self) -> np.ndarray:
+        """How many values each block has: [B] int64."""
+        return np.diff(self.starts, append=self.count)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest value of each block [B]; NaN where a block has NaN in it."""
+        return self._reduced(values, np.maximum, "max")
+
+    def sums(self, values: Tensor) -> Tensor:
+        """The sum of each block [B]."""
+        return self._reduced(values, np.add, "sum")
+
+    def _reduced(self, values: Tensor, by: np.ufunc, name: str) -> Tensor:
+        if values.device.type == "cpu":  # 5 to 20 times faster than segment_reduce, and as fast as over equal rows
+            with np.errstate(over="ignore"):
+                return torch.from_numpy(by.reduceat(values.numpy(), self.starts))
+        return torch.segment_reduce(values, name, lengths=torch.from_numpy(self.sizes()).to(values.device))
+
+    def times(self, values: Tensor, numbers: Tensor) -> Tensor:
+        """values [count] times the number of each one's block, from one per block [B]; a new tensor."""
+        size = self.count // len(self.starts)
+        if size * len(self.starts) == self.count and not (np.diff(self.starts) != size).any():
+            return (values.view(-1, size) * numbers[:, None]).view(-1)  # saves a pass over the values
+        if numbers.device.type == "cpu":
+            return torch.from_numpy(np.repeat(numbers.numpy(), self.sizes())).mul_(values)
+        sizes = torch.from_numpy(self.sizes()).to(numbers.device)
+        return numbers.repeat_interleave(sizes, output_size=self.count).mul_(values)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The blocks of a vector: [k size, (k + 1) size), some of them cut where tensors end within."""
+
+    count: int
+    """Values in the vector."""
+    size: int
+    """The largest number of values in a block."""
+    cuts: np.ndarray
+    """[C] int64, ascending: where tensors end other than at a multiple of `size`."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], size: int) -> Division:
+        """sizes: values of the tensors that follow each other in the vector."""
+        ends = np.unique(np.cumsum(np.asarray(sizes, np.int64)))
+        count = int(ends[-1]) if len(ends) else 0
+        return cls(count, size, ends[(ends % size != 0) & (ends < count)])
+
+    def num_blocks(self) -> int:
+        return -(-self.count // self.size) + len(self.cuts)
+
+    def blocks(self, start: int, stop: int) -> Blocks:
+        """The blocks of the values [start, stop). start: a multiple of `size`; stop: another one, or the end."""
+        starts = np.arange(0, stop - start, self.size)
+        low, high = np.searchsorted(self.cuts, (start, stop))
+        if low < high:
+            starts = np.sort(np.concatenate((starts, self.cuts[low:high] - start)))
+        return Blocks(starts, stop - start)
