@@ -1,0 +1,102 @@
+"""How children begin and end; each check in a process of its own, which imports next to nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+START = """
+import os, signal, sys, threading
+from multiprocessing import Pipe as pipe
+from pathlib import Path
+from decentnode.launch import entry
+from decentnode.launch.messages import Failed
+from decentnode.launch.pipe import Pipe
+ours, theirs = pipe()
+"""
+
+
+def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", START + code, *arguments], capture_output=True, text=True, timeout=60,
+                          check=False)  # fmt: skip
+
+
+def test_the_signals_of_a_terminal_are_the_supervisors_alone() -> None:
+    """Ctrl-C, Ctrl-Z and a closed terminal reach all processes of it; SIGTERM is for one."""
+    found = child("""
+entry.protect()
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
+    os.kill(os.getpid(), number)
+print("alive", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+""")
+    assert found.stdout == "alive\n" and found.returncode == -15
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """The supervisor imports this module, too."""
+    found = child("print(sorted({'torch', 'numpy', 'zmq', 'pydantic'} & sys.modules.keys()))")
+    assert found.stdout == "[]\n"
+
+
+def test_what_libraries_print_goes_to_the_nodes_file(tmp_path: Path) -> None:
+    """Also what they write past Python, and behind what stands there."""
+    log = tmp_path / "stderr.txt"
+    log.write_text("before\n")
+    found = child("""
+entry.redirect_output(Path(sys.argv[1]))
+print("to stdout", flush=True)
+os.write(2, b"from C\\n")
+""", str(log))  # fmt: skip
+    assert (found.stdout, found.stderr) == ("", "")
+    assert log.read_text() == "before\nto stdout\nfrom C\n"
+
+
+def test_a_child_leaves_with_its_exit_code_whatever_threads_are_left_and_its_last_word_comes_first() -> None:
+    found = child("""
+pid = os.fork()
+if pid == 0:
+    ours.close()
+    threading.Thread(target=threading.Event().wait).start()
+
+    def work(channel):
+        print("worked")
+        channel.send(Failed(1, 7, "Diverged", "x" * 300_000))
+        return 7
+
+    entry._leave(work, theirs)
+theirs.close()
+print(len(Pipe(ours).receive().text), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""")
+    assert sorted(found.stdout.split("\n")) == ["", "300000 7", "worked"]
+
+
+def test_a_child_whose_work_raises_leaves_with_the_code_of_our_own_faults() -> None:
+    found = child("""
+def work(channel):
+    raise ValueError("a defect")
+
+entry._leave(work, theirs)
+""")
+    assert found.returncode == 8 and not found.stdout
+
+
+def test_a_child_ends_with_the_process_that_forked_it() -> None:
+    """However that ends: the kernel closes the child's end of the pipe."""
+    read, write = os.pipe()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", START + """
+if os.fork() == 0:
+    entry.die_with_parent()
+    os.write(int(sys.argv[1]), b".")
+    threading.Event().wait()
+threading.Event().wait()
+""", str(write)], pass_fds=[write])  # fmt: skip
+    os.close(write)
+    assert os.read(read, 1) == b"."
+    parent.kill()
+    parent.wait(60)
+    assert os.read(read, 1) == b"", "nobody holds the other end any more"
+    os.close(read)

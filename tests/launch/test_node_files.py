@@ -1,0 +1,163 @@
+"""The files of a node: what is written at once, what is told later, and what a full disk may not do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decentnode import clock
+from decentnode.communication.base import Counters
+from decentnode.errors import EnvironmentFault
+from decentnode.launch import node_files
+from decentnode.launch.messages import ChildMessage, Progress
+from decentnode.launch.node_files import Reporter, StatusWriter, load_merged, save, save_node, snapshot
+from tests.node.fakes import Quadratic
+
+ROUNDS = [{"kind": "round", "round": number} for number in range(5)]
+EVALUATION = {"kind": "evaluation", "round": 5}
+
+
+def fake_node(uid: int = 1, members: tuple[int, ...] = (0, 1), waiting: Any = None) -> Any:
+    training = Quadratic(uid, 3, buffers=2)
+    communication = SimpleNamespace(waiting=waiting, counters=Counters())
+    return SimpleNamespace(
+        uid=uid, round=4, config=SimpleNamespace(rounds=9), doing="exchange", training=training, merged=None,
+        communication=communication, generation=SimpleNamespace(members=members),
+    )  # fmt: skip
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_record_is_written_and_a_round_in_a_while_is_told(tmp_path: Path) -> None:
+    told: list[ChildMessage] = []
+    with clock.use(clock.VirtualClock()) as time:
+        time.advance_to(100.0)
+        reporter = Reporter(7, tmp_path / "metrics.jsonl", told.append, progress_seconds=1.0)
+        for record in ROUNDS:
+            reporter.record(record)
+            time.sleep(0.4)
+        assert told == [Progress(7, ROUNDS[0]), Progress(7, ROUNDS[3])]
+        reporter.record(EVALUATION)
+        reporter.close()
+    assert told[2:] == [Progress(7, ROUNDS[4]), Progress(7, EVALUATION)], "with the round that was held back"
+    assert [each["round"] for each in lines(tmp_path / "metrics.jsonl") if each["kind"] != "start"] == [*range(5), 5]
+
+
+def test_a_supervisor_that_is_gone_stops_no_training(tmp_path: Path) -> None:
+    def gone(message: ChildMessage) -> None:
+        raise BrokenPipeError
+
+    reporter = Reporter(7, tmp_path / "metrics.jsonl", gone, progress_seconds=0.0)
+    reporter.record(ROUNDS[0])
+    reporter.record({**EVALUATION, "loss": float("nan")})
+    reporter.close()
+    assert [each["kind"] for each in lines(tmp_path / "metrics.jsonl")][-2:] == ["round", "evaluation"]
+
+
+def test_a_dry_run_writes_nothing_and_is_told_of() -> None:
+    told: list[ChildMessage] = []
+    reporter = Reporter(7, None, told.append, progress_seconds=0.0)
+    reporter.record({**EVALUATION, "loss": float("inf")})
+    reporter.close()
+    (message,) = told
+    assert isinstance(message, Progress) and json.loads(json.dumps(message.record, allow_nan=False))["round"] == 5
+
+
+def test_a_snapshot_names_whom_a_node_waits_for_and_the_edges_that_carried_something() -> None:
+    with clock.use(clock.VirtualClock(wall=1000.0)) as time:
+        time.advance_to(12.5)
+        node = fake_node(waiting=((2, 3), 10.0))
+        used = node.communication.counters.edge(3)
+        used.frames_sent, used.resends, used.wait_seconds = 2, 1, 1.23456
+        node.communication.counters.edge(2)
+        node.communication.counters.fault("stale_round", 3, "")
+        found = snapshot(node)
+    assert (found["waiting_for"], found["waiting_seconds"], found["time"]) == ([2, 3], 2.5, 1012.5)
+    assert (found["round"], found["rounds"], found["doing"]) == (4, 9, "exchange")
+    assert found["edges"] == {"3": {"sent": 0, "received": 0, "chunks": 2, "resends": 1, "wait_seconds": 1.235}}
+    assert found["faults"] == {"stale_round": 1}
+    idle = snapshot(fake_node(), "finished")
+    assert (idle["waiting_for"], idle["waiting_seconds"], idle["doing"]) == ([], 0.0, "finished")
+
+
+def test_the_status_is_written_while_the_node_runs_and_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_files, "STATUS_SECONDS", 0.01)
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(node_files, "write_atomic", lambda path, text: written.append(json.loads(text)))
+    node = fake_node()
+    status = StatusWriter(node, tmp_path / "status.json")
+    status.start()
+    while not written:
+        assert status.is_alive()
+    status.close("stopped")
+    assert not status.is_alive()
+    assert [each["doing"] for each in written] == ["exchange", "stopped"], "again only where something changed"
+
+
+def test_a_full_disk_does_not_end_the_status_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_files, "STATUS_SECONDS", 0.01)
+    tried: list[str] = []
+
+    def full(path: Path, text: str) -> None:
+        tried.append(json.loads(text)["doing"])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(node_files, "write_atomic", full)
+    status = StatusWriter(fake_node(), tmp_path / "status.json")
+    status.start()
+    while not tried:
+        assert status.is_alive()
+    status.close("failed")
+    assert tried == ["exchange", "failed"]
+
+
+def test_a_model_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch.nn.Linear(2, 3)
+    path = tmp_path / "model.safetensors"
+    save(module, path)
+    before = path.read_bytes()
+    found = load_file(path)
+    assert all(torch.equal(found[name], value) for name, value in module.state_dict().items())
+    with pytest.raises(EnvironmentFault, match=r"cannot write the model .*nowhere"):
+        save(module, tmp_path / "nowhere" / "model.safetensors")
+
+    def interrupted(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(node_files.os, "replace", interrupted)
+    with pytest.raises(EnvironmentFault, match="No space left"):
+        save(torch.nn.Linear(2, 3), path)
+    assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("uid", "members", "merged"), [(0, (0, 1), True), (1, (0, 1), False), (1, (1, 2), True)])
+def test_the_lowest_uid_that_is_left_writes_the_merged_model(
+    tmp_path: Path, uid: int, members: tuple[int, ...], merged: bool
+) -> None:
+    (tmp_path / "models").mkdir()
+    node = fake_node(uid, members)
+    own, mean = node.training.model.parameters.clone(), torch.arange(5.0)
+    node.merged = mean
+    save_node(node, tmp_path)
+    names = {each.name for each in (tmp_path / "models").iterdir()}
+    assert names == {f"00{uid}.safetensors"} | ({"merged.safetensors"} if merged else set())
+    assert torch.equal(load_file(tmp_path / "models" / f"00{uid}.safetensors")["x"], own)
+    if merged:
+        found = load_file(tmp_path / "models" / "merged.safetensors")
+        assert torch.equal(found["x"], mean[:3]) and torch.equal(found["statistics"], mean[3:])
+
+
+def test_a_merged_model_is_parameters_then_buffers() -> None:
+    model = Quadratic(0, 3, buffers=2).model
+    load_merged(model, torch.arange(5.0))
+    assert model.parameters.tolist() == [0.0, 1.0, 2.0] and model.buffers.tolist() == [3.0, 4.0]

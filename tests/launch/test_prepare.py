@@ -1,0 +1,99 @@
+"""The child that loads the experiment: facts, then the header, or one message that says what was wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from decentnode.errors import ConfigError, NodeFailed, UsageError
+from decentnode.experiment import load
+from decentnode.launch import prepare
+from decentnode.launch.messages import ChildMessage, Facts, Failed, Header, Request
+from decentnode.launch.prepare import answer, facts, keep
+from tests.launch.faults import experiment
+
+
+class Channel:
+    def __init__(self) -> None:
+        self.said: list[ChildMessage] = []
+
+    def send(self, message: ChildMessage) -> None:
+        self.said.append(message)
+
+
+def written(folder: Path, **sections: Any) -> str:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**experiment(), **sections}))
+    return str(path)
+
+
+def answered(request: Request) -> tuple[int, list[ChildMessage]]:
+    channel = Channel()
+    return answer(request, channel), channel.said  # type: ignore[arg-type]
+
+
+def test_the_facts_come_before_the_header(tmp_path: Path) -> None:
+    """The supervisor starts nodes with the first; the second takes longer."""
+    code, (first, second) = answered(Request(written(tmp_path), ["seed=4"]))
+    assert code == 0 and isinstance(first, Facts) and isinstance(second, Header)
+    assert first.num_nodes == len(first.local) and first.rounds == experiment()["node"]["rounds"]
+    assert yaml.safe_load(first.resolved_text)["seed"] == 4 and second.lines
+    assert load(first_copy(tmp_path, first), []).digest() == first.digest, "what is kept is the same experiment"
+
+
+def first_copy(folder: Path, found: Facts) -> str:
+    path = folder / "copy.yaml"
+    path.write_text(found.resolved_text)
+    return str(path)
+
+
+def test_a_wrong_config_is_one_message_with_its_exit_code(tmp_path: Path) -> None:
+    code, (failed,) = answered(Request(written(tmp_path), ["node.rounds=-1"]))
+    assert isinstance(failed, Failed) and code == failed.exit_code == ConfigError.exit_code
+    assert failed.title == "ConfigError" and "node.rounds" in failed.text and "Traceback" not in failed.text
+
+
+def test_an_error_of_our_own_comes_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(prepare, "facts", broken)
+    code, (failed,) = answered(Request(written(tmp_path)))
+    assert isinstance(failed, Failed) and code == failed.exit_code == NodeFailed.exit_code
+    assert "a defect" in failed.title and "Traceback" in failed.text and "broken" in failed.text
+
+
+def test_only_a_run_that_takes_nodes_in_can_be_joined(tmp_path: Path) -> None:
+    request = Request(written(tmp_path), join=True)
+    with pytest.raises(UsageError, match=r"--join needs node\.missing: regroup"):
+        facts(load(request.config, []), request)
+
+
+def test_in_process_runs_have_one_machine(tmp_path: Path) -> None:
+    """A dry run of an experiment for two machines takes all nodes here; communication inproc for two is refused."""
+    n = experiment()["graph"]["nodes"]
+    two = {"mapping": {"name": "linear", "machines": 2, "nodes_per_machine": n // 2,
+                       "addresses": ["10.0.0.1", "10.0.0.2"]}}  # fmt: skip
+    request = Request(written(tmp_path, **two), machine=1, in_process=True)
+    found = facts(load(request.config, []), request)
+    assert found.in_process and found.machines == [list(range(n))] and found.machine == 0 and not found.regroup
+    for machine in (0, 1):
+        here = Request(written(tmp_path, **two, communication={"name": "inproc"}), machine=machine)
+        with pytest.raises((UsageError, ConfigError), match="inproc"):
+            facts(load(here.config, []), here)
+
+
+def test_small_inputs_are_kept_under_names_of_their_own_and_data_stays(tmp_path: Path) -> None:
+    """Two files of one name: the graph's and the experiment's."""
+    other = tmp_path / "graphs"
+    other.mkdir()
+    n = experiment()["graph"]["nodes"]
+    (other / "tiny.yaml").write_text(f"{n}\n" + "".join(f"{u} {(u + 1) % n}\n" for u in range(n)))
+    loaded = load(written(tmp_path, graph={"file": "graphs/tiny.yaml"}), [])
+    inputs, kept = keep(loaded)
+    assert inputs == {"inputs/tiny.yaml": str(tmp_path / "tiny.yaml"),
+                      "inputs/other_tiny.yaml": str(other / "tiny.yaml")}  # fmt: skip
+    assert kept["graph.file"] == "inputs/other_tiny.yaml" and kept["run.dir"] == "../.."
