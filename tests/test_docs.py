@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -203,8 +204,18 @@ def test_keys_that_pages_name_exist(page: Path) -> None:
             load(ROOT / "configs" / "quickstart.yaml", sections)
 
 
-def test_every_drawing_is_on_a_page() -> None:
-    drawn = {path.stem for path in (DOCS / "drawings").glob("*.svg")}
+def module_of(name: str) -> Any:
+    """A module of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_drawing_is_on_a_page(tmp_path: Path) -> None:
+    module_of("drawings").write_all(tmp_path)
+    drawn = {path.stem for path in tmp_path.glob("*.svg")}
     assert drawn == {name for page in WRITTEN for name in re.findall(r"image:: /drawings/(\w+)\.svg", page.read_text())}
 
 
@@ -220,12 +231,8 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    assert spec is not None and spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
     folder = tmp_path_factory.mktemp("pages")
-    generate.write_all(folder)
+    module_of("generate").write_all(folder)
     return {path.stem: path.read_text() for path in folder.iterdir()}
 
 
@@ -242,6 +249,14 @@ def test_the_reference_has_every_component_and_key(pages: dict[str, str]) -> Non
     codes = [int(code) for code in re.findall(r"\* - (\d+)$", pages["exit_codes"], re.M)]
     assert "0.949" in pages["rates"] and "718,672" in pages["graph_facts"] and "k = 2" in pages["base_lengths"]
     assert codes == [0, 2, 3, 4, 5, 6, 7, 8, 130, 143]
+
+
+def test_every_page_that_is_made_is_in_a_table_of_contents(pages: dict[str, str]) -> None:
+    made = {*KINDS, "cli", "figures", "events", "exit_codes"}
+    assert made <= pages.keys()
+    shown = {name for page in WRITTEN for name in re.findall(r"^   reference/generated/(\w+)$|^   generated/(\w+)$",
+                                                            page.read_text(), re.M)}  # fmt: skip
+    assert made <= {first or second for first, second in shown}
 
 
 def test_every_rule_has_its_equation() -> None:
