@@ -25,7 +25,9 @@ COMMANDS: dict[str, str] = {
     "explain": "Say what a component or a key of a YAML file is.",
     "keygen": "Make the keys with which nodes prove who they are.",
     "schema": "Write the JSON Schema of experiments, for editors.",
+    "data": "Download, check and convert datasets, and see who has what of them.",
     "graph": "Make, inspect, draw and convert graphs.",
+    "convert": "Translate a config file of decentralizepy into an experiment.",
     "compare": "Run experiments over several seeds and tabulate them side by side.",
     "plot": "Draw test metrics, loss and consensus distance of runs.",
 }

@@ -176,10 +176,18 @@ def _lock(file: TextIO, wait_seconds: float) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
-        waiter = threading.Thread(target=fcntl.flock, args=(file.fileno(), fcntl.LOCK_EX), daemon=True)
+        waiter = threading.Thread(target=_wait_for_lock, args=(os.dup(file.fileno()),), daemon=True)
         waiter.start()
         waiter.join(wait_seconds)
         return not waiter.is_alive()
+
+
+def _wait_for_lock(descriptor: int) -> None:
+    """descriptor: one of its own, as the file may be closed by then. The lock stays while either is open."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
 
 
 def _key(kind: str, sources: Sequence[Path], options: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from pydantic import Field
 from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
 from decentnode.data.pickled import read_pickled
+from decentnode.data.sources import remedy
 from decentnode.errors import DataError
 
 PIXELS = 3 * 32 * 32
@@ -45,7 +46,7 @@ class _Format:
     label_key: str
     """Of a file in Python's format."""
     num_classes: int
-    downloads: str
+    dataset: str
 
     def count(self, path: Path) -> int:
         """How many images a binary file has. Raises DataError."""
@@ -104,16 +105,18 @@ class Cifar(Dataset):
     def __init__(self, folder: Path, train: list[str], test: str, form: _Format) -> None:
         """train, test: names of the files without .bin. Raises DataError."""
         if not folder.is_dir():
-            raise DataError(f"{folder}: no such folder; expected {form.downloads} (data.folder)")
+            raise DataError(f"{folder}: no such folder; expected the files of {form.dataset}, binary or Python's "
+                            f"(data.folder); {remedy(form.dataset)}")  # fmt: skip
         suffix = next((s for s in (".bin", "") for name in train if (folder / (name + s)).is_file()), None)
         if suffix is None:
-            raise DataError(f"{folder}: no {train[0]}.bin or {train[0]} in it; expected {form.downloads} (data.folder)")
+            raise DataError(f"{folder}: no {train[0]}.bin or {train[0]} in it; expected the files of {form.dataset} "
+                            f"(data.folder); {remedy(form.dataset)}")  # fmt: skip
         missing = [name + suffix for name in (*train, test) if not (folder / (name + suffix)).is_file()]
         if missing:
             fewer = ", or data.batches is to be less" if len(train) > 1 and missing != [test + suffix] else ""
             raise DataError(
                 f"{folder}: must hold {train[0]}{suffix} to {train[-1]}{suffix} and {test}{suffix}, got no "
-                f"{', '.join(missing[:8])}; the folder is not whole{fewer}"
+                f"{', '.join(missing[:8])}; the folder is not whole{fewer}; {remedy(form.dataset)}"
             )
         self.num_classes = form.num_classes
         self._train = [_File(folder / (name + suffix), form) for name in train]
@@ -147,7 +150,7 @@ class Cifar10(Cifar):
 
     def __init__(self, config: Cifar10Config, base_dir: Path) -> None:
         names = [f"data_batch_{number}" for number in range(1, config.batches + 1)]
-        form = _Format(1, 0, "labels", 10, "the CIFAR-10 files, binary or Python's")
+        form = _Format(1, 0, "labels", 10, "cifar10")
         super().__init__(base_dir / config.folder, names, "test_batch", form)
 
 
@@ -158,8 +161,7 @@ class Cifar100(Cifar):
 
     def __init__(self, config: Cifar100Config, base_dir: Path) -> None:
         fine = config.labels == "fine"
-        form = _Format(2, int(fine), f"{config.labels}_labels", 100 if fine else 20,
-                       "the CIFAR-100 files, binary or Python's")  # fmt: skip
+        form = _Format(2, int(fine), f"{config.labels}_labels", 100 if fine else 20, "cifar100")
         super().__init__(base_dir / config.folder, ["train"], "test", form)
 
 

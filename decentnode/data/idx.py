@@ -16,6 +16,7 @@ from pydantic import Field
 from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
 from decentnode.data.rows import stream_rows
+from decentnode.data.sources import remedy
 from decentnode.errors import DataError
 
 DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -67,7 +68,7 @@ class Idx(Dataset):
         folder = base_dir / config.folder
         self.config = config
         self._train_images, self._train_labels, self._test_images, self._test_labels = (
-            _header(_find(folder, name))
+            _header(_find(folder, name, config.name))
             for name in (config.train_images, config.train_labels, config.test_images, config.test_labels)
         )
         for images, labels in ((self._train_images, self._train_labels), (self._test_images, self._test_labels)):
@@ -106,11 +107,12 @@ class Idx(Dataset):
         return Samples(inputs.reshape(-1, *self.input_shape), targets, scale, offset)
 
 
-def _find(folder: Path, name: str) -> Path:
+def _find(folder: Path, name: str, dataset: str) -> Path:
     for path in (folder / name, folder / (name + ".gz")):
         if path.is_file():
             return path
-    raise DataError(f"{folder / name}: no such file, nor {name}.gz; expected an IDX file (data.folder)")
+    raise DataError(f"{folder / name}: no such file, nor {name}.gz; expected an IDX file (data.folder)"
+                    + (f"; {remedy(dataset)}" if remedy(dataset) else ""))  # fmt: skip
 
 
 def _open(path: Path) -> BinaryIO:

@@ -20,6 +20,7 @@ from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
 from decentnode.data.cache import Index, Writer, indexed
 from decentnode.data.images import read_image
+from decentnode.data.sources import remedy
 from decentnode.errors import DataError
 
 CHUNK = 1 << 20
@@ -105,7 +106,8 @@ class Leaf(Dataset):
         found = sorted(folder.glob("*.json"))
         if not found:
             why = "no .json file in it" if folder.is_dir() else "no such folder"
-            raise DataError(f"{folder}: {why}; expected LEAF's files of users (data.folder, data.{split}_folder)")
+            raise DataError(f"{folder}: {why}; expected LEAF's files of users (data.folder, data.{split}_folder); "
+                            f"{remedy(self.config.name)}")  # fmt: skip
         return found
 
     def _build(self, writer: Writer) -> None:
@@ -183,7 +185,8 @@ class Celeba(Leaf):
     def __init__(self, config: CelebaConfig, base_dir: Path) -> None:
         self.input_shape = (3, config.side, config.side)
         if not (base_dir / config.images).is_dir():
-            raise DataError(f"{base_dir / config.images}: no such folder; expected CelebA's images (data.images)")
+            raise DataError(f"{base_dir / config.images}: no such folder; expected CelebA's images (data.images); "
+                            f"{remedy('celeba')}")  # fmt: skip
         super().__init__(config, base_dir)
 
     def options(self) -> dict[str, Any]:

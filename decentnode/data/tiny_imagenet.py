@@ -11,6 +11,7 @@ from decentnode.config.component import Config
 from decentnode.data.base import Dataset, DatasetConfig, Samples
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.images import read_image
+from decentnode.data.sources import remedy
 from decentnode.errors import DataError
 
 BLOCK = 500
@@ -37,8 +38,8 @@ class TinyImagenet(Dataset):
         try:
             self._classes = (folder / "wnids.txt").read_text(encoding="utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{folder / 'wnids.txt'}: cannot be read: {error}; expected Tiny-ImageNet (data.folder)") \
-                from error
+            raise DataError(f"{folder / 'wnids.txt'}: cannot be read: {error}; expected Tiny-ImageNet (data.folder); "
+                            f"{remedy('tiny_imagenet')}") from error  # fmt: skip
         missing = [name for name in self._classes if not (folder / "train" / name / "images").is_dir()]
         if missing or not self._classes:
             raise DataError(f"{folder}: no folder of images for {', '.join(missing[:5]) or 'any class'} in train")
@@ -48,7 +49,8 @@ class TinyImagenet(Dataset):
                    *(folder / "train" / name / "images" for name in self._classes)]  # fmt: skip
         for path in sources:
             if not path.exists():
-                raise DataError(f"{path}: no such file; expected Tiny-ImageNet (data.folder)")
+                raise DataError(f"{path}: no such file; expected Tiny-ImageNet (data.folder); "
+                                f"{remedy('tiny_imagenet')}")  # fmt: skip
         cache = base_dir / config.cache if config.cache is not None else None
         self.index = indexed("tiny_imagenet", sources, {}, self._build, cache)
 

@@ -1,0 +1,137 @@
+"""`decentnode data get|prepare|info`: datasets on disk, and who has what of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+
+from decentnode.errors import DataError
+
+if TYPE_CHECKING:
+    from decentnode.data.base import Dataset
+
+BLOCK = 4096
+"""Training samples that are in memory at once while they are checked."""
+
+
+@click.group("data")
+def command() -> None:
+    """Download, check and convert datasets, and see who has what of them."""
+
+
+@command.command("get")
+@click.argument("name")
+@click.option("--to", "target", type=click.Path(path_type=Path, file_okay=False),
+              help="Folder of the files; data/NAME when not given.")  # fmt: skip
+@click.option("--mirror", metavar="URL", help="Address of a folder that holds the files, instead of the usual ones.")
+def get(name: str, target: Path | None, mirror: str | None) -> None:
+    """Download the dataset NAME, check its digests and unpack it. What is there in part is resumed."""
+    from decentnode.data import sources
+
+    shown: dict[str, int] = {}
+
+    def progress(file: str, have: int, size: int) -> None:
+        tenth = 10 * have // size
+        if shown.get(file) != tenth:
+            shown[file] = tenth
+            click.echo(f"{file}: {have / 1e6:,.1f} of {size / 1e6:,.1f} MB", err=True)
+
+    folder = sources.get(name, target or Path("data") / name, mirror, progress)
+    source = sources.SOURCES[name]
+    section = {"name": source.dataset or name, "folder": str(folder), **source.keys}
+    click.echo(f"data: {_flow(section)}")
+
+
+@command.command("prepare")
+@click.argument("name")
+@click.option("--from", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the files.")
+@click.option("--set", "-s", "keys", multiple=True, metavar="KEY=VALUE", help="Further keys of the data section.")
+def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
+    """Convert the dataset NAME where runs would, read every sample, and print the section of the YAML file."""
+    import pydantic
+
+    from decentnode.config.component import load_class
+    from decentnode.data import DATASETS
+
+    chosen = load_class(name, DATASETS, "data")
+    given = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in keys)}
+    section = {"name": name, "file" if "file" in chosen.Config.model_fields else "folder": str(folder), **given}
+    try:
+        config = chosen.Config.model_validate(section)
+    except pydantic.ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise DataError(f"data {name}: {problems}; --set KEY=VALUE gives a key") from error
+    for line in check(chosen(config, Path())):
+        click.echo(line)
+    click.echo(f"data: {_flow(section)}")
+
+
+def check(dataset: Dataset) -> list[str]:
+    """Reads every sample. Returns lines about what there is; raises DataError."""
+    import numpy as np
+
+    if (index := getattr(dataset, "index", None)) is not None and (damaged := index.damaged()):
+        raise DataError(f"{index.folder}: {', '.join(damaged)} has changed since it was written; remove the folder")
+    targets, keys = dataset.train_targets(), dataset.train_keys()
+    for start in range(0, len(targets), BLOCK):
+        _finite(dataset.train(np.arange(start, min(start + BLOCK, len(targets)))), f"training sample {start} on")
+    test = dataset.test()
+    for start in range(0, len(test), BLOCK):
+        _finite(test.take(np.arange(start, min(start + BLOCK, len(test)))), f"test sample {start} on")
+    found = [f"{len(targets):,} training samples, {len(test):,} test samples, all of them whole"]
+    if keys is not None:
+        sizes = np.unique(keys, return_counts=True)[1]
+        found.append(f"{len(sizes):,} users, with {sizes.min():,} to {sizes.max():,} training samples")
+    if index is not None:
+        found.append(f"converted into {index.folder}")
+    return found
+
+
+def _finite(samples: Any, where: str) -> None:
+    import numpy as np
+
+    if samples.inputs.dtype.kind == "f" and not np.isfinite(samples.inputs).all():
+        raise DataError(f"{where}: inputs must be finite")
+
+
+@command.command("info")
+@click.argument("config", type=click.Path())
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+@click.option("--draw", type=click.Path(path_type=Path, dir_okay=False), help="Picture to write: .png, .pdf or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def info(config: str, overrides: tuple[str, ...], draw: Path | None, as_json: bool) -> None:
+    """Show how many training samples, of which classes and users, every node of CONFIG gets."""
+    from decentnode.cli import start
+    from decentnode.experiment import load
+    from decentnode.report import shares as report
+
+    config, variables = start.config_of(config, start.environ())
+    experiment = load(config, overrides, variables)
+    dataset, parts = experiment.make_dataset(), experiment.shares()
+    targets, spec = dataset.train_targets(), dataset.spec
+    found = report.shares_of(parts, targets, spec.num_classes, dataset.train_keys())
+    left_out, test = len(targets) - sum(found.sizes), len(dataset.test())
+    partition: Any = getattr(experiment.data, "partition", None)
+    if as_json:
+        facts = {"training_samples": len(targets), "left_out": left_out, "test_samples": test, "nodes": found.facts()}
+        click.echo(json.dumps(facts))
+    else:
+        kind = f", {spec.num_classes} classes" if spec.num_classes is not None else f", {spec.task}"
+        click.echo(f"{experiment.data.name}: {len(targets):,} training samples, {test:,} test samples{kind}")
+        rest = f"; {left_out:,} left out" if left_out else ""
+        click.echo(f"{partition.name} on {len(parts)} nodes: {min(found.sizes):,} to {max(found.sizes):,} each{rest}")
+        click.echo()
+        for line in report.lines(found):
+            click.echo(line.rstrip())
+    if draw is not None:
+        report.draw(found, draw, f"{experiment.data.name}, {partition.name}, {len(parts)} nodes")
+        click.echo(str(draw), err=as_json)
+
+
+def _flow(section: dict[str, Any]) -> str:
+    """A section in one line of YAML."""
+    return yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=10**6).strip()

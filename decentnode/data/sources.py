@@ -1,0 +1,214 @@
+"""Where the files of datasets come from: downloads with digests, and what to say where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import logging
+import tarfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from decentnode.errors import DataError, EnvironmentFault
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 30.0
+"""Without a byte for so long, a connection is given up and the download resumed."""
+ATTEMPTS = 5
+"""Connections that bring nothing, one after the other, after which a file is given up."""
+BLOCK = 1 << 20
+MAX_UNPACKED = 8 << 30
+"""Archives that unpack to more bytes are refused."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the file's name, the bytes that are there, and its size."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """One file. Digests are those that its authors, or the libraries that everybody loads it with, publish."""
+
+    urls: tuple[str, ...]
+    size: int
+    md5: str
+
+    @property
+    def name(self) -> str:
+        return self.urls[0].rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a dataset."""
+
+    files: tuple[Remote, ...] = ()
+    folder: str = "."
+    """Where the dataset's `folder` lies below the one that the files were put in."""
+    unpack: bool = False
+    dataset: str = ""
+    """The dataset of the YAML, where it has another name."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """Further keys of its section."""
+    by_hand: str = ""
+    """How to come by it, where there is nothing to download as it is."""
+
+
+def _cifar(name: str, size: int, md5: str) -> tuple[Remote, ...]:
+    urls = (f"https://www.cs.toronto.edu/~kriz/{name}", f"https://cave.cs.toronto.edu/kriz/{name}")
+    return (Remote(urls, size, md5),)
+
+
+def _idx(base: str, files: dict[str, tuple[int, str]]) -> tuple[Remote, ...]:
+    return tuple(Remote((f"{base}{name}.gz",), size, md5) for name, (size, md5) in files.items())
+
+
+SOURCES: dict[str, Source] = {
+    "cifar10": Source(_cifar("cifar-10-binary.tar.gz", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530"),
+                      "cifar-10-batches-bin", unpack=True),
+    "cifar100": Source(_cifar("cifar-100-binary.tar.gz", 168_513_733, "03b5dce01913d631647c71ecec9e9cb8"),
+                       "cifar-100-binary", unpack=True),
+    "mnist": Source(_idx("https://ossci-datasets.s3.amazonaws.com/mnist/", {
+        "train-images-idx3-ubyte": (9_912_422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+        "train-labels-idx1-ubyte": (28_881, "d53e105ee54ea40749a09fcbcd1e9432"),
+        "t10k-images-idx3-ubyte": (1_648_877, "9fb629c4189551a2d022fa330f9573f3"),
+        "t10k-labels-idx1-ubyte": (4_542, "ec29112dd5afa0611ce80d1b7f02629c"),
+    })),
+    "fashion_mnist": Source(_idx("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/", {
+        "train-images-idx3-ubyte": (26_421_880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+        "train-labels-idx1-ubyte": (29_515, "25c81989df183df01b3e8a0aad5dffbe"),
+        "t10k-images-idx3-ubyte": (4_422_102, "bef4ecab320f06d8554ea6380940ec79"),
+        "t10k-labels-idx1-ubyte": (5_148, "bb300cfdad3c16e7a12a480ee83cd310"),
+    }), dataset="idx", keys={"mean": "0.2860", "std": "0.3530"}),
+    "tiny_imagenet": Source((Remote(("http://cs231n.stanford.edu/tiny-imagenet-200.zip",), 248_100_043,
+                                    "90528d7ca1a48142e341f4ef8d21d0de"),), "tiny-imagenet-200", unpack=True),
+    "femnist": Source(by_hand="LEAF's data/femnist/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the "
+                              "files from NIST's images; its folder data/femnist/data is the one to name"),
+    "celeba": Source(by_hand="the images img_align_celeba and the lists of identities and attributes are given out by "
+                             "their authors (https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html); LEAF's "
+                             "data/celeba/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the files"),
+}  # fmt: skip
+"""Datasets that are not part of the package."""
+
+
+def remedy(name: str) -> str:
+    """What to do where the files of a dataset are missing."""
+    prepare = f"decentnode data prepare {name} --from DIR checks and converts what you have"
+    source = SOURCES.get(name)
+    if source is None:
+        return ""
+    if source.files:
+        return f"decentnode data get {name} downloads it; {prepare}"
+    return f"{source.by_hand}; {prepare}"
+
+
+def get(name: str, target: Path, mirror: str | None = None, progress: Progress = lambda *_: None) -> Path:
+    """Download, check and unpack a dataset (blocking). Returns the folder that its section names.
+
+    What is there and right is not loaded again, what is there in part is resumed. mirror: the address of a folder that
+    holds the files, instead of the usual ones. Raises DataError for a wrong digest or a name that has no download,
+    EnvironmentFault when no address answers.
+    """
+    source = SOURCES.get(name)
+    if source is None or not source.files:
+        have = ", ".join(each for each, found in SOURCES.items() if found.files)
+        raise DataError(f"{name} cannot be downloaded; one of {have} can" + (f". {remedy(name)}" if source else ""))
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for remote in source.files:
+            path = fetch(remote, target, mirror, progress)
+            if source.unpack:
+                unpack(path, target)
+    except OSError as error:
+        raise EnvironmentFault(f"{target}: cannot be written: {error}") from error
+    return target / source.folder
+
+
+def fetch(remote: Remote, target: Path, mirror: str | None = None, progress: Progress = lambda *_: None) -> Path:
+    """The file in `target`, loaded and checked (blocking). Raises DataError, EnvironmentFault."""
+    path, part = target / remote.name, target / f"{remote.name}.part"
+    if path.is_file() and path.stat().st_size == remote.size and md5_of(path) == remote.md5:
+        return path
+    urls = [f"{mirror.rstrip('/')}/{remote.name}"] if mirror else list(remote.urls)
+    said, failures = "", 0
+    while (have := _size(part)) < remote.size:
+        if failures == ATTEMPTS * len(urls):
+            raise EnvironmentFault(f"{remote.name}: {said}; {have} of {remote.size} bytes are in {part}, from which "
+                                   "the next try goes on")  # fmt: skip
+        url = urls[failures % len(urls)]
+        try:
+            _receive(url, part, remote, progress)
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
+            said = f"{url}: {getattr(error, 'reason', None) or error}"
+            logger.info("%s", said)
+        failures = failures + 1 if _size(part) <= have else 0
+    if (found := md5_of(part)) != remote.md5 or _size(part) != remote.size:
+        part.unlink()
+        raise DataError(f"{urls[0]}: the digest (MD5) must be {remote.md5}, got {found}; the file has been removed")
+    part.replace(path)
+    return path
+
+
+def _receive(url: str, part: Path, remote: Remote, progress: Progress) -> None:
+    """Append what follows the bytes that are there, or begin anew where the server does not take up."""
+    have = _size(part)
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+        resumed = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+        with open(part, "ab" if resumed else "wb") as file:
+            have = have if resumed else 0
+            while have < remote.size and (block := answer.read(min(BLOCK, remote.size - have))):
+                file.write(block)
+                have += len(block)
+                progress(remote.name, have, remote.size)
+
+
+def unpack(archive: Path, target: Path) -> None:
+    """Unpack a .tar.gz or .zip below `target`. Raises DataError for members that lead elsewhere or are no files."""
+    try:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(archive) as packed:
+                _check([(each.filename, each.file_size, True) for each in packed.infolist()], archive)
+                packed.extractall(target)
+            return
+        with tarfile.open(archive, "r:gz") as rolled:
+            members = rolled.getmembers()
+            _check([(each.name, each.size, each.isreg() or each.isdir()) for each in members], archive)
+            for member in members:  # as plain files: no owners, modes or times of the archive's
+                place = target / member.name
+                if member.isdir():
+                    place.mkdir(parents=True, exist_ok=True)
+                    continue
+                place.parent.mkdir(parents=True, exist_ok=True)
+                content = rolled.extractfile(member)
+                assert content is not None
+                with content, open(place, "wb") as file:
+                    while block := content.read(BLOCK):
+                        file.write(block)
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(f"{archive}: cannot be unpacked: {error}") from error
+
+
+def _check(members: list[tuple[str, int, bool]], archive: Path) -> None:
+    for name, _, plain in members:
+        path = PurePosixPath(name)
+        if not plain or path.is_absolute() or ".." in path.parts or "\\" in name:
+            raise DataError(f"{archive}: holds {name!r:.80}, which is no file or folder below it")
+    if (total := sum(size for _, size, _ in members)) > MAX_UNPACKED:
+        raise DataError(f"{archive}: unpacks to {total} bytes, more than {MAX_UNPACKED}")
+
+
+def md5_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0

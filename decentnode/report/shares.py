@@ -1,0 +1,101 @@
+"""Who has which training samples: a table for the terminal, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decentnode.errors import UsageError
+
+LEVELS = " ▁▂▃▄▅▆▇█"
+MOST_CLASSES = 100
+"""More classes have no column in the terminal."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The training samples of every node."""
+
+    sizes: list[int]
+    classes: np.ndarray | None
+    """[nodes, C] samples of every class; None where the targets are no classes."""
+    keys: list[int] | None
+    """How many writers, speakers or users a node has; None where samples have no such keys."""
+
+    def facts(self) -> list[dict[str, Any]]:
+        """One dict per node, for JSON."""
+        found: list[dict[str, Any]] = [{"node": uid, "samples": size} for uid, size in enumerate(self.sizes)]
+        for uid, each in enumerate(found):
+            if self.classes is not None:
+                each["classes"] = self.classes[uid].tolist()
+            if self.keys is not None:
+                each["keys"] = self.keys[uid]
+        return found
+
+
+def shares_of(
+    parts: Sequence[np.ndarray], targets: np.ndarray, num_classes: int | None, keys: np.ndarray | None
+) -> Shares:
+    """parts: indices of each node's samples. num_classes: None where targets are no classes."""
+    classes = None
+    if num_classes is not None:
+        classes = np.array([np.bincount(targets[part], minlength=num_classes) for part in parts])
+    return Shares(
+        [len(part) for part in parts], classes,
+        None if keys is None else [len(np.unique(keys[part])) for part in parts],
+    )
+
+
+def lines(shares: Shares) -> list[str]:
+    """Returns one line per node. A class's column is as high as its samples are, of the most that a node has of one."""
+    bars = shares.classes if shares.classes is not None and shares.classes.shape[1] <= MOST_CLASSES else None
+    head = "node    samples" + ("  classes" if shares.classes is not None else "") + (
+        "     keys" if shares.keys is not None else "") + ("  samples of each class" if bars is not None else "")
+    found = [head]
+    for uid, size in enumerate(shares.sizes):
+        line = f"{uid:4} {size:10,}"
+        if shares.classes is not None:
+            line += f" {(shares.classes[uid] > 0).sum():8}"
+        if shares.keys is not None:
+            line += f" {shares.keys[uid]:8,}"
+        if bars is not None:
+            # Any sample shows: only none is a blank.
+            heights = np.ceil(bars[uid] * (len(LEVELS) - 1) / max(bars.max(), 1)).astype(int)
+            line += "  |" + "".join(LEVELS[height] for height in heights) + "|"
+        found.append(line)
+    return found
+
+
+def draw(shares: Shares, path: Path, title: str) -> None:
+    """Write a picture: a circle per node and class whose area is the number of samples, or a bar per node. Raises
+    UsageError."""
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"{path}: must end in .png, .pdf or .svg")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    nodes = len(shares.sizes)
+    if shares.classes is None:
+        figure = Figure(figsize=(max(4.0, 0.2 * nodes), 3.0), layout="constrained")
+        axis = figure.subplots()
+        axis.bar(range(nodes), shares.sizes)
+        axis.set_ylabel("training samples")
+    else:
+        count = shares.classes.shape[1]
+        figure = Figure(figsize=(max(4.0, 0.25 * nodes), max(3.0, 0.2 * count)), layout="constrained")
+        axis = figure.subplots()
+        where = np.argwhere(shares.classes > 0)
+        areas = shares.classes[where[:, 0], where[:, 1]] / shares.classes.max()
+        axis.scatter(where[:, 0], where[:, 1], s=180 * areas, linewidths=0)
+        axis.set_ylabel("class")
+        axis.set_ylim(-0.7, count - 0.3)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xlabel("node")
+    axis.set_xlim(-0.7, nodes - 0.3)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_title(title)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from decentnode.cli import main
+from tests.data.files import write_celeba, write_femnist
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
+
+
+def data(*words: str) -> Result:
+    return CliRunner().invoke(main, ["data", *words])
+
+
+def test_prepare_converts_and_checks(tmp_path: Path) -> None:
+    write_femnist(tmp_path / "d")
+    found = data("prepare", "femnist", "--from", str(tmp_path / "d"))
+    assert found.exit_code == 0, found.output
+    lines = found.output.splitlines()
+    assert lines[0] == "20 training samples, 5 test samples, all of them whole"
+    assert lines[1] == "5 users, with 2 to 6 training samples"
+    assert lines[2].startswith(f"converted into {tmp_path / 'cache' / 'femnist-'}")
+    assert lines[3] == f"data: {{name: femnist, folder: {tmp_path / 'd'}}}"
+    (array,) = (tmp_path / "cache").glob("femnist-*/train_x.bin")
+    array.write_bytes(b"\x01" + array.read_bytes()[1:])
+    damaged = data("prepare", "femnist", "--from", str(tmp_path / "d"))
+    assert damaged.exit_code == 2 and "train_x has changed since it was written; remove the folder" in damaged.output
+
+
+def test_prepare_takes_further_keys(tmp_path: Path) -> None:
+    write_celeba(tmp_path / "d", tmp_path / "img")
+    without = data("prepare", "celeba", "--from", str(tmp_path / "d"))
+    assert without.exit_code == 2
+    assert "data celeba: images: Field required; --set KEY=VALUE gives a key" in without.output
+    images = f"images={tmp_path / 'img'}"
+    found = data("prepare", "celeba", "--from", str(tmp_path / "d"), "-s", images, "-s", "side=16")
+    assert found.exit_code == 0 and "side: 16}" in found.output
+
+
+def test_prepare_of_what_is_not_there(tmp_path: Path) -> None:
+    found = data("prepare", "cifar10", "--from", str(tmp_path / "no"))
+    assert found.exit_code == 2 and "decentnode data get cifar10 downloads it" in found.output
+    assert "did you mean 'cifar10'?" in data("prepare", "cifar1", "--from", ".").output
+
+
+def test_info_shows_who_has_what(tmp_path: Path) -> None:
+    found = data("info", QUICKSTART)
+    assert found.exit_code == 0, found.output
+    lines = found.output.splitlines()
+    assert lines[0] == "digits: 1,437 training samples, 360 test samples, 10 classes"
+    assert lines[1].startswith("dirichlet on 16 nodes: ") and len(lines) == 4 + 16
+    assert "samples of each class" in lines[3] and "|" in lines[4] and "█" in found.output
+    facts = json.loads(data("info", QUICKSTART, "--json").output)
+    assert sum(node["samples"] for node in facts["nodes"]) == 1437
+    assert sum(sum(node["classes"]) for node in facts["nodes"]) == 1437 and facts["left_out"] == 0
+
+
+def test_info_of_users(tmp_path: Path) -> None:
+    write_femnist(tmp_path / "d")
+    section = f"data={{name: femnist, folder: {tmp_path / 'd'}, partition: {{name: by_key, keys_per_node: 2}}}}"
+    found = data("info", QUICKSTART, "-s", section, "-s", "graph={name: ring, nodes: 2}",
+                 "-s", "mapping={machines: 1, nodes_per_machine: 2}", "-s", "model=femnist_cnn")  # fmt: skip
+    assert found.exit_code == 0, found.output
+    assert "left out" in found.output and "keys" in found.output.splitlines()[3]
+    assert [line.split("|")[0].split()[3] for line in found.output.splitlines()[4:]] == ["2", "2"]
+
+
+def test_info_draws(tmp_path: Path) -> None:
+    for name in ("a.png", "b.svg"):
+        found = data("info", QUICKSTART, "--draw", str(tmp_path / name))
+        assert found.exit_code == 0 and (tmp_path / name).stat().st_size > 5000
+    assert data("info", QUICKSTART, "--draw", str(tmp_path / "a.txt")).exit_code == 2
