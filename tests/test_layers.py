@@ -17,7 +17,7 @@ FLOORS: list[list[str]] = [
     ["sharing", "training", "communication"],
     ["node", "parallel"],
     ["experiment"],
-    ["build", "describe"],
+    ["build", "compat", "describe"],
     ["launch", "report"],
     ["cli", "__main__"],
 ]

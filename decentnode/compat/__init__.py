@@ -1,0 +1,1 @@
+"""What other packages' users bring along, in this package's terms."""

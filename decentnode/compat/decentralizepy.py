@@ -1,0 +1,425 @@
+"""Translates a config file of decentralizepy, with its command line, into an experiment.
+
+Every key is translated, left out with a note because nothing here needs it, or reported: a key that decentralizepy does
+not know (its classes would raise TypeError for it), or one that cannot be said here.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decentnode.config.component import nearest
+from decentnode.data import DATASETS as READERS
+from decentnode.errors import ConfigError
+
+Section = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What decentralizepy takes as flags, with its defaults."""
+
+    graph_file: Path | None = None
+    graph_type: str = "edges"
+    machines: int = 1
+    procs_per_machine: tuple[int, ...] = (16,)
+    addresses: Path | None = None
+    """Instead of the file's addresses_filepath, which is relative to where its command ran."""
+    iterations: int = 1
+    test_after: int = 5
+    reset_optimizer: bool = True
+
+
+@dataclass
+class Translation:
+    """An experiment as plain data, and what is to be said of it."""
+
+    experiment: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def translate(path: Path, command: CommandLine, out_dir: Path) -> Translation:
+    """Returns the experiment of a config file. out_dir: folder that its paths are relative to.
+
+    Raises ConfigError with every key that is unknown, misspelled or cannot be translated.
+    """
+    sections = _read(path)
+    found = Translation()
+    _Reader(sections, command, found, path, out_dir).translate()
+    if found.problems:
+        raise ConfigError([f"{path}: {each}" for each in found.problems], str(path))
+    return found
+
+
+def _read(path: Path) -> dict[str, dict[str, str]]:
+    parser = configparser.RawConfigParser(inline_comment_prefixes=(";",), comment_prefixes=("#", ";"))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    try:
+        parser.read_string(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        raise ConfigError([f"{path}: cannot be read as a config file: {error}"], str(path)) from error
+    return {name: dict(parser.items(name)) for name in parser.sections()}
+
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "OPTIMIZER_PARAMS": ("optimizer_package", "optimizer_class"),
+    "TRAIN_PARAMS": ("training_package", "training_class", "rounds", "full_epochs", "batch_size", "shuffle",
+                     "loss_package", "loss_class", "loss"),
+    "COMMUNICATION": ("comm_package", "comm_class", "addresses_filepath", "offset", "recv_timeout"),
+    "NODE": ("graph_package", "graph_class", "graph_degree", "timeout"),
+}  # fmt: skip
+"""The keys of a section that do not depend on a class named in it."""
+
+OF_EVERY_DATASET = ("dataset_package", "dataset_class", "model_class", "train_dir", "test_dir", "sizes", "random_seed",
+                    "only_local", "test_batch_size")  # fmt: skip
+VALIDATION = ("validation_source", "validation_size")
+
+
+@dataclass(frozen=True)
+class _DatasetNames:
+    name: str
+    models: dict[str, Any]
+    keys: tuple[str, ...] = ()
+
+
+DATASETS: dict[str, _DatasetNames] = {
+    "CIFAR10": _DatasetNames("cifar10", {"LeNet": "gn_lenet", "CNN": "cnn", "ResNet8": {"name": "resnet", "depth": 8}},
+                             ("partition_niid", "alpha", "shards", *VALIDATION)),
+    "Femnist": _DatasetNames("femnist", {"LogisticRegression": "logistic", "CNN": "femnist_cnn", "RNET": "rnet"},
+                             VALIDATION),
+    "Celeba": _DatasetNames("celeba", {"CNN": "celeba_cnn"}, ("images_dir",)),
+    "Shakespeare": _DatasetNames("shakespeare", {"LSTM": "shakespeare_lstm"}),
+    "Reddit": _DatasetNames("reddit", {"RNN": "reddit_rnn"}),
+    "MovieLens": _DatasetNames("movielens", {"MatrixFactorization": "matrix_factorization"}),
+}  # fmt: skip
+
+OF_EVERY_SHARING = ("sharing_package", "sharing_class", "compress", "compression_package", "compression_class",
+                    "float_precision")  # fmt: skip
+TOP_K = ("alpha", "dict_ordered", "save_shared", "metadata_cap", "accumulation", "save_accumulated",
+         "change_based_selection", "accumulate_averaging_changes")  # fmt: skip
+WAVELET = ("wavelet", "level")
+SHARINGS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Sharing": ("full", ()),
+    "PlainAverageSharing": ("full", ()),
+    "PartialModel": ("topk", TOP_K),
+    "SubSampling": ("subsample", ("alpha", "dict_ordered", "save_shared", "metadata_cap", "pickle", "layerwise")),
+    "FFT": ("fft", TOP_K),
+    "Wavelet": ("wavelet", (*TOP_K, *WAVELET)),
+    "JWINS": ("jwins", (*TOP_K, *WAVELET, "alpha_list")),
+    "Choco": ("choco", ("step_size", "alpha", "dict_ordered")),
+}
+CODECS: dict[str, tuple[Any, str]] = {
+    "Elias": (None, "indices are always coded here"),
+    "EliasFpzip": (None, "indices are always coded here; values go as they are, where fpzip saved a few percent"),
+    "EliasFpzipLossy": ({"name": "truncate", "bits": 16}, "values in 16 bits, instead of fpzip's precision"),
+    "Quantization": ("float16", "values in 16 bits, as there, but of IEEE's half precision"),
+    "EliasQuantization": ("float16", "values in 16 bits, as there, but of IEEE's half precision"),
+    "Lz4Wrapper": ("lz4", "needs the extra codecs"),
+}
+LOSSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll", "MSELoss": "mse", "L1Loss": "l1",
+          "cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}  # fmt: skip
+USUAL_LOSS = {"movielens": "mse"}
+"""Datasets whose task has another loss than the cross entropy."""
+
+
+class _Reader:
+    def __init__(
+        self, sections: dict[str, dict[str, str]], command: CommandLine, found: Translation, path: Path, out_dir: Path
+    ) -> None:
+        self.sections, self.command, self.found = sections, command, found
+        self.path, self.out_dir = path, out_dir
+
+    def translate(self) -> None:
+        known = ("DATASET", "OPTIMIZER_PARAMS", "TRAIN_PARAMS", "COMMUNICATION", "SHARING", "NODE")
+        for name in self.sections:
+            if name not in known:
+                self._problem(f"[{name}]: is no section of decentralizepy{_hint(name, known)}")
+        self.found.experiment["name"] = self.path.stem
+        steps: tuple[Callable[[], None], ...] = (
+            self._graph, self._mapping, self._dataset, self._training, self._sharing, self._rounds)
+        for step in steps:
+            step()
+
+    # -- reading keys ----------------------------------------------------------------------------------------------
+
+    def _section(self, name: str, keys: tuple[str, ...] | None = None) -> dict[str, str]:
+        """The values of a section. Reports those whose keys are none of `keys`, or of KEYS."""
+        values = self.sections.get(name, {})
+        if name not in self.sections and name != "NODE":
+            self._problem(f"[{name}]: is missing")
+        known = keys if keys is not None else KEYS[name]
+        if name != "OPTIMIZER_PARAMS":  # whose further keys are arguments of the optimizer
+            for key in values:
+                if key not in known:
+                    self._problem(f"[{name}] {key}: is no key of it{_hint(key, known)}")
+        return values
+
+    def _value(self, section: str, key: str, default: Any, kind: type) -> Any:
+        """A value of the file as a whole number, float, bool or text; the default where it is not there, or empty."""
+        text = self.sections.get(section, {}).get(key, "").strip()
+        if not text:
+            return default
+        try:
+            if kind is bool:
+                return {"true": True, "false": False}[text.lower()]
+            return kind(text.strip("\"'") if kind is str else text)
+        except (ValueError, KeyError):
+            self._problem(f"[{section}] {key}: must be {_kind(kind)}, got {text!r:.60}")
+            return default
+
+    def _numbers(self, section: str, key: str) -> list[float] | None:
+        """A Python list of numbers, which is read as such and not evaluated."""
+        text = self.sections.get(section, {}).get(key, "").strip()
+        if not text:
+            return None
+        try:
+            found = ast.literal_eval(text.strip("\"'"))
+            return [float(each) for each in found]
+        except (ValueError, SyntaxError, TypeError):
+            self._problem(f"[{section}] {key}: must be a list of numbers, got {text!r:.60}")
+            return None
+
+    def _class(self, section: str, key: str, known: Iterator[str] | dict[str, Any]) -> str:
+        name: str = self._value(section, key, "", str)
+        names = list(known)
+        if name not in names:
+            self._problem(f"[{section}] {key}: must be one of {', '.join(names)}, got {name!r}{_hint(name, names)}")
+            return ""
+        return name
+
+    def _place(self, text: str, base: Path) -> str:
+        """A path of the file, as seen from where the experiment will lie."""
+        path = Path(text)
+        return str(path) if path.is_absolute() else os.path.relpath(base / path, self.out_dir)
+
+    def _problem(self, text: str) -> None:
+        self.found.problems.append(text)
+
+    def _note(self, text: str) -> None:
+        self.found.notes.append(text)
+
+    # -- the parts -------------------------------------------------------------------------------------------------
+
+    @property
+    def _nodes(self) -> int:
+        procs = self.command.procs_per_machine
+        return sum(procs) if len(procs) > 1 else procs[0] * self.command.machines
+
+    def _graph(self) -> None:
+        node = self._section("NODE")
+        degree = self._value("NODE", "graph_degree", None, int)
+        if "timeout" in node:
+            self._problem("[NODE] timeout: EL-Local with a time-out is not here")
+        if self.command.graph_file is not None:
+            if self.command.graph_type == "adjacency" and self.command.graph_file.suffix != ".adj":
+                self._problem(f"{self.command.graph_file}: a file of adjacency lists must be named .adj here")
+            graph: Section = {"file": self._place(str(self.command.graph_file), Path.cwd())}
+            if degree is not None:
+                self._note(f"graph_degree {degree} is left out for the graph file; graph: {{name: random_regular, "
+                           f"nodes: {self._nodes}, degree: {degree}}} would draw a graph in every round")  # fmt: skip
+        elif degree is not None:
+            graph = {"name": "random_regular", "nodes": self._nodes, "degree": degree}
+            self._note("a new graph in every round, as EL_Oracle and PeerSamplerDynamic draw it, without a coordinator")
+        else:
+            graph = {"name": "ring", "nodes": self._nodes}
+            self._note("no graph file was given: a ring")
+        self.found.experiment["graph"] = graph
+
+    def _mapping(self) -> None:
+        self._section("COMMUNICATION")
+        self._class("COMMUNICATION", "comm_class", {"TCP": 0, "TCP_ACK": 0})
+        machines, procs = self.command.machines, self.command.procs_per_machine
+        offset = self._value("COMMUNICATION", "offset", 9000, int)
+        addresses = self._addresses()
+        if len(procs) > 1:
+            if len(procs) != machines:
+                self._problem(f"--procs-per-machine must have one number, or {machines} of them, got {len(procs)}")
+            rows: list[Section] = [{"nodes": count} for count in procs]
+            if machines > 1:
+                for number, row in enumerate(rows):
+                    row |= {"host": self._hosts(addresses).get(str(number), ""), "base_port": offset}
+            self.found.experiment["mapping"] = {"name": "table", "machines": rows}
+            return
+        mapping: Section = {"name": "linear", "machines": machines, "nodes_per_machine": procs[0]}
+        if machines > 1:
+            mapping |= {"addresses": self._place(str(addresses), Path.cwd()), "base_port": offset}
+        self.found.experiment["mapping"] = mapping
+
+    def _addresses(self) -> Path:
+        if self.command.addresses is not None:
+            return self.command.addresses
+        return self.path.parent / self._value("COMMUNICATION", "addresses_filepath", "ip.json", str)
+
+    def _hosts(self, addresses: Path) -> dict[str, str]:
+        import json
+
+        try:
+            found = json.loads(addresses.read_text(encoding="utf-8"))
+            return {str(key): str(value) for key, value in found.items()}
+        except (OSError, ValueError, AttributeError) as error:
+            self._problem(f"{addresses}: cannot be read as a file of addresses: {error}")
+            return {}
+
+    def _dataset(self) -> None:
+        chosen = DATASETS.get(self._class("DATASET", "dataset_class", DATASETS))
+        if chosen is None:
+            return
+        self._section("DATASET", (*OF_EVERY_DATASET, *chosen.keys))
+        if chosen.name not in READERS:
+            self._problem(f"[DATASET] dataset_class: {chosen.name} cannot be read here")
+            return
+        self.found.experiment["seed"] = self._value("DATASET", "random_seed", 97, int)
+        train, test = (self._value("DATASET", key, "", str) for key in ("train_dir", "test_dir"))
+        if not train or not test:
+            self._problem("[DATASET] train_dir and test_dir: must both be given")
+        data: Section = {"name": chosen.name, **self._folders(chosen.name, train, test or train)}
+        data["partition"] = self._partition(chosen.name)
+        if self._value("DATASET", "only_local", False, bool):
+            data["partition"] = {"name": "only_local", "of": data["partition"]}
+        self.found.experiment["data"] = data
+        model = self._class("DATASET", "model_class", chosen.models)
+        self.found.experiment["model"] = chosen.models.get(model)
+        if model == "ResNet8":
+            self._note("resnet leaves out the two layers of ResNet8 that nothing uses")
+
+    def _folders(self, name: str, train: str, test: str) -> Section:
+        if name == "cifar10":
+            if train != test:
+                self._problem("[DATASET] test_dir: must be train_dir for CIFAR10, whose files lie together")
+            return {"folder": self._place(f"{train}/cifar-10-batches-py", self.path.parent)}
+        if name == "movielens":
+            return {"folder": self._place(f"{train}/ml-latest-small", self.path.parent)}
+        folders: Section = {"train": self._place(train, self.path.parent), "test": self._place(test, self.path.parent)}
+        if name == "celeba":
+            folders["images"] = self._place(self._value("DATASET", "images_dir", "", str), self.path.parent)
+            folders["pixels"] = "raw"
+            self._note("pixels from 0 to 255, as decentralizepy feeds CelebA's images; unit is the usual range")
+        return folders
+
+    def _partition(self, name: str) -> Any:
+        sizes = self._numbers("DATASET", "sizes")
+        if name != "cifar10":
+            if sizes is not None:
+                self._problem("[DATASET] sizes: stated parts of users cannot be said here; leave it empty")
+            order = {"order": "ascending"} if name == "movielens" else {}
+            return {"name": "by_key", "even": "keys", **order}
+        kind = self._value("DATASET", "partition_niid", "simple", str)
+        fractions = {"fractions": sizes} if sizes is not None else {}
+        if kind in ("iid", "False"):
+            return {"name": "fractions", **fractions} if fractions else {"name": "iid"}
+        if kind == "simple":
+            return {"name": "ordered", **fractions}
+        if fractions:
+            self._problem(f"[DATASET] sizes: go with partition_niid iid or simple, got {kind}")
+        if kind in ("kshard", "True"):
+            return {"name": "shards", "shards": self._value("DATASET", "shards", 1, int)}
+        if kind == "dirichlet":
+            return {"name": "dirichlet", "alpha": self._value("DATASET", "alpha", 100.0, float)}
+        self._problem(f"[DATASET] partition_niid: must be one of iid, simple, kshard, dirichlet, got {kind!r}")
+        return {"name": "iid"}
+
+    def _training(self) -> None:
+        self._section("TRAIN_PARAMS")
+        self._class("TRAIN_PARAMS", "training_class", {"Training": 0})
+        steps = "local_epochs" if self._value("TRAIN_PARAMS", "full_epochs", False, bool) else "local_steps"
+        training: Section = {
+            "batch_size": self._value("TRAIN_PARAMS", "batch_size", 1, int),
+            steps: self._value("TRAIN_PARAMS", "rounds", 1, int),
+            "shuffle": self._value("TRAIN_PARAMS", "shuffle", False, bool),
+            "optimizer": self._optimizer(),
+            "reset_optimizer": self.command.reset_optimizer,
+        }
+        dataset = self.found.experiment.get("data", {}).get("name", "")
+        key = "loss_class" if self._value("TRAIN_PARAMS", "loss_class", "", str) else "loss"
+        loss = LOSSES.get(self._class("TRAIN_PARAMS", key, LOSSES), "")
+        if loss and loss != USUAL_LOSS.get(dataset, "cross_entropy"):
+            training["loss"] = loss
+        if size := self._value("DATASET", "validation_size", None, float):
+            source = self._value("DATASET", "validation_source", "Train", str).lower()
+            training["validation"] = {"source": source, "fraction": size}
+        if dataset == "femnist":
+            training["drop_last"] = True
+        self.found.experiment["training"] = training
+
+    def _optimizer(self) -> Section:
+        values = self._section("OPTIMIZER_PARAMS")
+        package = self._value("OPTIMIZER_PARAMS", "optimizer_package", "torch.optim", str)
+        if package != "torch.optim":
+            self._problem(f"[OPTIMIZER_PARAMS] optimizer_package: must be torch.optim, got {package!r}")
+        name = self._value("OPTIMIZER_PARAMS", "optimizer_class", "", str)
+        arguments = {key: _literal(value) for key, value in values.items() if key not in KEYS["OPTIMIZER_PARAMS"]}
+        return {"name": name.lower(), **arguments}
+
+    def _sharing(self) -> None:
+        name = self._class("SHARING", "sharing_class", SHARINGS)
+        if not name:
+            return
+        rule, keys = SHARINGS[name]
+        self._section("SHARING", (*OF_EVERY_SHARING, *keys))
+        sharing: Section = {"name": rule}
+        if name == "PlainAverageSharing":
+            self.found.experiment["weights"] = {"name": "uniform"}
+        if "alpha" in keys and rule != "jwins":
+            sharing["fraction"] = self._value("SHARING", "alpha", 1.0, float)
+        if "alpha_list" in keys:
+            sharing["fractions"] = self._numbers("SHARING", "alpha_list") or [0.1, 0.2, 0.3, 0.4, 1.0]
+        if "accumulation" in keys:
+            sharing |= self._scores()
+            sharing["full_from"] = self._value("SHARING", "metadata_cap", 1.0, float)
+        if "wavelet" in keys:
+            sharing["wavelet"] = self._value("SHARING", "wavelet", "haar", str)
+            sharing["level"] = self._value("SHARING", "level", 4, int)
+        if rule == "choco" and (step := self._value("SHARING", "step_size", None, float)) is not None:
+            sharing["step_size"] = step
+        if rule == "subsample":
+            sharing["layerwise"] = self._value("SHARING", "layerwise", False, bool)
+            if sharing["fraction"] > self._value("SHARING", "metadata_cap", 1.0, float):
+                sharing = {"name": "full"}
+                self._note("alpha is above metadata_cap, from which SubSampling sends whole models: full")
+        for key in ("save_shared", "save_accumulated"):
+            if self._value("SHARING", key, False, bool):
+                self._problem(f"[SHARING] {key}: such dumps are not here; leave it out")
+        if self._value("SHARING", "compress", False, bool):
+            codec, note = CODECS[self._class("SHARING", "compression_class", CODECS) or "Elias"]
+            self._note(f"compression: {note}")
+            if codec is not None and sharing["name"] != "choco":
+                sharing["compression"] = codec
+        self.found.experiment["sharing"] = sharing
+
+    def _scores(self) -> Section:
+        """What counts for the choice of the entries that are sent."""
+        if not self._value("SHARING", "change_based_selection", True, bool):
+            self._problem("[SHARING] change_based_selection: cannot be False: entries are chosen by their change here")
+        if not self._value("SHARING", "accumulation", False, bool):
+            return {"accumulate": "none"}
+        if not self._value("SHARING", "accumulate_averaging_changes", False, bool):
+            return {"accumulate": "training"}
+        return {"accumulate": "all", "cleared": "before_mixing"}
+
+    def _rounds(self) -> None:
+        self.found.experiment["node"] = {
+            "rounds": self.command.iterations, "evaluate_every": min(self.command.test_after, self.command.iterations),
+        }
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _hint(word: str, known: Any) -> str:
+    found = nearest(word, known)
+    return f"; did you mean {found!r}?" if found else ""
+
+
+def _kind(kind: type) -> str:
+    return {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "a text")

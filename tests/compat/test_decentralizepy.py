@@ -1,0 +1,271 @@
+"""Config files in the shape of decentralizepy's, written here, become experiments that load and run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from decentnode.build import build_in_process, step_all
+from decentnode.cli import main
+from decentnode.experiment import load
+from tests.data.files import write_celeba, write_cifar10, write_cifar10_python, write_femnist
+
+STEP = {
+    "DATASET": {"dataset_package": "decentralizepy.datasets.CIFAR10", "dataset_class": "CIFAR10",
+                "model_class": "LeNet", "train_dir": "data", "test_dir": "data", "sizes": "",
+                "random_seed": "99", "partition_niid": "iid"},
+    "OPTIMIZER_PARAMS": {"optimizer_package": "torch.optim", "optimizer_class": "SGD", "lr": "0.001"},
+    "TRAIN_PARAMS": {"training_package": "decentralizepy.training.Training", "training_class": "Training",
+                     "rounds": "65", "full_epochs": "False", "batch_size": "8", "shuffle": "True",
+                     "loss_package": "torch.nn", "loss_class": "CrossEntropyLoss"},
+    "COMMUNICATION": {"comm_package": "decentralizepy.communication.TCP", "comm_class": "TCP",
+                      "addresses_filepath": "ip.json"},
+    "SHARING": {"sharing_package": "decentralizepy.sharing.Sharing", "sharing_class": "Sharing"},
+}  # fmt: skip
+JWINS = {
+    "sharing_package": "decentralizepy.sharing.JWINS.JWINS", "sharing_class": "JWINS", "change_based_selection": "True",
+    "alpha_list": "[0.1,0.2,1.0]", "wavelet": "sym2", "level": "4", "accumulation": "True",
+    "accumulate_averaging_changes": "True", "metadata_cap": "0.5", "compress": "True",
+    "compression_package": "decentralizepy.compression.EliasFpzip", "compression_class": "EliasFpzip",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def write(folder: Path, name: str = "config.ini", **changes: dict[str, str | None]) -> Path:
+    """The step config with keys of some sections changed; None leaves a key out. A section SHARING is replaced."""
+    lines = []
+    for section in {**STEP, **changes}:
+        found: dict[str, Any] = {**STEP.get(section, {}), **changes.get(section, {})}
+        if section == "SHARING" and section in changes:
+            found = changes[section]
+        lines += [f"[{section}]", *(f"{key} = {value}" for key, value in found.items() if value is not None), ""]
+    path = folder / name
+    path.write_text("\n".join(["; a step config", *lines]))
+    return path
+
+
+def convert(*words: str) -> Result:
+    return CliRunner().invoke(main, ["convert", "config.ini", *words])
+
+
+def converted(*words: str) -> dict[str, Any]:
+    found = convert("--force", *words)
+    assert found.exit_code == 0, found.output
+    plain: dict[str, Any] = yaml.safe_load(Path("config.yaml").read_text())
+    load("config.yaml", check=False)
+    return plain
+
+
+def write_cifar(folder: Path) -> None:
+    train, test = write_cifar10(folder / "made", per_file=40, files=5)
+    (folder / "data").mkdir()
+    write_cifar10_python(folder / "data" / "cifar-10-batches-py", train, test, files=5)
+
+
+def test_a_step_config_runs(folder: Path) -> None:
+    write_cifar(folder)
+    write(folder)
+    found = convert("-ps", "4", "-is", "7", "-ta", "2")
+    assert found.exit_code == 0 and found.output.endswith("config.yaml: ok\n"), found.output
+    assert yaml.safe_load(Path("config.yaml").read_text()) == {
+        "name": "config", "seed": 99, "graph": {"name": "ring", "nodes": 4},
+        "mapping": {"name": "linear", "machines": 1, "nodes_per_machine": 4},
+        "data": {"name": "cifar10", "folder": "data/cifar-10-batches-py", "partition": {"name": "iid"}},
+        "model": "gn_lenet",
+        "training": {"batch_size": 8, "local_steps": 65, "shuffle": True, "optimizer": {"name": "sgd", "lr": 0.001},
+                     "reset_optimizer": True},
+        "sharing": {"name": "full"}, "node": {"rounds": 7, "evaluate_every": 2},
+    }  # fmt: skip
+    nodes = build_in_process(load("config.yaml", ["node.rounds=1", "training.local_steps=2"]))
+    step_all(nodes)
+    assert nodes[0].round == 1
+    assert convert("-ps", "4").exit_code == 2  # the file is there already
+
+
+@pytest.mark.parametrize("section, sharing", [
+    ({"sharing_class": "Sharing"}, {"name": "full"}),
+    ({"sharing_class": "PartialModel", "alpha": "0.1"},
+     {"name": "topk", "fraction": 0.1, "accumulate": "none", "full_from": 1.0}),
+    ({"sharing_class": "PartialModel", "alpha": "0.1", "accumulation": "True", "metadata_cap": "0.6"},
+     {"name": "topk", "fraction": 0.1, "accumulate": "training", "full_from": 0.6}),
+    ({"sharing_class": "SubSampling", "alpha": "0.3"}, {"name": "subsample", "fraction": 0.3, "layerwise": False}),
+    ({"sharing_class": "SubSampling", "alpha": "0.3", "metadata_cap": "0.2"}, {"name": "full"}),
+    (JWINS, {"name": "jwins", "fractions": [0.1, 0.2, 1.0], "accumulate": "all", "cleared": "before_mixing",
+             "full_from": 0.5, "wavelet": "sym2", "level": 4}),
+    ({"sharing_class": "Wavelet", "alpha": "0.2"},
+     {"name": "wavelet", "fraction": 0.2, "accumulate": "none", "full_from": 1.0, "wavelet": "haar", "level": 4}),
+    ({"sharing_class": "FFT", "alpha": "0.2"},
+     {"name": "fft", "fraction": 0.2, "accumulate": "none", "full_from": 1.0}),
+    ({"sharing_class": "Choco", "alpha": "0.3", "step_size": "0.4"},
+     {"name": "choco", "fraction": 0.3, "step_size": 0.4}),
+    ({"sharing_class": "Sharing", "compress": "True", "compression_class": "Quantization"},
+     {"name": "full", "compression": "float16"}),
+    ({"sharing_class": "Sharing", "compress": "True", "compression_class": "EliasFpzipLossy", "float_precision": "16"},
+     {"name": "full", "compression": {"name": "truncate", "bits": 16}}),
+])
+def test_every_sharing(folder: Path, section: dict[str, Any], sharing: dict[str, Any]) -> None:
+    write(folder, SHARING=section)
+    assert converted()["sharing"] == sharing
+
+
+def test_plain_average(folder: Path) -> None:
+    write(folder, SHARING={"sharing_class": "PlainAverageSharing"})
+    assert converted()["weights"] == {"name": "uniform"}
+
+
+@pytest.mark.parametrize("keys, partition", [
+    ({"partition_niid": None}, {"name": "ordered"}),
+    ({"partition_niid": "False"}, {"name": "iid"}),
+    ({"partition_niid": "iid", "sizes": "[0.5, 0.25, 0.25]"}, {"name": "fractions", "fractions": [0.5, 0.25, 0.25]}),
+    ({"partition_niid": "simple", "sizes": "[0.5, 0.5]"}, {"name": "ordered", "fractions": [0.5, 0.5]}),
+    ({"partition_niid": "kshard", "shards": "2"}, {"name": "shards", "shards": 2}),
+    ({"partition_niid": "True"}, {"name": "shards", "shards": 1}),
+    ({"partition_niid": "dirichlet", "alpha": "0.1"}, {"name": "dirichlet", "alpha": 0.1}),
+])
+def test_every_partition(folder: Path, keys: dict[str, Any], partition: dict[str, Any]) -> None:
+    write(folder, DATASET=keys)
+    assert converted()["data"]["partition"] == partition
+
+
+def test_models_of_cifar(folder: Path) -> None:
+    for name, model in (("LeNet", "gn_lenet"), ("CNN", "cnn"), ("ResNet8", {"name": "resnet", "depth": 8})):
+        write(folder, DATASET={"model_class": name})
+        assert converted()["model"] == model
+
+
+def leaf(name: str, model: str) -> dict[str, str | None]:
+    return {"dataset_class": name, "dataset_package": f"decentralizepy.datasets.{name}", "model_class": model,
+            "partition_niid": None, "train_dir": "leaf/train", "test_dir": "leaf/test"}  # fmt: skip
+
+
+@pytest.mark.parametrize("model, name", [("CNN", "femnist_cnn"), ("RNET", "rnet"), ("LogisticRegression", "logistic")])
+def test_femnist(folder: Path, model: str, name: str) -> None:
+    write_femnist(folder / "leaf")
+    write(folder, DATASET=leaf("Femnist", model), TRAIN_PARAMS={"batch_size": "2"})
+    plain = converted("-ps", "2", "--output", "config.yaml")
+    assert plain["model"] == name and plain["training"]["drop_last"]
+    assert plain["data"] == {"name": "femnist", "train": "leaf/train", "test": "leaf/test",
+                             "partition": {"name": "by_key", "even": "keys"}}  # fmt: skip
+    assert load("config.yaml").shares()[0].size > 0
+
+
+def test_celeba(folder: Path) -> None:
+    write_celeba(folder / "leaf", folder / "images")
+    write(folder, DATASET={**leaf("Celeba", "CNN"), "images_dir": "images"})
+    plain = converted("-ps", "3")
+    assert plain["data"]["images"] == "images" and plain["data"]["pixels"] == "raw" and plain["model"] == "celeba_cnn"
+    load("config.yaml")
+
+
+def test_graph_files_and_addresses(folder: Path) -> None:
+    write_cifar(folder)
+    write(folder, COMMUNICATION={"offset": "9100"})
+    (folder / "g.edges").write_text("6\n0 1\n1 2\n2 3\n3 4\n4 5\n5 0\n")
+    (folder / "g.adj").write_text("6\n1 5\n0 2\n1 3\n2 4\n3 5\n4 0\n")
+    (folder / "ip.json").write_text(json.dumps({"0": "10.0.0.1", "1": "10.0.0.2"}))
+    plain = converted("-gf", "g.edges", "-ms", "2", "-ps", "3")
+    assert plain["graph"] == {"file": "g.edges"}
+    assert plain["mapping"] == {"name": "linear", "machines": 2, "nodes_per_machine": 3, "addresses": "ip.json",
+                                "base_port": 9100}  # fmt: skip
+    assert load("config.yaml").make_graph().num_nodes == 6
+    plain = converted("-gf", "g.adj", "-gt", "adjacency", "-ms", "2", "-ps", "4", "-ps", "2")
+    assert plain["mapping"] == {"name": "table", "machines": [
+        {"nodes": 4, "host": "10.0.0.1", "base_port": 9100}, {"nodes": 2, "host": "10.0.0.2", "base_port": 9100}]}
+    mapping = load("config.yaml").make_mapping()
+    assert mapping.num_nodes == 6 and mapping.place(5).machine == 1
+    found = convert("--force", "-gf", "g.edges", "-gt", "adjacency")
+    assert found.exit_code == 2 and "a file of adjacency lists must be named .adj here" in found.output
+
+
+def test_paths_are_seen_from_the_output(folder: Path) -> None:
+    write_cifar(folder)
+    write(folder)
+    (folder / "g.edges").write_text("2\n0 1\n")
+    (folder / "out").mkdir()
+    found = convert("-gf", "g.edges", "-ps", "2", "-o", "out/new.yaml")
+    assert found.exit_code == 0 and found.output.endswith("new.yaml: ok\n"), found.output
+    plain = yaml.safe_load(Path("out/new.yaml").read_text())
+    assert plain["graph"]["file"] == "../g.edges" and plain["data"]["folder"] == "../data/cifar-10-batches-py"
+
+
+def test_epidemic_learning_with_inline_comments(folder: Path) -> None:
+    write(folder, OPTIMIZER_PARAMS={"lr": "0.05 ; gamma", "momentum": "0.9", "nesterov": "True"},
+          NODE={"graph_degree": "7 ; s"}, SHARING={"sharing_class": "PlainAverageSharing", "compress": "False"})
+    plain = converted("-ro", "0")
+    assert plain["graph"] == {"name": "random_regular", "nodes": 16, "degree": 7}
+    assert plain["training"]["optimizer"] == {"name": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True}
+    assert plain["training"]["reset_optimizer"] is False
+
+
+def test_epochs_validation_and_losses(folder: Path) -> None:
+    write(folder, TRAIN_PARAMS={"full_epochs": "True", "rounds": "2", "loss_class": "NLLLoss"},
+          DATASET={"validation_source": "Test", "validation_size": "0.2"})
+    training = converted()["training"]
+    assert training["local_epochs"] == 2 and "local_steps" not in training and training["loss"] == "nll"
+    assert training["validation"] == {"source": "test", "fraction": 0.2}
+
+
+@pytest.mark.parametrize("changes, problem", [
+    ({"DATASET": {"shard": "2"}}, "[DATASET] shard: is no key of it; did you mean 'shards'?"),
+    ({"DATASET": {"images_dir": "x"}}, "[DATASET] images_dir: is no key of it"),
+    ({"DATASET": {"model_class": "LeNett"}}, "[DATASET] model_class: must be one of LeNet, CNN, ResNet8, got 'LeNett'"),
+    ({"DATASET": {"dataset_class": "Cifar"}}, "[DATASET] dataset_class: must be one of CIFAR10, Femnist"),
+    ({"DATASET": {"partition_niid": "kshards"}}, "must be one of iid, simple, kshard, dirichlet, got 'kshards'"),
+    ({"DATASET": {"sizes": "__import__('os').system('false')"}}, "[DATASET] sizes: must be a list of numbers, got"),
+    ({"DATASET": {"train_dir": ""}}, "[DATASET] train_dir and test_dir: must both be given"),
+    ({"DATASET": {"random_seed": "x"}}, "[DATASET] random_seed: must be a whole number, got 'x'"),
+    ({"TRAIN_PARAMS": {"round": "2"}}, "[TRAIN_PARAMS] round: is no key of it; did you mean 'rounds'?"),
+    ({"TRAIN_PARAMS": {"shuffle": "maybe"}}, "[TRAIN_PARAMS] shuffle: must be True or False, got 'maybe'"),
+    ({"TRAIN_PARAMS": {"loss_class": "Loss"}}, "[TRAIN_PARAMS] loss_class: must be one of CrossEntropyLoss"),
+    ({"OPTIMIZER_PARAMS": {"optimizer_package": "mine"}}, "optimizer_package: must be torch.optim, got 'mine'"),
+    ({"COMMUNICATION": {"port": "1"}}, "[COMMUNICATION] port: is no key of it"),
+    ({"SHARING": {"sharing_class": "STC"}}, "[SHARING] sharing_class: must be one of Sharing, PlainAverageSharing"),
+    ({"SHARING": {**JWINS, "alphalist": "[1]"}}, "[SHARING] alphalist: is no key of it; did you mean 'alpha_list'?"),
+    ({"SHARING": {**JWINS, "change_based_selection": "False"}}, "[SHARING] change_based_selection: cannot be False"),
+    ({"SHARING": {"sharing_class": "PartialModel", "save_shared": "True"}}, "[SHARING] save_shared: such dumps are"),
+    ({"NODE": {"timeout": "2"}}, "[NODE] timeout: EL-Local with a time-out is not here"),
+    ({"SHARE": {}}, "[SHARE]: is no section of decentralizepy; did you mean 'SHARING'?"),
+])
+def test_what_cannot_be_translated_is_named(folder: Path, changes: dict[str, Any], problem: str) -> None:
+    write(folder, **changes)
+    found = convert()
+    assert found.exit_code == 2 and problem in found.output, found.output
+    assert not Path("config.yaml").exists()
+
+
+def test_all_problems_are_told_at_once(folder: Path) -> None:
+    write(folder, DATASET={"shard": "2"}, TRAIN_PARAMS={"round": "2"}, SHARING={"sharing_class": "x"})
+    assert "config.ini: 3 problems" in convert().output
+    (folder / "config.ini").write_text("no section = 1")
+    assert "cannot be read as a config file" in convert().output
+
+
+def test_missing_data_is_told_and_the_file_stays(folder: Path) -> None:
+    write(folder)
+    found = convert()
+    assert found.exit_code == 0 and "written, and not ready to run here" in found.output
+    assert "data/cifar-10-batches-py: no such folder" in found.output and Path("config.yaml").exists()
+
+
+@pytest.mark.skipif("DECENTRALIZEPY" not in os.environ, reason="DECENTRALIZEPY names no copy of its repository")
+def test_its_own_step_configs(folder: Path) -> None:
+    """All but one, whose key is misspelled, and those whose data has no reader."""
+    configs = sorted((Path(os.environ["DECENTRALIZEPY"]) / "eval" / "step_configs").glob("*.ini"))
+    failed = {path.name: found.output for path in configs
+              if (found := CliRunner().invoke(main, ["convert", str(path), "-ps", "16"])).exit_code}  # fmt: skip
+    assert len(configs) == 22
+    assert "[DATASET] shard: is no key of it; did you mean 'shards'?" in failed.pop("config_cifar_partialmodel.ini")
+    assert all("cannot be read here" in output for output in failed.values())
+    assert all(Path(f"{path.stem}.yaml").exists() for path in configs[:3])
