@@ -76,13 +76,12 @@ def check(dataset: Dataset) -> list[str]:
 
     if (index := getattr(dataset, "index", None)) is not None and (damaged := index.damaged()):
         raise DataError(f"{index.folder}: {', '.join(damaged)} has changed since it was written; remove the folder")
-    targets, keys = dataset.train_targets(), dataset.train_keys()
-    for start in range(0, len(targets), BLOCK):
-        _finite(dataset.train(np.arange(start, min(start + BLOCK, len(targets)))), f"training sample {start} on")
-    test = dataset.test()
-    for start in range(0, len(test), BLOCK):
-        _finite(test.take(np.arange(start, min(start + BLOCK, len(test)))), f"test sample {start} on")
-    found = [f"{len(targets):,} training samples, {len(test):,} test samples, all of them whole"]
+    keys, train, test = dataset.train_keys(), dataset.num_train(), dataset.num_test()
+    for start in range(0, train, BLOCK):
+        _finite(dataset.train(np.arange(start, min(start + BLOCK, train))), f"training sample {start} on")
+    for start in range(0, test, BLOCK):
+        _finite(dataset.test_part(np.arange(start, min(start + BLOCK, test))), f"test sample {start} on")
+    found = [f"{train:,} training samples, {test:,} test samples, all of them whole"]
     if keys is not None:
         sizes = np.unique(keys, return_counts=True)[1]
         found.append(f"{len(sizes):,} users, with {sizes.min():,} to {sizes.max():,} training samples")
@@ -94,7 +93,8 @@ def check(dataset: Dataset) -> list[str]:
 def _finite(samples: Any, where: str) -> None:
     import numpy as np
 
-    if samples.inputs.dtype.kind == "f" and not np.isfinite(samples.inputs).all():
+    inputs = getattr(samples, "inputs", None)
+    if isinstance(inputs, np.ndarray) and inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
         raise DataError(f"{where}: inputs must be finite")
 
 
@@ -111,24 +111,25 @@ def info(config: str, overrides: tuple[str, ...], draw: Path | None, as_json: bo
 
     config, variables = start.config_of(config, start.environ())
     experiment = load(config, overrides, variables)
-    dataset, parts = experiment.make_dataset(), experiment.shares()
-    targets, spec = dataset.train_targets(), dataset.spec
-    found = report.shares_of(parts, targets, spec.num_classes, dataset.train_keys())
-    left_out, test = len(targets) - sum(found.sizes), len(dataset.test())
+    data = experiment.open_data()
+    found, spec = report.shares_of(data), data.spec
+    total, test = data.dataset().num_train(), data.dataset().num_test()
+    left_out = max(total - sum(found.sizes), 0)
     partition: Any = getattr(experiment.data, "partition", None)
     if as_json:
-        facts = {"training_samples": len(targets), "left_out": left_out, "test_samples": test, "nodes": found.facts()}
+        facts = {"training_samples": total, "left_out": left_out, "test_samples": test, "nodes": found.facts()}
         click.echo(json.dumps(facts))
     else:
         kind = f", {spec.num_classes} classes" if spec.num_classes is not None else f", {spec.task}"
-        click.echo(f"{experiment.data.name}: {len(targets):,} training samples, {test:,} test samples{kind}")
+        click.echo(f"{experiment.data.name}: {total:,} training samples, {test:,} test samples{kind}")
         rest = f"; {left_out:,} left out" if left_out else ""
-        click.echo(f"{partition.name} on {len(parts)} nodes: {min(found.sizes):,} to {max(found.sizes):,} each{rest}")
+        span = f"{min(found.sizes):,} to {max(found.sizes):,}"
+        click.echo(f"{partition.name} on {len(found.sizes)} nodes: {span} each{rest}")
         click.echo()
         for line in report.lines(found):
             click.echo(line.rstrip())
     if draw is not None:
-        report.draw(found, draw, f"{experiment.data.name}, {partition.name}, {len(parts)} nodes")
+        report.draw(found, draw, f"{experiment.data.name}, {partition.name}, {len(found.sizes)} nodes")
         click.echo(str(draw), err=as_json)
 
 

@@ -282,7 +282,7 @@ class _Reader:
         data: Section = {"name": chosen.name, **self._folders(chosen.name, train, test or train)}
         data["partition"] = self._partition(chosen.name)
         if self._value("DATASET", "only_local", False, bool):
-            data["partition"] = {"name": "only_local", "of": data["partition"]}
+            data["partition"] = {"name": "only_local", "within": data["partition"]}
         self.found.experiment["data"] = data
         model = self._class("DATASET", "model_class", chosen.models)
         self.found.experiment["model"] = chosen.models.get(model)
@@ -296,7 +296,8 @@ class _Reader:
             return {"folder": self._place(f"{train}/cifar-10-batches-py", self.path.parent)}
         if name == "movielens":
             return {"folder": self._place(f"{train}/ml-latest-small", self.path.parent)}
-        folders: Section = {"train": self._place(train, self.path.parent), "test": self._place(test, self.path.parent)}
+        folders: Section = {key: self._place(place, self.path.parent) for key, place in
+                            (("train_folder", train), ("test_folder", test))}  # fmt: skip
         if name == "celeba":
             folders["images"] = self._place(self._value("DATASET", "images_dir", "", str), self.path.parent)
             folders["pixels"] = "raw"

@@ -101,6 +101,11 @@ class Partition(Component, abc.ABC):
 
     needs_labels: bool = False
     """Whether it deals by class. Others look at the number of targets alone: of data without classes all are 0."""
+    needs_machines: bool = False
+    """Whether `split` must know which nodes are on one machine."""
+
+    def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
+        """machines: the nodes on each, all together every node; told before `split` where `needs_machines`."""
 
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...

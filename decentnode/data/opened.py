@@ -122,6 +122,8 @@ class OpenedData:
         dataset = self.dataset(uids[0])
         chosen = self.config.partition
         partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
+        if partition.needs_machines:
+            partition.set_machines(self._by_machine(uids))
         labels = dataset.train_targets()
         if labels is None and partition.needs_labels:
             raise DataError(f"partition {chosen.name} deals by classes, which this data has not; iid, fractions or "
@@ -132,6 +134,13 @@ class OpenedData:
         generator = rng.stream(self._seed, owner, "partition")
         parts = partition.split(labels, len(uids), generator, dataset.train_keys())
         return dict(zip(uids, parts, strict=True))
+
+    def _by_machine(self, uids: Sequence[int]) -> list[list[int]]:
+        """Places in `uids` of the nodes on each machine."""
+        found: dict[int, list[int]] = {}
+        for place, uid in enumerate(uids):
+            found.setdefault(self._machines[uid], []).append(place)
+        return list(found.values())
 
     def of(self, uid: int) -> NodeSamples:
         """What one node trains and is tested on. Raises DataError."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from decentnode.data.opened import OpenedData
 from decentnode.errors import UsageError
 
 LEVELS = " ▁▂▃▄▅▆▇█"
@@ -37,17 +37,21 @@ class Shares:
         return found
 
 
-def shares_of(
-    parts: Sequence[np.ndarray], targets: np.ndarray, num_classes: int | None, keys: np.ndarray | None
-) -> Shares:
-    """parts: indices of each node's samples. num_classes: None where targets are no classes."""
-    classes = None
-    if num_classes is not None:
-        classes = np.array([np.bincount(targets[part], minlength=num_classes) for part in parts])
-    return Shares(
-        [len(part) for part in parts], classes,
-        None if keys is None else [len(np.unique(keys[part])) for part in parts],
-    )
+def shares_of(data: OpenedData) -> Shares:
+    """The shares of the nodes whose files are here. Raises DataError."""
+    sizes: list[int] = []
+    classes: list[np.ndarray] = []
+    keys: list[int] = []
+    num_classes = data.spec.num_classes
+    for uid, part in sorted(data.shares().items()):
+        dataset = data.dataset(uid)
+        labels, owners = dataset.train_targets(), dataset.train_keys()
+        sizes.append(len(part))
+        if num_classes is not None and labels is not None:
+            classes.append(np.bincount(labels[part], minlength=num_classes))
+        if owners is not None:
+            keys.append(len(np.unique(owners[part])))
+    return Shares(sizes, np.array(classes) if classes else None, keys or None)
 
 
 def lines(shares: Shares) -> list[str]:

@@ -130,6 +130,7 @@ def test_plain_average(folder: Path) -> None:
     ({"partition_niid": "False"}, {"name": "iid"}),
     ({"partition_niid": "iid", "sizes": "[0.5, 0.25, 0.25]"}, {"name": "fractions", "fractions": [0.5, 0.25, 0.25]}),
     ({"partition_niid": "simple", "sizes": "[0.5, 0.5]"}, {"name": "ordered", "fractions": [0.5, 0.5]}),
+    ({"partition_niid": "iid", "only_local": "True"}, {"name": "only_local", "within": {"name": "iid"}}),
     ({"partition_niid": "kshard", "shards": "2"}, {"name": "shards", "shards": 2}),
     ({"partition_niid": "True"}, {"name": "shards", "shards": 1}),
     ({"partition_niid": "dirichlet", "alpha": "0.1"}, {"name": "dirichlet", "alpha": 0.1}),
@@ -156,9 +157,9 @@ def test_femnist(folder: Path, model: str, name: str) -> None:
     write(folder, DATASET=leaf("Femnist", model), TRAIN_PARAMS={"batch_size": "2"})
     plain = converted("-ps", "2", "--output", "config.yaml")
     assert plain["model"] == name and plain["training"]["drop_last"]
-    assert plain["data"] == {"name": "femnist", "train": "leaf/train", "test": "leaf/test",
+    assert plain["data"] == {"name": "femnist", "train_folder": "leaf/train", "test_folder": "leaf/test",
                              "partition": {"name": "by_key", "even": "keys"}}  # fmt: skip
-    assert load("config.yaml").shares()[0].size > 0
+    assert load("config.yaml").open_data().shares()[0].size > 0
 
 
 def test_celeba(folder: Path) -> None:

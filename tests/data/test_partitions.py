@@ -14,6 +14,7 @@ from decentnode.config.component import load_class
 from decentnode.data import PARTITIONS
 from decentnode.data.base import Partition
 from decentnode.errors import DataError
+from decentnode.experiment import load
 
 from .contract import check_seed_matters, check_split
 
@@ -163,6 +164,29 @@ def test_keys_by_number() -> None:
         make("by_key", keys_per_node=4).split(labels(59), 3, np.random.default_rng(0), keys)
     with pytest.raises(pydantic.ValidationError, match="must have even: keys, or keys_per_node, with order: ascending"):
         make("by_key", order="ascending")
+
+
+def test_only_local_deals_alike_on_every_machine() -> None:
+    partition = make("only_local", within={"name": "dirichlet", "alpha": 0.5})
+    partition.set_machines([(0, 1, 2), (3, 4, 5), (6, 7)])
+    targets = labels(600)
+    parts = partition.split(targets, 8, np.random.default_rng(3))
+    for uids in ([0, 1, 2], [3, 4, 5], [6, 7]):
+        assert np.array_equal(np.sort(np.concatenate([parts[uid] for uid in uids])), np.arange(600))
+    assert all(np.array_equal(parts[uid], parts[uid + 3]) for uid in range(3))
+    alone = make("dirichlet", alpha=0.5).split(targets, 3, np.random.default_rng(3))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, alone, strict=False))
+    partition.set_machines([(0, 1)])
+    with pytest.raises(DataError, match="only_local needs a mapping of 8 nodes, got one of 2"):
+        partition.split(targets, 8, np.random.default_rng(3))
+
+
+def test_only_local_follows_the_mapping() -> None:
+    overrides = ["data.partition=only_local", "graph={name: ring, nodes: 4}",
+                 "mapping={machines: 2, nodes_per_machine: 2, addresses: [127.0.0.1, 127.0.0.2]}"]  # fmt: skip
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    parts = load(quickstart, overrides).open_data().shares()
+    assert [len(parts[uid]) for uid in range(4)] == [719, 718] * 2 and np.array_equal(parts[1], parts[3])
 
 
 def test_fractions() -> None:

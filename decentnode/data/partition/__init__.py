@@ -10,4 +10,5 @@ PARTITIONS: dict[str, str] = {
     "fractions": "decentnode.data.partition.fractions:Fractions",
     "ordered": "decentnode.data.partition.fractions:Ordered",
     "by_key": "decentnode.data.partition.by_key:ByKey",
+    "only_local": "decentnode.data.partition.only_local:OnlyLocal",
 }
