@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,18 +53,27 @@ class FlatModel:
     parameters stand once. All trainable parameters must share one floating dtype and device.
     """
 
-    def __init__(self, module: nn.Module, storage: Tensor | None = None) -> None:
-        """storage: [P] that holds the parameters from now on (a row of a stack, shared memory); made here when None.
+    def __init__(
+        self, module: nn.Module, storage: Tensor | None = None, order: Sequence[int] | None = None
+    ) -> None:
+        """order: of the trainable parameters in `parameters`, a permutation of their places in `module.parameters()`;
+        that order itself when None. It decides which of them lie together (fragments), and nothing about the module.
+
+        storage: [P] that holds the parameters from now on (a row of a stack, shared memory); made here when None.
         The module's values are copied into it.
 
         The last bits of a matrix product depend on the alignment of its operands: for the same bits as with storage
         made here, storage from outside must start at a multiple of 64 bytes.
 
-        Raises ValueError for a module without trainable parameters, with several dtypes or devices, or for storage of
-        another shape or dtype.
+        Raises ValueError for a module without trainable parameters, with several dtypes or devices, for storage of
+        another shape or dtype, or for an order that is no permutation.
         """
         self.module = module
         self._trainable = [p for p in module.parameters() if p.requires_grad]
+        if order is not None:
+            if sorted(order) != list(range(len(self._trainable))):
+                raise ValueError(f"order must be a permutation of {len(self._trainable)} parameters, got {[*order]}")
+            self._trainable = [self._trainable[place] for place in order]
         if not self._trainable:
             raise ValueError("module must have trainable parameters, got none")
         kinds = {(p.dtype, p.device) for p in self._trainable}
@@ -87,6 +96,15 @@ class FlatModel:
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the parameters in the order of `parameters`."""
         return [tuple(p.shape) for p in self._trainable]
+
+    def names_from(self, start: int) -> list[str]:
+        """Returns the names in the module of the parameters that lie at `start` of the flat tensor or behind it."""
+        at, found = 0, set()
+        for p in self._trainable:
+            if at >= start and p.numel():
+                found.add(id(p))
+            at += p.numel()
+        return [name for name, p in self.module.named_parameters(remove_duplicate=False) if id(p) in found]
 
     def _adopt(self, storage: Tensor, copy: bool) -> Tensor:
         if storage.shape != (self.num_parameters,) or storage.dtype != self.dtype or not storage.is_contiguous():

@@ -163,7 +163,9 @@ class Path(abc.ABC):
 
         sources: those neighbors from whom a payload comes by this path in this round. Payload tensors may be changed
         as soon as this returns, but for those with a lease. May block, up to the config's `timeout_seconds`, while
-        too much waits for a neighbor; after that it drops them. Not called with nothing to send and no source.
+        too much waits for a neighbor; after that it drops them. One round may send a payload for every schema of the
+        context before any of them is mixed: a path takes so many without waiting. Not called with nothing to send and
+        no source.
         """
 
     def collective(

@@ -76,6 +76,8 @@ class RoundView:
     members: tuple[int, ...]
     seed: int = 0
     phase: int = 0
+    fragment: int = 0
+    """Which of the run's fragments of the parameters is exchanged; 0 where the model is exchanged as a whole."""
     generation: int = 0
     lr: float = 1.0
     """Learning rate of the round's local steps (lr_t), of the first of them where it changes within the round; 1 where
@@ -86,8 +88,12 @@ class RoundView:
     for all others, ascending: every one of them knows. Empty where there are none."""
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """A stream of this node, round and purpose."""
-        return rng.stream(self.seed, self.uid, purpose, self.round)
+        """A stream of this node, round, fragment and purpose."""
+        return rng.stream(self.seed, self.uid, self.purpose(purpose), self.round)
+
+    def purpose(self, text: str) -> str:
+        """Returns the purpose of a draw that is to differ between the fragments of one round."""
+        return f"{text}, fragment {self.fragment}" if self.fragment else text
 
     def alone(self) -> RoundView:
         """The same round without neighbors."""

@@ -29,8 +29,8 @@ class BufferExchange:
         payload = Payload({"x": schedule.model.buffers})
         outgoing = dict.fromkeys(view.neighbors, payload)
         group = AveragingGroup(view.averaging, payload) if schedule.averaging_groups and view.averaging else None
-        phase = schedule.sharing.requirements.phases
-        self._exchange = schedule.communication.exchange(view.round, outgoing, view.sources, phase, group)
+        channel = schedule.buffer_channel
+        self._exchange = schedule.communication.exchange(view.round, outgoing, view.sources, channel, group)
 
     def mix(self, view: RoundView, schedule: Schedule) -> None:
         """Mix what arrived into the model's buffers. Blocking until all sources have sent or are given up."""

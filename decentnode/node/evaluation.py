@@ -23,7 +23,8 @@ class Evaluated:
     """The result of one evaluation."""
 
     merged: Tensor
-    """[P + B] mean of all models: parameters, then float buffers."""
+    """[P + B] mean of all models: parameters, then float buffers. Those parameters that are not shared are the node's
+    own."""
     figures: dict[str, float]
     """By the names of metrics/figures.py."""
 
@@ -31,34 +32,42 @@ class Evaluated:
 class Evaluator:
     """Evaluates the model of one node, and the mean of all models together with the other nodes."""
 
-    def __init__(self, training: Training, communication: Communication, *, recompute: bool, phases: int) -> None:
+    def __init__(
+        self, training: Training, communication: Communication, *, recompute: bool, phases: int, shared: int
+    ) -> None:
         """recompute: whether float buffers are statistics that are measured anew (`node.buffers: recompute`). phases:
-        of a round, for as many steps others may be behind this node."""
+        of a round, for as many steps others may be behind this node. shared: how many parameters are shared, the first
+        ones."""
         self._training, self._communication = training, communication
-        self._recompute, self._phases = recompute, phases
+        self._recompute, self._phases, self._shared = recompute, phases, shared
 
     def evaluate(self, key: str, closing: bool, share: tuple[int, int]) -> Generator[None, None, Evaluated]:
         """Evaluate the local model, the merged model and the consensus distance. Yields where other nodes have to act;
         blocking for at most `communication.timeout_seconds` for each of the means over all nodes.
 
-        The merged model is the mean of all models; every node evaluates it on its own part of the test set. key: names
-        the evaluation, the same on all nodes. share: (index, count) of this node's part of the test set.
+        The merged model is the mean of all models; every node evaluates it on its own part of the test set. Parameters
+        that are not shared never leave the node, not in a mean either: in the merged model that a node evaluates they
+        are its own, and the consensus distance is that of the shared ones. key: names the evaluation, the same on all
+        nodes. share: (index, count) of this node's part of the test set.
         """
         training, communication = self._training, self._communication
         timeout = communication.config.timeout_seconds
         model, measured = training.model, self._measure()
         if measured.numel():
             training.load_statistics(measured)
-        own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
+        shared, kept = model.parameters[: self._shared], model.parameters[self._shared :]
+        own = torch.cat([shared, model.buffers.to(model.dtype)])
         pending = communication.mean(f"{key}/model", own, closing)
         splits = training.evaluated
         local = [training.evaluate(split.name) for split in splits]  # while the mean is on its way
         yield from steps_until_ready(pending, self._phases)
         merged, contributors = pending.wait(timeout)
+        if kept.numel():
+            merged = torch.cat([merged[: self._shared], kept.to(merged.device), merged[self._shared :]])
         if measured.numel():
             merged = yield from self._recomputed(merged, f"{key}/statistics", closing)
         of_merged = self._evaluate_merged(merged, share)
-        distance, norm = squared_distance(own[: model.num_parameters], merged[: model.num_parameters])
+        distance, norm = squared_distance(own[: self._shared], merged[: self._shared])
         told = [_SplitFigures(split, training.task) for split in splits]
         packed = [value for each, *both in zip(told, local, of_merged, strict=True) for value in each.packed(*both)]
         pending = communication.mean(f"{key}/figures", torch.tensor([distance, *packed], dtype=torch.float64), closing)

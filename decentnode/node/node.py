@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +15,24 @@ from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.communication.counters import EVALUATION
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
-from decentnode.graph.base import Graph, RoundView, averaging_group_of
+from decentnode.graph.base import Graph
 from decentnode.graph.base import parts as connected_parts
 from decentnode.node.buffers import BufferExchange
 from decentnode.node.config import NodeConfig
 from decentnode.node.evaluation import Evaluator, steps_until_ready
-from decentnode.node.schedule import SCHEDULES, Mixed
+from decentnode.node.fragment_exchange import FragmentExchange, Mixed
+from decentnode.node.plan import Planner
+from decentnode.node.schedule import SCHEDULES
 from decentnode.sharing.base import Sharing
-from decentnode.sharing.rounds import exchange_rounds, rule_view
+from decentnode.sharing.fragments import Fragment
 from decentnode.training.base import Training, Update
 from decentnode.wire.generation import Generation
 
 logger = logging.getLogger(__name__)
 
 Record = Callable[[dict[str, Any]], None]
+Rules = Sharing | Sequence[Sharing]
+"""One sharing rule, or one per fragment."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,14 @@ class NodeParts:
 
     graph: Graph
     training: Training
-    sharing: Sharing
+    sharing: Rules
     communication: Communication
-    renew: Callable[[], Sharing] | None = None
-    """Makes the sharing rule as it is before its first round, for every further generation of members. Must be given
-    with `node.missing: regroup`."""
+    renew: Callable[[], Rules] | None = None
+    """Makes the sharing rules as they are before their first round, for every further generation of members. Must be
+    given with `node.missing: regroup`."""
+    fragments: tuple[Fragment, ...] = ()
+    """Of the parameters, from the first one on, without gaps; those behind the last one stay the node's own. Empty: all
+    parameters are one, exchanged over `graph` in every round."""
 
 
 class Node:
@@ -68,22 +74,27 @@ class Node:
         self.record = record
         self.generation = Generation(0, tuple(range(self.graph.num_nodes)))
         self._renew = parts.renew
-        self._take_rule(parts.sharing)
+        whole = Fragment(0, self.training.model.num_parameters, self.graph)
+        self._fragments = parts.fragments or (whole,)
+        self._buffers_apart = whole if parts.fragments else None
+        """Where fragments have graphs of their own, float buffers are averaged over the run's, in every round."""
+        self.shared = self._fragments[-1].stop
+        """How many parameters are shared; those behind them stay this node's own."""
+        self._take_rules(parts.sharing)
         self._buffers = BufferExchange(averaged=config.buffers == "average")
         self._evaluator = Evaluator(
             self.training, self.communication, recompute=config.buffers == "recompute",
-            phases=self.sharing.requirements.phases,
+            phases=self.sharing.requirements.phases, shared=self.shared,
         )  # fmt: skip
         self.round = 0
         """How many rounds are finished."""
         self.merged: Tensor | None = None
-        """[P + B] mean of all models (parameters, then float buffers) at the last evaluation."""
+        """[P + B] mean of all models (parameters, then float buffers) at the last evaluation. Parameters that are not
+        shared are this node's own."""
         self.reports: dict[int, dict[str, float | int | str]] = {}
         """On the lowest uid after the run: every node's closing figures."""
         self.doing = "joining"
         """What the node does now, in a few words, for status.json."""
-        self._last_view: RoundView | None = None
-        self._last_group: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
         self._stop_asked = False
         self._edges: dict[int, tuple[int, int, int, int, float]] = {}
         self._evaluation: dict[str, float] = {}
@@ -94,12 +105,26 @@ class Node:
         self._overlaps = 0.0
         self._waits: dict[int, float] = {}
 
-    def _take_rule(self, sharing: Sharing) -> None:
-        self.sharing = sharing
-        self.schedule = SCHEDULES[self.config.schedule](
-            self.training, sharing, self.communication, averaging_groups=self.config.missing == "fail",
-            in_background=self.config.mix_in_background,
+    @property
+    def sharing(self) -> Sharing:
+        """The rule, of the first fragment; those of the others have the same requirements."""
+        return self.schedule.sharing
+
+    def _take_rules(self, sharing: Rules) -> None:
+        rules = (sharing,) if isinstance(sharing, Sharing) else tuple(sharing)
+        count, groups = len(self._fragments), self.config.missing == "fail"
+        pairs = list(zip(self._fragments, rules, strict=True))
+        self._planners = [Planner(self.uid, self.seed, *pair, averaging_groups=groups) for pair in pairs]
+        apart = self._buffers_apart
+        self._buffer_planner = (
+            self._planners[0] if apart is None
+            else Planner(self.uid, self.seed, apart, rules[0], averaging_groups=groups)
         )
+        self.schedule = SCHEDULES[self.config.schedule](
+            self.training, [FragmentExchange(*pair, self.communication, num_fragments=count, averaging_groups=groups)
+                            for pair in pairs],
+            self.communication, averaging_groups=groups, in_background=self.config.mix_in_background,
+        )  # fmt: skip
 
     # -- running ----------------------------------------------------------------------------------------------
 
@@ -162,8 +187,9 @@ class Node:
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
                 yield from self._evaluate_between()
         if self._stopping():
-            ahead = itertools.islice(exchange_rounds(self.sharing, self.round), min(self.graph.period or 16, 16))
-            later = {uid for round in ahead for plan in self._planned(round) for uid in plan.neighbors}
+            planners = {id(each): each for each in (*self._planners, self._buffer_planner)}.values()
+            now = self.generation, self.training.learning_rate
+            later = {uid for planner in planners for uid in planner.neighbors_from(self.round, *now)}
             self.communication.depart(self.round, later)
         # Always, and by everybody: whether an evaluation of this round was finished before a stop or given up because
         # of it differs from node to node, and who had one would leave the others waiting in the closing one.
@@ -199,7 +225,7 @@ class Node:
             yield from self._give_models(generation)
         self.round = min(generation.first_round, self.config.rounds)
         assert self._renew is not None
-        self._take_rule(self._renew())
+        self._take_rules(self._renew())
         then, now = {*before.members}, {*generation.members}
         self.record({
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
@@ -208,21 +234,23 @@ class Node:
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), self.round)
         if self.uid == generation.members[0]:
-            for part in connected_parts(self.graph, generation.members, min(self.graph.period or 16, 16))[1:]:
-                logger.warning("the graph no longer joins nodes %s to the others", sorted(part))
+            for graph in {id(each.graph): each.graph for each in self._fragments}.values():
+                for part in connected_parts(graph, generation.members, min(graph.period or 16, 16))[1:]:
+                    logger.warning("the graph no longer joins nodes %s to the others", sorted(part))
 
     def _give_models(self, generation: Generation) -> Iterator[None]:
-        """Give the mean of the other members' models to fresh members; the models of the others stay as they are."""
-        model = self.training.model
-        own = torch.cat([model.parameters, model.buffers.to(model.dtype)])
+        """Give the mean of the other members' models to fresh members; the models of the others stay as they are, and
+        so do parameters that are not shared."""
+        model, shared = self.training.model, self.shared
+        own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)])
         fresh = self.uid in generation.fresh
         pending = self.communication.mean("generation/model", torch.zeros_like(own) if fresh else own, closing=True)
         yield from steps_until_ready(pending, self.sharing.requirements.phases)
         mean, contributors = pending.wait(self.communication.config.timeout_seconds)
         if fresh:
             mean = (mean * (contributors / (contributors - len(generation.fresh)))).to(own.device)
-            model.parameters.copy_(mean[: model.num_parameters])
-            model.buffers.copy_(mean[model.num_parameters :])
+            model.parameters[:shared].copy_(mean[:shared])
+            model.buffers.copy_(mean[shared:])
             self.communication.caught_up()
 
     # -- one round --------------------------------------------------------------------------------------------
@@ -231,62 +259,30 @@ class Node:
         """Make the local steps and begin the exchange. Does not wait for a neighbor."""
         self.doing = "local steps"
         self._started = clock.now()
-        self._plans = self._planned(round)
+        now = self.generation, self.training.learning_rate
+        views = [planner.views(round, *now) for planner in self._planners]
+        apart = self._buffer_planner
+        self._buffer_view = (views[0] if apart is self._planners[0] else apart.views(round, *now))[-1]
         self._missing: frozenset[int] = frozenset()
-        self._update = self.schedule.begin(self._plans[0], lambda: self._check_finite(round))
+        self._update = self.schedule.begin(round, [each[:-1] for each in views], lambda: self._check_finite(round))
         if self.sharing.requirements.phases == 1:
-            self._buffers.send(self._plans[-1], self.schedule)
+            self._buffers.send(self._buffer_view, self.schedule)
         return self._update
 
     def next_phase(self, phase: int) -> None:
-        """Wait for the neighbors of the phase before, mix, and send the payload of `phase` (1 or later). Blocking."""
+        """Wait for the neighbors of the phase before, mix, and send the payloads of `phase` (1 or later). Blocking."""
         self.doing = f"exchange, phase {phase} of {self.sharing.requirements.phases}"
-        self._account_missing(self._plans[phase - 1], self.schedule.mix(self._plans[phase - 1]))
-        self.schedule.send(self._plans[phase])
+        self._account_missing(phase - 1, self.schedule.mix())
+        self.schedule.send(phase)
         if phase == self.sharing.requirements.phases - 1:
-            self._buffers.send(self._plans[-1], self.schedule)
-
-    def _planned(self, round: int) -> list[RoundView]:
-        """Returns a view per phase, then that of the float buffers: with one phase the rule's, else the graph's own.
-
-        All are known before the first phase sends (H2 in communication/hybrid/transport.py).
-        """
-        seen, rule = replace(self._seen(round), lr=self.training.learning_rate), self.sharing
-        plans = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.requirements.phases)]
-        plans.append(plans[0] if len(plans) == 1 else rule.plan_buffers(seen))
-        members = self.generation.members
-        return plans if len(members) == self.graph.num_nodes else [plan.among(members) for plan in plans]
-
-    def _seen(self, round: int) -> RoundView:
-        """Returns the graph's view of a round. For a graph that never changes it is computed once per generation."""
-        members, generation = self.generation.members, self.generation.number
-        alive = members if len(members) < self.graph.num_nodes else None
-        number = self.sharing.exchange_number(round)
-        last = self._last_view
-        if number is not None and last is not None and self.graph.period == 1 and last.generation == generation:
-            return replace(last, round=round, extra={})
-        seen = replace(rule_view(self.sharing, self.graph, self.uid, round, self.seed, alive), generation=generation)
-        if number is not None:
-            seen = self._last_view = replace(seen, averaging_group=self._averaging_group(number, alive))
-        return seen
-
-    def _averaging_group(self, number: int, alive: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Returns the group of nodes that average as a whole in this exchange, computed once per exchange of the
-        graph's period and generation; empty where the schedule has none. number: of the exchange."""
-        period = self.graph.period
-        key = (number if period is None else number % period, self.generation.members)
-        if not self.schedule.averaging_groups:
-            return ()
-        if self._last_group is None or self._last_group[0] != key:
-            self._last_group = key, averaging_group_of(self.graph, self.uid, number, alive)
-        return self._last_group[1]
+            self._buffers.send(self._buffer_view, self.schedule)
 
     def finish_round(self, round: int) -> None:
         """Wait for the neighbors of the last phase, mix, and record the round. Blocking."""
         self.doing = "exchange"
-        mixed = self.schedule.finish(self._plans[-2])
-        self._buffers.mix(self._plans[-1], self.schedule)
-        self._account_missing(self._plans[-2], mixed)
+        mixed = self.schedule.finish()
+        self._buffers.mix(self._buffer_view, self.schedule)
+        self._account_missing(self.sharing.requirements.phases - 1, mixed)
         times, update = self.schedule.times, self._update
         seconds = clock.now() - self._started
         self._round_seconds.append(seconds)
@@ -301,6 +297,7 @@ class Node:
             **{f"{purpose}_bytes_sent": sent for purpose, sent in self.communication.counters.bytes_sent().items()},
             "edges": self._edge_deltas(), **self._slowest(),
             **({"missing": sorted(self._missing)} if self._missing else {}),
+            **({"fragments": self.schedule.due} if len(self._fragments) > 1 else {}),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
 
@@ -330,21 +327,22 @@ class Node:
         if self.config.check_finite and not math.isfinite(float(self.training.model.parameters.sum())):
             raise Diverged(f"node {self.uid}: the model holds NaN or infinity after the local steps of round {round}")
 
-    def _account_missing(self, now: RoundView, mixed: Mixed) -> None:
+    def _account_missing(self, phase: int, mixed: Sequence[Mixed]) -> None:
         """Note the nodes of which nothing came in one phase. Raises PeerLost with `node.missing: fail`."""
-        self._missing |= mixed.missing
-        lost = mixed.missing - mixed.departed
+        missing = frozenset(uid for each in mixed for uid in each.missing)
+        lost = frozenset(uid for each in mixed for uid in each.missing - each.departed)
+        self._missing |= missing
         if lost and self.config.missing == "fail":
             whom = ", ".join(map(str, sorted(lost)))
             raise PeerLost(
-                f"node {self.uid}: nothing from node {whom} in round {now.round} within "
-                f"{self.schedule.timeout_seconds(now.phase):g} s (communication.timeout_seconds"
-                f"{f' for each of {now.phase + 1} phases' if now.phase else ''})", sorted(lost),
+                f"node {self.uid}: nothing from node {whom} in round {self.round} within "
+                f"{self.schedule.timeout_seconds(phase):g} s (communication.timeout_seconds"
+                f"{f' for each of {phase + 1} phases' if phase else ''})", sorted(lost),
             )
         if lost and self.config.missing == "regroup":
-            self.communication.suspect(lost, f"nothing from node {sorted(lost)} in round {now.round}")
-        if mixed.missing:
-            logger.warning("round %d: went on without %s", now.round, sorted(mixed.missing))
+            self.communication.suspect(lost, f"nothing from node {sorted(lost)} in round {self.round}")
+        if missing:
+            logger.warning("round %d: went on without %s", self.round, sorted(missing))
 
     # -- evaluation -------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""The order of local steps, exchange and mixing in a round. Nothing else in the project decides it.
+"""The order of local steps, exchanges and mixing in a round. Nothing else in the project decides it.
 
 A round of a rule with several phases is one exchange after the other: `begin` sends the first, `mix` and `send` go from
-each to the next, `finish` mixes the last. For a rule with one phase only `begin` and `finish` are called.
+each to the next, `finish` mixes the last. For a rule with one phase only `begin` and `finish` are called. In each phase
+all fragments that are due in the round are sent before any of them is mixed; both happen in the order of the fragments.
 """
 
 from __future__ import annotations
@@ -9,142 +10,93 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.base import AveragingGroup, Communication, Exchange
-from decentnode.errors import PeerFault, PeerLost
+from decentnode.communication.base import Communication
 from decentnode.graph.base import RoundView
 from decentnode.node.background import BackgroundMixer, supported, worthwhile
-from decentnode.payload import Payload
+from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes
 from decentnode.sharing.base import Sharing
-from decentnode.sharing.decoding import decode
 from decentnode.tensors import FlatModel, blocks
 from decentnode.training.base import Training, Update
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class RoundTimes:
-    """Seconds of one round on the training thread."""
-
-    train: float = 0.0
-    send: float = 0.0
-    """Making the payload, handing it to the transport, and keeping a copy of the sent model where it is needed."""
-    wait: float = 0.0
-    """Waiting for payloads, and for a slot that neighbors still read: the exposed communication time."""
-    mix: float = 0.0
-    flight: float = 0.0
-    """From handing over the payload until the last one of the neighbors had arrived."""
-
-    @property
-    def overlap(self) -> float:
-        """The share of `flight` in which the training thread did other work, in [0, 1]; 1 without an exchange."""
-        return 1.0 - min(1.0, self.wait / self.flight) if self.flight > 0 else 1.0
-
-
-@dataclass
-class Mixed:
-    """The outcome of one phase's exchange, as uids."""
-
-    missing: frozenset[int]
-    """Sources of which nothing came, or nothing that could be read."""
-    departed: frozenset[int]
-    """Those among them that had said that they send no more, or whose payload was refused."""
-    undelivered: frozenset[int]
-    """Neighbors that did not take this node's payload."""
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """The payloads that arrived for the part [start, stop) of the model, and the view that has their weights."""
-
-    start: int
-    stop: int
-    received: Mapping[int, Payload]
-    view: RoundView
-    exchange: Exchange
-    total: Tensor | None = None
-
-    def mix(self, sharing: Sharing, model: Tensor, place: Tensor | None = None) -> RoundView:
-        """Mix the payloads with `model` [P], in place or into `place` [P]. Returns the view that was used: it has fewer
-        sources where payloads changed while they were read."""
-        part = slice(self.start, self.stop)
-        x = model[part]
-        out = x if place is None else place[part]
-        if self.total is not None:
-            sharing.mix_sum(out, x, self.total, self.view)
-        elif self.exchange.in_place:
-            return self._mix_apart(sharing, x, out)
-        elif place is None:
-            sharing.mix(x, self.received, self.view)
-        else:
-            sharing.mix_into(out, x, self.received, self.view)
-        return self.view
-
-    def _mix_apart(self, sharing: Sharing, x: Tensor, out: Tensor) -> RoundView:
-        """Mix into other memory than the model's: the payloads lie in the neighbors' shared memory and may change, and
-        then the mixing is repeated without those that did."""
-        received, view = self.received, self.view
-        apart = torch.empty_like(x) if out is x else out
-        sharing.mix_into(apart, x, received, view)
-        while spoiled := self.exchange.spoiled() & received.keys():
-            received, view = {uid: p for uid, p in received.items() if uid not in spoiled}, view.without(spoiled)
-            sharing.mix_into(apart, x, received, view)
-        if out is x:
-            x.copy_(apart)
-        return view
-
 
 class Schedule(abc.ABC):
-    """One round, divided where the neighbors must act before it can go on. `view` is that of the phase under way."""
+    """One round, divided where the neighbors must act before it can go on."""
 
     def __init__(
-        self, training: Training, sharing: Sharing, communication: Communication, *, averaging_groups: bool = False,
-        in_background: bool | None = None,
+        self, training: Training, fragments: Sequence[FragmentExchange], communication: Communication, *,
+        averaging_groups: bool = False, in_background: bool | None = None,
     ) -> None:
-        """averaging_groups: whether the transport may average a whole group of nodes at once. A member that is missing
-        then makes all others of its group missing, too.
+        """fragments: in the order of their parts of the model. averaging_groups: whether the transport may average a
+        whole group of nodes at once. A member that is missing then makes all others of its group missing, too.
 
         in_background: `mix_in_background` of the config; None: where it is worthwhile.
         """
         self.averaging_groups = averaging_groups
         self.in_background = in_background
         self.training = training
-        self.sharing = sharing
+        self.fragments = tuple(fragments)
         self.communication = communication
         self.times = RoundTimes()
-        self._outgoing: dict[int, Payload] = {}
-        self._refused: frozenset[int] = frozenset()
+        self._due: tuple[FragmentExchange, ...] = ()
+        """Fragments that are exchanged in the round under way."""
         self._mixing: BackgroundMixer | None = None
 
     @property
     def model(self) -> FlatModel:
         return self.training.model
 
-    @abc.abstractmethod
-    def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
-        """Make the local steps and begin the first phase's exchange. `check` is called after the local steps, before
-        their result is sent."""
+    @property
+    def sharing(self) -> Sharing:
+        """The rule, of the first fragment; those of the others have the same requirements."""
+        return self.fragments[0].rule
+
+    @property
+    def due(self) -> list[int]:
+        """The fragments that are exchanged in the round under way."""
+        return [each.fragment.index for each in self._due]
+
+    @property
+    def buffer_channel(self) -> int:
+        """The number of the float buffers' exchange, after those of all fragments and phases."""
+        return len(self.fragments) * self.sharing.requirements.phases
+
+    @functools.cached_property
+    def _whole(self) -> bool:
+        """Whether the model is exchanged as one: then it may live where the transport sends from."""
+        elements = self.model.parameters.numel()
+        return len(self.fragments) == 1 and self.fragments[0].fragment.elements == elements
+
+    def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Update:
+        """Make the local steps and begin the first phase's exchanges. `check` is called after the local steps, before
+        their result is sent. views: by fragment and phase."""
+        self.times = RoundTimes()
+        for fragment, each in zip(self.fragments, views, strict=True):
+            fragment.enter(round, each)
+        self._due = tuple(fragment for fragment in self.fragments if fragment.is_due)
+        return self._begin(round, check)
 
     @abc.abstractmethod
-    def mix(self, view: RoundView) -> Mixed:
-        """Wait for the exchange of a phase that is not the last, and mix it into the model. Blocking."""
-
-    def send(self, view: RoundView) -> None:
-        """Begin the exchange of a later phase, with the model as `mix` left it."""
-        self._exchange = self._send(self.model.parameters, view)
+    def _begin(self, round: int, check: Callable[[], None]) -> Update:
+        """What `begin` does, once the fragments have their views."""
 
     @abc.abstractmethod
-    def finish(self, view: RoundView) -> Mixed:
-        """Wait for the last phase's exchange, mix it into the model, and end the round. Blocking."""
+    def mix(self) -> list[Mixed]:
+        """Wait for the exchanges of a phase that is not the last, and mix them into the model. Blocking."""
+
+    def send(self, phase: int) -> None:
+        """Begin the exchanges of a later phase, with the model as `mix` left it."""
+        self._send(self.model.parameters, phase)
+
+    @abc.abstractmethod
+    def finish(self) -> list[Mixed]:
+        """Wait for the last phase's exchanges, mix them into the model, and end the round. Blocking."""
 
     def abandon(self) -> None:
         """End mixing in the background, after the communication said that the generation or the run is over. Blocking;
@@ -160,131 +112,85 @@ class Schedule(abc.ABC):
         ones."""
         return self.communication.config.timeout_seconds * (1 + phase)
 
-    def _send(self, model: Tensor, view: RoundView) -> Exchange:
-        started = clock.now()
-        self._outgoing = self.sharing.outgoing(model, view)
-        group = None
-        if self.averaging_groups and view.averaging and not self.sharing.requirements.scalars:
-            group = AveragingGroup(view.averaging, self.sharing.own_contribution(model, view))
-        exchange = self.communication.exchange(view.round, self._outgoing, view.sources, view.phase, group)
-        self.times.send += clock.now() - started
-        return exchange
+    def _timeout_of(self, fragment: FragmentExchange) -> float:
+        return self.timeout_seconds(fragment.view.phase)
 
-    def _train(self, view: RoundView) -> Update:
+    def _send(self, model: Tensor, phase: int) -> None:
         started = clock.now()
-        rule = self.sharing
-        update = self.training.local_update(
-            view.round, (lambda gradient: rule.direction(gradient, view)) if rule.requirements.gradient else None
-        )
+        for fragment in self._due:
+            fragment.send(model, phase)
+        self.times.send += clock.now() - started
+
+    def _train(self, round: int) -> Update:
+        started = clock.now()
+        update = self.training.local_update(round, self._direct if self.sharing.requirements.gradient else None)
         self.times.train += clock.now() - started
         return update
 
-    def _slices(self, exchange: Exchange, view: RoundView, times: RoundTimes) -> Iterator[_Slice]:
-        """Yields slices of the model as their payloads arrive, in blocks that fit a core's cache, with a view in which
-        the weights of missing sources are returned. Blocking between them; the time goes to `times.wait`."""
-        now, missing = view, frozenset[int]()
-        waiting, wait = clock.now(), 0.0
-        for arrival in exchange.arrivals(self.timeout_seconds(view.phase)):
-            wait += clock.now() - waiting
-            if arrival.missing != missing:
-                missing, now = arrival.missing, view.without(arrival.missing)
-            if arrival.total is not None:
-                yield _Slice(arrival.start, arrival.stop, {}, now, exchange, arrival.total)
-            elif self.sharing.requirements.elementwise:
-                cuts = list(blocks(arrival.start, arrival.stop))
-                if len(cuts) == 1:
-                    yield _Slice(arrival.start, arrival.stop, arrival.received, now, exchange)
-                else:
-                    flats = {uid: payload.tensors["x"] for uid, payload in arrival.received.items()}
-                    for a, b in cuts:
-                        part = slice(a - arrival.start, b - arrival.start)
-                        received = {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}
-                        yield _Slice(a, b, received, now, exchange)
-            else:
-                received = self._unpacked(arrival.received, view)
-                yield _Slice(arrival.start, arrival.stop, received, now.without(self._refused), exchange)
-            waiting = clock.now()
-        times.wait += wait + clock.now() - waiting
-
-    def _unpacked(self, received: Mapping[int, Payload], view: RoundView) -> dict[int, Payload]:
-        """Returns the payloads as the rule decoded them. Sources whose bytes it could not read go to `_refused`.
-
-        Raises PeerLost for such a source where the rule cannot go on without a payload.
-        """
-        found = {}
-        for uid, payload in received.items():
-            try:
-                found[uid] = decode(self.sharing, payload, uid, view)
-            except PeerFault as fault:
-                logger.warning("round %d: refused the payload of node %d: %s", view.round, uid, fault)
-                logger.debug("what was raised of it", exc_info=fault)
-                self.communication.counters.fault(fault.reason, uid, str(fault))
-                self._refused |= {uid}
-                if not self.sharing.requirements.tolerates_missing:
-                    raise PeerLost(f"node {view.uid}: node {uid} sent in round {view.round} what cannot be read, and "
-                                   f"the sharing rule cannot go on without it: {fault}", [uid]) from fault
-        return found
+    def _direct(self, gradient: Tensor) -> Tensor:
+        for fragment in self.fragments:
+            fragment.direct(gradient)
+        return gradient
 
     def _place(self, model: Tensor) -> Tensor | None:
         """Returns a slot of the publish buffer that the mixed model may be written to, so that the transport need not
         copy it next time; None where the payload is not the model itself. Blocking until neighbors have read the
         slot."""
-        if not self.sharing.requirements.elementwise or model.device.type != "cpu":
+        if not self._whole or not self._due or not self.sharing.requirements.elementwise or model.device.type != "cpu":
             return None
-        if not any(payload.tensors["x"].data_ptr() == model.data_ptr() for payload in self._outgoing.values()):
+        if not self._due[0].sends_from(model):
             return None
         started = clock.now()
         place = self.communication.acquire_slot(model, self.communication.config.timeout_seconds)
         self.times.wait += clock.now() - started
         return place
 
-    def _mix_in_place(self, view: RoundView) -> None:
-        """Mix the arrivals of the exchange in flight into the model, which may move to another slot. Blocking."""
+    def _mix_in_place(self) -> None:
+        """Mix the arrivals of the exchanges in flight into the model, which may move to another slot. Blocking."""
         started, waited = clock.now(), self.times.wait
         model, place, chosen = self.model.parameters, None, False
         with torch.no_grad():
-            for each in self._slices(self._exchange, view, self.times):
-                if not chosen:  # a neighbor that sent this round's model has usually read the last: its slot is free
-                    place, chosen = self._place(model), True
-                each.mix(self.sharing, model, place)
+            for fragment in self._due:
+                part = fragment.part(model)
+                for each in fragment.slices(self._timeout_of(fragment), self.times):
+                    if not chosen:  # a neighbor that sent its model has usually read this node's last: its slot is free
+                        place, chosen = self._place(model), True
+                    each.mix(fragment.rule, part, place)
         if place is not None:
             self.model.rebind(place)
         self.times.mix += clock.now() - started - (self.times.wait - waited)
 
-    def _settle(self, exchange: Exchange) -> Mixed:
-        self.times.flight += exchange.seconds
-        for uid in exchange.undelivered:
-            self.sharing.undelivered(uid, self._outgoing[uid])
-        self._outgoing = {}
-        refused, self._refused = self._refused, frozenset()
-        return Mixed(exchange.missing | refused, exchange.departed | refused, exchange.undelivered)
+    def _settle(self) -> list[Mixed]:
+        return [fragment.settle(self.times) for fragment in self._due]
 
 
 class Sequential(Schedule):
     """Local steps, then exchange, then mix: x <- W (x + delta)."""
 
-    def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
-        self.times = RoundTimes()
+    def _begin(self, round: int, check: Callable[[], None]) -> Update:
         with torch.no_grad():
-            self.sharing.begin(self.model.parameters, view)
-        update = self._train(view)
+            for fragment in self.fragments:
+                fragment.begin_turn(self.model.parameters)
+        update = self._train(round)
         with torch.no_grad():
-            self.sharing.adjust(self.model.parameters, view, update.loss)
+            for fragment in self.fragments:
+                fragment.adjust(self.model.parameters, update.loss)
         check()
-        self._exchange = self._send(self.model.parameters, view)
+        self._send(self.model.parameters, 0)
         return update
 
-    def mix(self, view: RoundView) -> Mixed:
-        self._mix_in_place(view)
-        return self._settle(self._exchange)
+    def mix(self) -> list[Mixed]:
+        self._mix_in_place()
+        return self._settle()
 
-    def finish(self, view: RoundView) -> Mixed:
-        self._mix_in_place(view)
+    def finish(self) -> list[Mixed]:
+        self._mix_in_place()
         started = clock.now()
         with torch.no_grad():
-            self.sharing.finish(self.model.parameters, view)
+            for fragment in self._due:
+                fragment.finish_turn(self.model.parameters)
         self.times.mix += clock.now() - started
-        return self._settle(self._exchange)
+        return self._settle()
 
 
 class Overlapped(Schedule):
@@ -293,33 +199,37 @@ class Overlapped(Schedule):
 
     Of several phases the first flies during the local steps, the others follow it. W x is computed in the background of
     the local steps where that is worthwhile (background.py), for rules that do not change the update; only delta is
-    added afterwards then.
+    added afterwards then. Parameters that are not exchanged in the round get their update alone.
     """
 
     _delta: Tensor | None = None
     """[P] the local update, kept while phases are mixed one after the other."""
     _mixed: Tensor | None = None
     """[P] W x, where it is computed in the background."""
-    _spans: list[tuple[int, int, RoundView]]
-    """(start, stop, view) of each part of `_mixed`."""
+    _spans: list[tuple[FragmentExchange, int, int, RoundView]]
+    """(fragment, start, stop, view) of each part of `_mixed`, from the fragment's first entry on."""
 
-    def begin(self, view: RoundView, check: Callable[[], None]) -> Update:
-        self.times = RoundTimes()
+    def _begin(self, round: int, check: Callable[[], None]) -> Update:
         self._before = self.model.parameters
-        if not self.sharing.requirements.elementwise:  # such a rule may keep views of what it sends until it mixes
+        if self._due:
+            self._begin_exchange()
+        update = self._train(round)
+        check()
+        return update
+
+    def _begin_exchange(self) -> None:
+        elementwise = self.sharing.requirements.elementwise
+        if not elementwise:  # such a rule may keep views of what it sends until it mixes
             self._before = self._before.clone()
-        self._exchange = self._send(self._before, view)
+        self._send(self._before, 0)
         place, started = self._place(self._before), clock.now()
         if place is not None:
             self.model.rebind(place.copy_(self._before))
-        elif self.sharing.requirements.elementwise:
+        elif elementwise:
             self._before = self._before.clone()
         self.times.send += clock.now() - started
         if self._mixes_in_background:
-            self._begin_mixing(view)
-        update = self._train(view)
-        check()
-        return update
+            self._begin_mixing()
 
     @functools.cached_property
     def _mixes_in_background(self) -> bool:
@@ -329,41 +239,47 @@ class Overlapped(Schedule):
             return False
         return worthwhile(self.communication, model) if self.in_background is None else self.in_background
 
-    def _begin_mixing(self, view: RoundView) -> None:
-        """Begin to mix in the background. Until `join`, only the other thread uses the exchange, the rule and
+    def _begin_mixing(self) -> None:
+        """Begin to mix in the background. Until `join`, only the other thread uses the exchanges, the rules and
         `_mixed`."""
         if self._mixed is None:
             self._mixed = torch.empty_like(self._before)
         self._spans = []
-        exchange, before, mixed, spans = self._exchange, self._before, self._mixed, self._spans
+        due, before, mixed, spans = self._due, self._before, self._mixed, self._spans
 
         def mix() -> None:
             with torch.no_grad():
-                for each in self._slices(exchange, view, RoundTimes()):
-                    seen = each.mix(self.sharing, before, mixed)
-                    spans.append((each.start, each.stop, seen))
+                for fragment in due:
+                    of_before, of_mixed = fragment.part(before), fragment.part(mixed)
+                    for each in fragment.slices(self._timeout_of(fragment), RoundTimes()):
+                        seen = each.mix(fragment.rule, of_before, of_mixed)
+                        spans.append((fragment, each.start, each.stop, seen))
 
         self.communication.exposed_since = math.inf
         self._mixing = BackgroundMixer(mix)
 
-    def mix(self, view: RoundView) -> Mixed:
-        if self._delta is None:
-            self._delta = self.model.parameters - self._before
-            self.model.parameters.copy_(self._before)
-        self._mix_in_place(view)
-        return self._settle(self._exchange)
+    def mix(self) -> list[Mixed]:
+        if self._delta is None and self._due:
+            model = self.model.parameters
+            self._delta = model - self._before
+            for fragment in self._due:
+                fragment.part(model).copy_(fragment.part(self._before))
+        self._mix_in_place()
+        return self._settle()
 
-    def finish(self, view: RoundView) -> Mixed:
+    def finish(self) -> list[Mixed]:
         if self._mixing is not None:
             self._advance_mixed(self._mixing)
-            return self._settle(self._exchange)
+            return self._settle()
         if self._delta is None:
-            self._mix_and_advance(view)
-            return self._settle(self._exchange)
-        self._mix_in_place(view)
-        mixed = self._settle(self._exchange)
+            self._mix_and_advance()
+            return self._settle()
+        self._mix_in_place()
+        mixed = self._settle()
         with torch.no_grad():
-            self.sharing.advance(self.model.parameters, self._delta, view.without(mixed.missing))
+            for fragment, each in zip(self._due, mixed, strict=True):
+                model, delta = fragment.part(self.model.parameters), fragment.part(self._delta)
+                fragment.rule.advance(model, delta, fragment.view.without(each.missing))
         self._delta = None
         return mixed
 
@@ -374,26 +290,28 @@ class Overlapped(Schedule):
         mixing.join()
         self._mixing = None
         self.times.wait += (joined := clock.now()) - started
-        model, before, mixed = self.model.parameters, self._before, self._mixed
-        assert mixed is not None
+        assert self._mixed is not None
+        flats = self.model.parameters, self._before, self._mixed
         with torch.no_grad():
-            for start, stop, view in self._spans:
-                for a, b in blocks(start, stop) if self.sharing.requirements.elementwise else [(start, stop)]:
+            for fragment, start, stop, view in self._spans:
+                model, before, mixed = map(fragment.part, flats)
+                for a, b in blocks(start, stop) if fragment.rule.requirements.elementwise else [(start, stop)]:
                     delta = model[a:b] - before[a:b]
-                    self.sharing.advance(model[a:b].copy_(mixed[a:b]), delta, view)
+                    fragment.rule.advance(model[a:b].copy_(mixed[a:b]), delta, view)
         self.times.mix += clock.now() - joined
 
-    def _mix_and_advance(self, view: RoundView) -> None:
+    def _mix_and_advance(self) -> None:
         """Mix and add the update slice by slice, so that neither the mixed model nor the update needs memory for all
         parameters. Blocking."""
         started, waited = clock.now(), self.times.wait
-        model, before = self.model.parameters, self._before
         with torch.no_grad():
-            for each in self._slices(self._exchange, view, self.times):
-                x, was = model[each.start : each.stop], before[each.start : each.stop]
-                delta = x - was
-                seen = each.mix(self.sharing, before, model)
-                self.sharing.advance(x, delta, seen)
+            for fragment in self._due:
+                model, before = fragment.part(self.model.parameters), fragment.part(self._before)
+                for each in fragment.slices(self._timeout_of(fragment), self.times):
+                    x, was = model[each.start : each.stop], before[each.start : each.stop]
+                    delta = x - was
+                    seen = each.mix(fragment.rule, before, model)
+                    fragment.rule.advance(x, delta, seen)
         self.times.mix += clock.now() - started - (self.times.wait - waited)
 
 

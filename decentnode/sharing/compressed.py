@@ -41,11 +41,11 @@ def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing
 
 
 def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
-    """Returns the random generator of a codec for this node, round and phase; None for codecs that draw nothing."""
+    """Returns the random generator of a codec for this node, round, phase and fragment; None where it draws nothing."""
     if not codec.unbiased:
         return None
     purpose = f"compression, phase {view.phase}" if view.phase else "compression"
-    return torch.Generator(device).manual_seed(rng.torch_seed(view.seed, view.uid, purpose, view.round))
+    return torch.Generator(device).manual_seed(rng.torch_seed(view.seed, view.uid, view.purpose(purpose), view.round))
 
 
 class Compressed(Wrapper):

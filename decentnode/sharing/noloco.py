@@ -49,7 +49,7 @@ class NoLoCo(Tensors, LocalSGD):
         if not self.meets(view.round):
             return view
         members = sorted(view.members)
-        order = rng.stream(view.seed, rng.GLOBAL, "noloco pairs", view.round).permutation(len(members))
+        order = rng.stream(view.seed, rng.GLOBAL, view.purpose("noloco pairs"), view.round).permutation(len(members))
         at = [members[int(i)] for i in order].index(view.uid) ^ 1
         if at >= len(members):
             return view.alone()

@@ -81,7 +81,7 @@ class PowerGossip(Sharing):
     def _factors(self, uid: int, view: RoundView, turn: int) -> list[Tensor]:
         """Returns random orthonormal factors, which both ends of the edge to `uid` draw from the same stream."""
         low, high = sorted((uid, view.uid))
-        draws = rng.stream(view.seed, low, f"powergossip {high}", turn)
+        draws = rng.stream(view.seed, low, view.purpose(f"powergossip {high}"), turn)
         return [
             torch.linalg.qr(torch.from_numpy(draws.standard_normal((m.rows if turn % 2 else m.columns, self.rank)))).Q
             for m in self.matrices

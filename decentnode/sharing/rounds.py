@@ -38,11 +38,12 @@ def exchange_rounds(rule: Sharing, first: int = 0) -> Iterator[int]:
             return
 
 
-def unheard(rule: Sharing, graph: Graph, seed: int = 0) -> tuple[int, int] | None:
+def unheard(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tuple[int, int] | None:
     """Returns (a, b) where nothing of node b's model ever reaches node a, directly or over other nodes, in the rounds
     in which the rule exchanges; None where every model reaches every node.
 
-    rule: after `set_machines`. Edges of weight zero do not count, except for rules that mix by weights of their own.
+    rule: after `set_machines`. fragment: whose exchanges these are; its graph is `graph`, and its turns are the rounds.
+    Edges of weight zero do not count, except for rules that mix by weights of their own.
     """
     nodes = range(graph.num_nodes)
     own_weights = rule.requirements.column_stochastic or rule.requirements.tree
@@ -51,6 +52,7 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0) -> tuple[int, int] | Non
     for round in itertools.islice(exchange_rounds(rule), most):
         for uid in nodes:
             seen = rule_view(rule, graph, uid, round, seed)
+            seen = replace(seen, fragment=fragment) if fragment else seen
             for phase in range(rule.requirements.phases):
                 planned = rule.plan(replace(seen, phase=phase) if phase else seen)
                 hears[uid].update(j for j in planned.sources if own_weights or planned.weights[j] > 0)

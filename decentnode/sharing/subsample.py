@@ -45,7 +45,7 @@ class Subsample(Sharing):
 
     def chosen(self, elements: int, uid: int, view: RoundView) -> Tensor:
         """Returns the ascending positions that node `uid` sends in this round."""
-        draws = rng.stream(view.seed, uid, "subsample", view.round)
+        draws = rng.stream(view.seed, uid, view.purpose("subsample"), view.round)
         if not self.config.layerwise:
             return select.at_random(self.config.fraction, elements, draws)
         found, start = [], 0

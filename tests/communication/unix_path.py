@@ -1,7 +1,8 @@
 """A path of one's own: payloads over Unix sockets of one host, one connection for every ordered pair of neighbors.
 
-The receiver sends a byte back once a payload is used up; a sender has AHEAD payloads under way to a neighbor, and drops
-what a neighbor does not take within the time-out. Nothing that comes is trusted: sizes are bounded by the schema.
+The receiver sends a byte back once a payload is used up; a sender has AHEAD payloads under way to a neighbor, or those
+of two rounds, and drops what a neighbor does not take within the time-out. Nothing that comes is trusted: sizes are
+bounded by the schema.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ MAX_LIST = 1 << 16
 class UnixSocketPath(Path):
     def __init__(self, context: PathContext) -> None:
         super().__init__(context)
+        self._ahead = max(AHEAD, 2 * len(context.schemas))
         self._out: dict[int, socket.socket] = {}
         self._under_way: dict[int, int] = {}
         self._opened: list[socket.socket] = []
@@ -77,20 +79,21 @@ class UnixSocketPath(Path):
         return Sent(dropped=dropped) if dropped else NOTHING_LEFT
 
     def _has_room(self, uid: int, round: int, deadline: float) -> bool:
-        """Blocking while AHEAD payloads are under way; what every wait does: notice the end of run and neighbor."""
+        """Blocking while `_ahead` payloads are under way; what every wait does: notice the end of run and neighbor."""
         state = self.context.state
         with state.waits_for([uid]):
             while True:
                 state.raise_if_failed()
                 if state.regrouping or state.departed.get(uid, round + 1) <= round:
                     return False
-                wait = 0.0 if self._under_way.get(uid, 0) < AHEAD else min(0.1, max(0.0, deadline - time.monotonic()))
+                has_room = self._under_way.get(uid, 0) < self._ahead
+                wait = 0.0 if has_room else min(0.1, max(0.0, deadline - time.monotonic()))
                 if select.select([self._out[uid]], [], [], wait)[0]:
-                    used_up = len(self._out[uid].recv(AHEAD))
+                    used_up = len(self._out[uid].recv(self._ahead))
                     if not used_up:
                         return False
                     self._under_way[uid] -= used_up
-                elif self._under_way.get(uid, 0) < AHEAD:
+                elif has_room:
                     return True
                 elif time.monotonic() >= deadline:
                     self.context.counters.fault("send_window", uid, f"round {round}")

@@ -40,7 +40,7 @@ from torch import Tensor
 from decentnode.communication.receive.chunking import TensorPlan
 from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
-from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
+from decentnode.communication.torch_distributed.clique_path import CliquePath
 from decentnode.communication.torch_distributed.communicator import Communicator
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall
 from decentnode.errors import PeerLost
@@ -87,7 +87,7 @@ class BatchedPath(CliquePath):
     another waits.
 
     A bucket is a chunk of the plan (`chunk_bytes`). A peer that stays silent holds back every other source of its
-    batch, and all later batches: after the deadline they are missing together, and once SEND_WINDOW payloads wait for
+    batch, and all later batches: after the deadline they are missing together, and once `window` payloads wait for
     a peer, PeerLost says so. When one of them departs, nobody waits for the others. Nothing is ever left out of a
     batch on one side alone.
     """
@@ -136,9 +136,9 @@ class BatchedPath(CliquePath):
         self, key: ExchangeKey, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
     ) -> frozenset[int]:
         plans, gone = self._inbox.plans[key[1]], self._status.departed
-        late = [uid for uid in sources if self._due.get(uid, 0) >= SEND_WINDOW]
+        late = [uid for uid in sources if self._due.get(uid, 0) >= self.window]
         if late:  # as for sends: their memory is all taken by rounds that are over
-            raise PeerLost(f"nothing came from node {late[0]} in {SEND_WINDOW} rounds, last {key[0]}", late)
+            raise PeerLost(f"nothing came from node {late[0]} in {self.window} exchanges, last {key[0]}", late)
         coming = [self._coming_from(uid, key) for uid in sources if gone.get(uid, key[0] + 1) > key[0]]
         dropped: set[int] = set()
         sending = []

@@ -19,7 +19,8 @@ from decentnode.communication.torch_distributed.group_collective import Collecti
 from decentnode.payload import Payload
 
 SEND_WINDOW = 4
-"""Payloads that may be under way to one peer; the next one waits."""
+"""Payloads that may be under way to one peer; the next one waits. Where a round has more than two exchanges, those of
+two rounds (`CliquePath.window`)."""
 CLOSE_SECONDS = 2.0
 """Longest wait, when closing, for a peer to take what was sent to it."""
 
@@ -41,6 +42,7 @@ class CliquePath(abc.ABC):
 
         lease_of: what to hold while a tensor is sent from where it lies; None where it has to be copied first.
         """
+        self.window = max(SEND_WINDOW, 2 * len(inbox.plans))  # fragments of one round are sent together
         self.peers: frozenset[int] = frozenset()
         """The members that are reached by this path."""
         self._calls, self._pool = calls, pool
@@ -62,7 +64,7 @@ class CliquePath(abc.ABC):
         """Send and receive the payloads of one (round, phase); those to whom nothing was sent.
 
         Payload tensors may be changed as soon as this returns, but for those with a lease. Blocks only while more
-        than SEND_WINDOW payloads are under way to a peer.
+        than `window` payloads are under way to a peer.
         """
 
     def begin_collective(
@@ -115,7 +117,7 @@ class CliquePath(abc.ABC):
 
     def _has_room(self, uid: int) -> bool:
         """Whether `_may_send` would not block for the peer's window."""
-        return self._flying.get(uid, 0) < SEND_WINDOW
+        return self._flying.get(uid, 0) < self.window
 
     def _may_send(self, uid: int, round: int) -> bool:
         """Blocking while the window is full; False when the peer is gone or took nothing in time."""

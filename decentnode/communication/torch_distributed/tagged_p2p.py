@@ -9,14 +9,14 @@ import torch
 
 from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
-from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
+from decentnode.communication.torch_distributed.clique_path import CliquePath
 from decentnode.communication.torch_distributed.gloo import GlooClique
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall
 from decentnode.payload import Payload
 
 MAX_RECEIVES = 10_000
-"""Payloads of one peer that are still to come, all but SEND_WINDOW of them without memory; nothing more is expected of
-a peer that is further behind."""
+"""Payloads of one peer that are still to come, all but `CliquePath.window` of them without memory; nothing more is
+expected of a peer that is further behind."""
 
 
 class TaggedPath(CliquePath):
@@ -89,14 +89,14 @@ class TaggedPath(CliquePath):
             self._clique.line(uid, out=True).put(_Over(self._sent, uid, waits, buffers, lease))
 
     def _receive(self, uid: int, key: ExchangeKey) -> None:
-        """Post what is known to come; the peer's line waits for it and posts the rest. Where SEND_WINDOW receives of a
+        """Post what is known to come; the peer's line waits for it and posts the rest. Where `window` receives of a
         peer are under way, which is all that it has under way to here, the line posts this one after them."""
         due = self._due.get(uid, 0)
         if due >= MAX_RECEIVES:
             self._counters.fault("receive_window", uid, f"round {key[0]}")
             return
         self._expecting(1, uid)
-        job = self._posted(uid, key) if due < SEND_WINDOW else lambda: self._posted(uid, key)()
+        job = self._posted(uid, key) if due < self.window else lambda: self._posted(uid, key)()
         self._clique.line(uid, out=False).put(job)
 
     def _posted(self, uid: int, key: ExchangeKey) -> Callable[[], None]:

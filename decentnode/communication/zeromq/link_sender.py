@@ -50,7 +50,7 @@ class LinkPort(Protocol):
         """Bytes of a peer's window are free again, as what they were is refused."""
 
     def has_room(self, uid: int) -> None:
-        """A peer for which MAX_PAYLOADS waited takes payloads again."""
+        """A peer for which `max_payloads` waited takes payloads again."""
 
 
 class LinkSender:
@@ -61,6 +61,8 @@ class LinkSender:
         self.control_kind = framing.NONE
         """How control messages are protected against corruption."""
         self.edges: dict[int, PeerLink] = {}
+        self.max_payloads = MAX_PAYLOADS
+        """How many payloads may wait for one peer; set before the start."""
         self._session, self._port, self._counters = session, port, counters
         self._window, self._access = window, access
 
@@ -68,7 +70,7 @@ class LinkSender:
         """Whether one more payload may wait for this peer. What is sent to one that is gone is dropped. Any thread may
         ask, as this reads one number."""
         edge = self.edges.get(uid)
-        return edge is None or edge.queued < MAX_PAYLOADS
+        return edge is None or edge.queued < self.max_payloads
 
     def control(self, uid: int, message: Message, now: float) -> None:
         """Send a control message."""
@@ -121,7 +123,7 @@ class LinkSender:
         edge = self.edge(uid)
         if not edge.gone:
             edge.withheld = (key if edge.withheld is None else edge.withheld[0], key)
-            if edge.queued < MAX_PAYLOADS:
+            if edge.queued < self.max_payloads:
                 self._has_room(uid, edge, now)
 
     def owing(self) -> list[int]:
@@ -190,7 +192,7 @@ class LinkSender:
             message.count(self._counters.edge(uid), sealed[0], sealed[1])
             if message.last:
                 edge.queued -= 1
-                if edge.queued == MAX_PAYLOADS - 1:
+                if edge.queued == self.max_payloads - 1:
                     self._has_room(uid, edge, now)
 
     def _has_room(self, uid: int, edge: PeerLink, now: float) -> None:

@@ -21,7 +21,8 @@ CONTROL, BULK = 0, 1
 """The two planes of an edge: control messages arrive in order, bulk messages in any order."""
 MAX_PAYLOADS = 4
 """Payloads of rounds that wait for one peer, with anything of them not handed to the socket yet; further ones are not
-sent to it, and count as undelivered."""
+sent to it, and count as undelivered. Where a round has more than two exchanges (phases, fragments, buffers), those of
+two rounds."""
 MAX_URGENT = 64
 """Messages that are not numbered and wait for one peer's socket."""
 ONE_FRAME_BYTES = 16 * 1024

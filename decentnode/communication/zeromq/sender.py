@@ -43,7 +43,7 @@ class Sender:
         return self._links.links.sender.takes(uid)
 
     def may_send(self, uid: int, round: int, phase: int) -> bool:
-        """Blocking while MAX_PAYLOADS wait for a peer, unless it is silent; False when that stays so for too long
+        """Blocking while `max_payloads` wait for a peer, unless it is silent; False when that stays so for too long
         (`RunState.room_patience`): the payload is not sent, and once the peer takes any it is told so."""
         takes, status = self._links.links.sender.takes, self._status
         if takes(uid):
@@ -68,7 +68,7 @@ class Sender:
         return False
 
     def takes_again(self, uid: int) -> None:
-        """With `LinkDriver.lock` held: a peer for which MAX_PAYLOADS waited takes payloads again."""
+        """With `LinkDriver.lock` held: a peer for which `max_payloads` waited takes payloads again."""
         with self._status.changed:
             self._status.silent.discard(uid)
             self._status.notify()

@@ -27,7 +27,7 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.connections import held, listen
 from decentnode.communication.zeromq.generation_paths import GenerationParts, GenerationPaths, RunParts
 from decentnode.communication.zeromq.link_driver import LinkDriver, LinkSizes
-from decentnode.communication.zeromq.link_state import BULK, CONTROL, QueuedMessage
+from decentnode.communication.zeromq.link_state import BULK, CONTROL, MAX_PAYLOADS, QueuedMessage
 from decentnode.communication.zeromq.reconfigure import Reconfiguration, given_up
 from decentnode.communication.zeromq.security import Keyring, Security, load_keyring
 from decentnode.communication.zeromq.sender import Sender
@@ -130,6 +130,7 @@ class ZeroMQ(Communication):
         sizes = LinkSizes(window, largest + 65536)
         self._driver = LinkDriver(self._session, self, self.counters, sizes, self._security)
         self._links, self._io = self._driver.links, self._driver.io
+        self._links.sender.max_payloads = max(MAX_PAYLOADS, 2 * len(schemas))  # a round's fragments are sent together
         self._regroup: Reconfiguration | None = None
         if limits is not None:
             membership = Membership(uid, len(machine_of), limits, draw=os.urandom, digest=digest,

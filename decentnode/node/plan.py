@@ -1,0 +1,76 @@
+"""What a rule sees of each of its turns: the graph's edges of the exchange, as the rule plans them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import replace
+
+from decentnode.graph.base import RoundView, averaging_group_of
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.fragments import Fragment
+from decentnode.sharing.rounds import exchange_rounds, rule_view
+from decentnode.wire.generation import Generation
+
+LOOKED_AHEAD = 16
+"""Exchanges whose neighbors are told of a departure."""
+
+
+class Planner:
+    """Makes the views of one fragment's turns, for one node and one rule."""
+
+    def __init__(self, uid: int, seed: int, fragment: Fragment, rule: Sharing, *, averaging_groups: bool) -> None:
+        """averaging_groups: whether views name the group of nodes that average as a whole."""
+        self.fragment, self.rule = fragment, rule
+        self._uid, self._seed = uid, seed
+        self._graph = fragment.graph
+        self._averaging_groups = averaging_groups
+        self._last_view: RoundView | None = None
+        self._last_group: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
+
+    def views(self, round: int, generation: Generation, lr: float) -> list[RoundView]:
+        """Returns a view per phase of the turn that `round` belongs to, then that of the float buffers: with one phase
+        the rule's, else the graph's own.
+
+        All are known before the first phase sends (H2 in communication/path.py). lr: of the round's local steps.
+        """
+        rule, members = self.rule, generation.members
+        seen = replace(self._seen(self.fragment.turn(round), generation), lr=lr)
+        views = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.requirements.phases)]
+        views.append(views[0] if len(views) == 1 else rule.plan_buffers(seen))
+        return views if len(members) == self._graph.num_nodes else [view.among(members) for view in views]
+
+    def _seen(self, turn: int, generation: Generation) -> RoundView:
+        """Returns the graph's view of a turn. For a graph that never changes it is computed once per generation."""
+        members = generation.members
+        alive = members if len(members) < self._graph.num_nodes else None
+        number = self.rule.exchange_number(turn)
+        last = self._last_view
+        known = last is not None and last.generation == generation.number and self._graph.period == 1
+        if number is not None and last is not None and known:
+            return replace(last, round=turn, extra={})
+        seen = replace(rule_view(self.rule, self._graph, self._uid, turn, self._seed, alive),
+                       generation=generation.number, fragment=self.fragment.index)  # fmt: skip
+        if number is not None:
+            seen = self._last_view = replace(seen, averaging_group=self._averaging_group(number, members, alive))
+        return seen
+
+    def _averaging_group(
+        self, number: int, members: tuple[int, ...], alive: tuple[int, ...] | None
+    ) -> tuple[int, ...]:
+        """Returns the group of nodes that average as a whole in this exchange, computed once per exchange of the
+        graph's period and generation; empty where the schedule has none. number: of the exchange."""
+        period = self._graph.period
+        key = (number if period is None else number % period, members)
+        if not self._averaging_groups:
+            return ()
+        if self._last_group is None or self._last_group[0] != key:
+            self._last_group = key, averaging_group_of(self._graph, self._uid, number, alive)
+        return self._last_group[1]
+
+    def neighbors_from(self, round: int, generation: Generation, lr: float) -> Collection[int]:
+        """Returns those whom the node would send to in the next exchanges, from `round` on."""
+        turns = exchange_rounds(self.rule, self.fragment.turn(round))
+        ahead = itertools.islice(turns, min(self._graph.period or LOOKED_AHEAD, LOOKED_AHEAD))
+        return {uid for turn in ahead for view in self.views(self.fragment.round_of(turn), generation, lr)
+                for uid in view.neighbors}  # fmt: skip

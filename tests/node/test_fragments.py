@@ -1,0 +1,313 @@
+"""Fragments: parts of the model with rounds, graphs and rules of their own, on every schedule and transport."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decentnode.build import schemas_of, step_all
+from decentnode.graph.topology import Topology
+from decentnode.node.config import NodeConfig
+from decentnode.node.node import Node, NodeParts
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.fragments import Fragment
+from decentnode.sharing.full import Full
+from decentnode.tensors import BLOCK_ELEMENTS
+from decentnode.training.base import Direction, Update
+from tests.communication.contract import BATCHED, NETWORKED, nodes, together
+from tests.graph.contract import make
+from tests.node.fakes import Quadratic, stacked
+from tests.node.test_phases import Twice
+from tests.sharing.contract import KEEPS_NO_MEAN, RULES, rule, shapes_of, suited
+
+SCHEDULES = ["sequential", "overlapped"]
+FULL = rule("full")
+
+
+@dataclass
+class Spec:
+    """A fragment up to `stop`."""
+
+    stop: int
+    every: int = 1
+    offset: int = 0
+    graph: Topology | None = None
+
+
+def fragments(specs: Sequence[Spec], graph: Topology) -> tuple[Fragment, ...]:
+    starts = [0, *(spec.stop for spec in specs)]
+    return tuple(Fragment(starts[i], spec.stop, spec.graph or graph, spec.every, spec.offset, i)
+                 for i, spec in enumerate(specs))  # fmt: skip
+
+
+class Built:
+    """A run of quadratics that is finished, or one that a test steps by hand."""
+
+    def __init__(
+        self, make_rule: Callable[[], Sharing], graph: Topology, specs: Sequence[Spec] = (), elements: int = 30,
+        rounds: int = 6, lr: float = 0.1, transport: str = "inproc", buffers: int = 0, by_hand: bool = False,
+        steps: int = 1, **options: object,
+    ) -> None:  # fmt: skip
+        self.records: list[dict[str, Any]] = []
+        config = NodeConfig.model_validate({"rounds": rounds, "evaluate_every": 0, **options})
+        cut = fragments(specs, graph)
+        self.trainings = [Steps(u, elements, lr, steps, buffers) for u in range(graph.num_nodes)]
+        self.initial = stacked(self.trainings).clone()  # type: ignore[arg-type]
+        sizes = [each.elements for each in cut] or [elements]
+        rules = [[told(make_rule(), size) for size in sizes] for _ in self.trainings]
+        with nodes(transport, graph.num_nodes, schemas_of(rules[0], self.trainings[0].model, cut)) as made:
+            self.made = made
+            self.nodes = [
+                Node(u, config, NodeParts(graph, self.trainings[u], rules[u] if cut else rules[u][0], made[u],
+                                          fragments=cut),
+                     seed=1, record=lambda r, u=u: self.records.append({"uid": u, **r}))  # type: ignore[misc]
+                for u in range(graph.num_nodes)
+            ]  # fmt: skip
+            if by_hand:
+                return
+            if transport == "inproc":
+                step_all(self.nodes)
+            else:
+                together(made, lambda communication: self.nodes[communication.uid].run())
+
+    @property
+    def models(self) -> Tensor:
+        return stacked(self.trainings).clone()  # type: ignore[arg-type]
+
+    def sent(self, uid: int = 0) -> list[int]:
+        """Bytes of data that a node sent in each round."""
+        totals = [0, *(r["data_bytes_sent"] for r in self.records if r["kind"] == "round" and r["uid"] == uid)]
+        return [after - before for before, after in itertools.pairwise(totals)]
+
+
+def told(each: Sharing, elements: int) -> Sharing:
+    each.set_machines([(0, 1, 2), (3, 4, 5)])
+    each.set_parameter_shapes(shapes_of(elements))
+    return each
+
+
+class Steps(Quadratic):
+    """Several gradient steps per round."""
+
+    def __init__(self, uid: int, elements: int, lr: float, steps: int, buffers: int) -> None:
+        super().__init__(uid, elements, lr, buffers=buffers)
+        self.steps = steps
+
+    @property
+    def learning_rate(self) -> float:
+        return self.lr
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        return [super(Steps, self).local_update(round, direction) for _ in range(self.steps)][-1]
+
+
+def kept_out(each: Sharing, schedule: str) -> bool:
+    return each.requirements.sequential and schedule != "sequential"
+
+
+CASES = [(name, schedule) for name in RULES for schedule in SCHEDULES if not kept_out(RULES[name](), schedule)]
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_one_fragment_of_everything_is_none(name: str, schedule: str) -> None:
+    graph = suited(RULES[name](), 6)
+    whole = Built(RULES[name], graph, rounds=3, buffers=2, schedule=schedule)
+    one = Built(RULES[name], graph, [Spec(30)], rounds=3, buffers=2, schedule=schedule)
+    assert torch.equal(whole.models, one.models)
+    figures = [[(r["uid"], r["loss"], r["data_bytes_sent"], r["metadata_bytes_sent"]) for r in built.records
+                if r["kind"] == "round"] for built in (whole, one)]  # fmt: skip
+    assert figures[0] == figures[1] and len(figures[0]) == 18
+    assert not any("fragments" in r for r in one.records)
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_every_rule_brings_every_fragment_together_and_no_other_parameter_moves(name: str, schedule: str) -> None:
+    graph = suited(RULES[name](), 6, "complete")
+    specs = [Spec(30), Spec(54, every=2, offset=1), Spec(90, every=3)]
+    built = Built(RULES[name], graph, specs, elements=97, rounds=12, lr=0.0, schedule=schedule)
+    before, after = built.initial.double(), built.models.double()
+    assert torch.equal(after[:, 90:], before[:, 90:]), "parameters behind the last fragment stay the node's own"
+    assert torch.isfinite(after).all()
+    for start, stop in ((0, 30), (30, 54), (54, 90)):
+        was, now = before[:, start:stop], after[:, start:stop]
+        assert (now - now.mean(0)).norm() < 0.999 * (was - was.mean(0)).norm(), (start, stop)
+        if not name.startswith(KEEPS_NO_MEAN) and not name.startswith("full+"):
+            torch.testing.assert_close(now.mean(0), was.mean(0), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rounds_follow_the_formula(schedule: str) -> None:
+    """Every fragment asks its graph for the edges of its own exchanges, one after the other."""
+    graph, other = make("ring", nodes=8), make("one_peer_exponential", nodes=8)
+    specs = [Spec(10), Spec(17, 3, 1, other), Spec(25, 2, 0, other)]
+    built = Built(FULL, graph, specs, rounds=9, schedule=schedule)
+    x = built.initial.double().numpy()
+    target = stacked(built.trainings, "target").double().numpy()  # type: ignore[arg-type]
+    cut = fragments(specs, graph)
+    for r in range(9):
+        delta = -0.1 * (x - target)
+        new = x + delta
+        for each in cut:
+            if each.is_due(r):
+                part = slice(each.start, each.stop)
+                w = each.graph.matrix((r - each.offset) // each.every)
+                new[:, part] = (w @ x[:, part] + delta[:, part] if schedule == "overlapped" else w @ new[:, part])
+        x = new
+    np.testing.assert_allclose(built.models.double().numpy(), x, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_only_what_is_due_leaves_a_node(schedule: str) -> None:
+    specs = [Spec(10), Spec(17, 3, 1), Spec(25, 2, 0)]
+    built = Built(FULL, make("ring", nodes=4), specs, rounds=7, schedule=schedule)
+    due = [[0, 2], [0, 1], [0, 2], [0], [0, 1, 2], [0], [0, 2]]
+    assert [r["fragments"] for r in built.records if r["kind"] == "round" and r["uid"] == 0] == due
+    sizes = (10, 7, 8)
+    assert built.sent() == [2 * 4 * sum(sizes[i] for i in each) for each in due]
+
+
+@given(every=st.integers(1, 9), data=st.data())
+def test_turns_are_a_pure_function_of_the_round(every: int, data: st.DataObject) -> None:
+    offset, round = data.draw(st.integers(0, every - 1)), data.draw(st.integers(0, 10_000))
+    each = Fragment(0, 1, make("ring", nodes=3), every, offset)
+    due = [r for r in range(round + every) if each.is_due(r)]
+    assert due == [each.round_of(turn) for turn in range(len(due))]
+    assert each.round_of(each.turn(round)) == next(r for r in due if r >= round)
+
+
+def test_a_fragment_has_parameters_and_its_offset_is_below_its_period() -> None:
+    graph = make("ring", nodes=3)
+    for wrong in ({"start": 3, "stop": 3}, {"start": 0, "stop": 3, "every": 2, "offset": 2}):
+        with pytest.raises(ValueError, match=r"fragment must be a range|below every, 2, got 2"):
+            Fragment(graph=graph, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["d2", "gradient_tracking", "gradient_tracking atc", "momentum_tracking", "diloco",
+                                  "slowmo", "noloco", "elastic", "leader", "qg_momentum", "decentlam", "push_sum"])
+def test_the_rounds_of_a_turn_are_one_round_of_the_rule(name: str) -> None:
+    """A fragment that is exchanged in every third round is what a run with three times the local steps exchanges in
+    every round: the rule corrects what all steps of the turn did."""
+    graph = make("complete", nodes=4)
+    whole = Built(RULES[name], graph, rounds=3, steps=3)
+    turns = Built(RULES[name], graph, [Spec(30, every=3, offset=2)], rounds=9)
+    assert name == "leader" or torch.equal(whole.models, turns.models)
+    assert (whole.models - turns.models).norm() < whole.models.norm(), "a leader is who lost least over the turn"
+
+
+def test_a_rule_with_a_period_of_its_own_counts_turns() -> None:
+    graph = make("one_peer_exponential", nodes=8)
+    own = Built(rule("local_sgd", every=6), graph, rounds=18)
+    both = Built(rule("local_sgd", every=3), graph, [Spec(30, every=2, offset=1)], rounds=18)
+    assert torch.equal(own.models, both.models)
+    assert [bool(sent) for sent in both.sent()] == [r % 6 == 5 for r in range(18)]
+
+
+SPECS = [Spec(BLOCK_ELEMENTS + 77), Spec(BLOCK_ELEMENTS + 100, 2, 1), Spec(BLOCK_ELEMENTS + 277, 3, 0)]
+SMALL = [Spec(377), Spec(400, 2, 1), Spec(777, 3, 0)]
+
+
+@pytest.mark.parametrize(("transport", "schedule"), [
+    *((transport, "sequential") for transport in (*NETWORKED, BATCHED)),
+    *((transport, "overlapped") for transport in ("shared_memory", "tcp", "collective")),
+])  # fmt: skip
+def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: str) -> None:
+    graph, pairs = make("ring", nodes=4), make("random_matching", nodes=4)
+    for make_rule, specs in ((FULL, SPECS), (lambda: Twice(Full.Config()), SMALL), (RULES["choco"], SMALL)):
+        if make_rule is not RULES["choco"]:
+            specs = [specs[0], Spec(specs[1].stop, 2, 1, pairs), specs[2]]
+        options = {"elements": specs[-1].stop + 3, "rounds": 4, "schedule": schedule, "buffers": 3}
+        twin = Built(make_rule, graph, specs, **options)  # type: ignore[arg-type]
+        networked = Built(make_rule, graph, specs, transport=transport, **options)  # type: ignore[arg-type]
+        assert torch.equal(twin.models, networked.models)
+        assert twin.sent() == networked.sent()
+        assert not networked.made[0].counters.faults
+
+
+@pytest.mark.parametrize("transport", ["ipc", "shared_memory", "collective", BATCHED])
+def test_there_may_be_more_fragments_than_payloads_of_two_rounds(transport: str) -> None:
+    """All of them are under way before the first one is mixed: no bound of a queue is in their way."""
+    graph, specs = make("ring", nodes=4), [Spec(1000 * (i + 1)) for i in range(20)]
+    twin = Built(FULL, graph, specs, elements=20_000, rounds=3)
+    networked = Built(FULL, graph, specs, elements=20_000, rounds=3, transport=transport)
+    assert torch.equal(twin.models, networked.models)
+    assert not networked.made[0].counters.faults
+
+
+def test_mixing_in_the_background_gives_the_same_bits() -> None:
+    graph = make("ring", nodes=3)
+    options = {"elements": BLOCK_ELEMENTS + 280, "rounds": 4, "schedule": "overlapped", "transport": "ipc"}
+    before, behind = (Built(FULL, graph, SPECS, mix_in_background=each, **options)  # type: ignore[arg-type]
+                      for each in (False, True))  # fmt: skip
+    assert torch.equal(before.models, behind.models)
+    assert behind.nodes[0].schedule._mixes_in_background  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_payload_that_is_lost_returns_its_weight_in_its_fragment_alone(schedule: str) -> None:
+    graph = make("ring", nodes=4)
+    options = {"lr": 0.0, "by_hand": True, "missing": "return_weight", "schedule": schedule}
+    built = Built(FULL, graph, [Spec(10), Spec(20), Spec(26)], **options)  # type: ignore[arg-type]
+    for node in built.nodes:
+        node.begin_round(0)
+    del built.made[0].hub.payloads[0, 1, 3, 0]  # type: ignore[attr-defined]  # fragment 1 of node 3, to node 0
+    for node in built.nodes:
+        node.finish_round(0)
+    w, x = torch.from_numpy(graph.matrix(0)), built.initial.double()
+    expected = w @ x
+    expected[:, 26:] = x[:, 26:]
+    expected[0, 10:20] = (w[0, 0] + w[0, 3]) * x[0, 10:20] + w[0, 1] * x[1, 10:20]
+    torch.testing.assert_close(built.models.double(), expected, atol=1e-6, rtol=0)
+    assert [r.get("missing") for r in built.records] == [[3], None, None, None]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc", "shared_memory"])
+def test_a_stop_ends_all_nodes_between_rounds(transport: str) -> None:
+    """Also where the neighbors of a later round are others than those of this one."""
+    graph = make("ring", nodes=4)
+    specs = [Spec(10, 5, 2, make("complete", nodes=4)), Spec(20)]
+    config = NodeConfig.model_validate({"rounds": 100_000, "evaluate_every": 0})
+    trainings, cut = [Quadratic(u, 24) for u in range(4)], fragments(specs, graph)
+    rules = [[FULL(), FULL()] for _ in trainings]
+    with nodes(transport, 4, schemas_of(rules[0], trainings[0].model, cut)) as made:
+        built: list[Node] = []
+
+        def record(r: dict[str, Any]) -> None:
+            if r["kind"] == "round" and r["round"] == 7:
+                built[3].ask_stop()
+
+        built += [Node(u, config, NodeParts(graph, trainings[u], rules[u], made[u], fragments=cut), seed=1,
+                       record=record if u == 3 else lambda _: None) for u in range(4)]  # fmt: skip
+        if transport == "inproc":
+            step_all(built)
+        else:
+            together(made, lambda communication: built[communication.uid].run())
+    assert all(8 <= node.round <= 16 for node in built)
+    assert all(node.figures()["contributors"] == 4 for node in built)
+
+
+def test_what_is_kept_is_in_no_mean() -> None:
+    """The merged model of a node has its own kept parameters, and the consensus distance is that of the shared ones."""
+    built = Built(FULL, make("complete", nodes=4), [Spec(20)], elements=26, rounds=3, buffers=2)
+    for node, model in zip(built.nodes, built.models, strict=True):
+        assert node.merged is not None
+        torch.testing.assert_close(node.merged[:20], built.models[:, :20].mean(0))
+        assert torch.equal(node.merged[20:26], model[20:])
+        torch.testing.assert_close(node.merged[26:], torch.full((2,), 1.5))
+        assert node.figures()["consensus_distance"] < 1e-6 and node.shared == 20
+    per_mean = built.made[0].counters.bytes_sent()["evaluation"]
+    assert per_mean == Built(FULL, make("complete", nodes=4), elements=20, rounds=3, buffers=2).made[
+        0].counters.bytes_sent()["evaluation"]
+
+
+def test_float_buffers_are_averaged_over_the_runs_graph_in_every_round() -> None:
+    built = Built(FULL, make("complete", nodes=4), [Spec(30, 5, 4, make("ring", nodes=4))], rounds=2, buffers=3)
+    assert stacked(built.trainings, "buffers").unique().tolist() == [1.5]  # type: ignore[arg-type]
