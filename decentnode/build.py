@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,16 @@ from decentnode.communication.parts import Schema
 from decentnode.config.component import load_class
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
+from decentnode.graph.base import Graph
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
-from decentnode.node.node import Node, NodeParts, Record
+from decentnode.node.node import Node, NodeParts, Record, Rules
 from decentnode.payload import TensorSpec
 from decentnode.samples import DataSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
+from decentnode.sharing.fragments import Fragment
+from decentnode.sharing.parameters import layout_of, named
 from decentnode.tensors import FlatModel
 from decentnode.training import TRAININGS
 
@@ -70,14 +74,65 @@ def machines_of(mapping: Mapping) -> list[tuple[int, ...]]:
     return [mapping.local(machine) for machine in range(mapping.num_machines)]
 
 
-def schemas_of(sharing: Sharing, model: FlatModel) -> tuple[Schema, ...]:
-    """What every phase of a round exchanges: the rule's own, then float buffers where the model has any."""
-    tensors = sharing.payload_schema(model.num_parameters, model.dtype)
-    schemas = [Schema(model.num_parameters, tensors, sharing.requirements.elementwise)] * sharing.requirements.phases
+def schemas_of(rules: Rules, model: FlatModel, fragments: Sequence[Fragment] = ()) -> tuple[Schema, ...]:
+    """What every exchange of a round looks like: of all fragments in the first phase of their rules, then of all in the
+    next one; then of float buffers where the model has any. Without fragments the model is one."""
+    each = [rules] if isinstance(rules, Sharing) else rules
+    sizes = [fragment.elements for fragment in fragments] or [model.num_parameters]
+    schemas = []
+    for rule, elements in zip(each, sizes, strict=True):
+        tensors = rule.payload_schema(elements, model.dtype)
+        schemas.append(Schema(elements, tensors, rule.requirements.elementwise))
+    schemas *= each[0].requirements.phases
     if model.buffers.numel():
         count = model.buffers.numel()
         schemas.append(Schema(count, {"x": TensorSpec(model.buffers.dtype, count)}, True))
     return tuple(schemas)
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """A node's model, and in which parts and by which rules it is exchanged."""
+
+    model: FlatModel
+    fragments: tuple[Fragment, ...]
+    """Empty where the model is exchanged as a whole, in every round over the run's graph."""
+    make_rules: Callable[[], list[Sharing]]
+    """Makes a rule per fragment as it is before its first round; one for the whole model."""
+
+
+def shared_model(experiment: Experiment, module: torch.nn.Module) -> SharedModel:
+    """Lays the parameters of `module` out in one flat model, by the section `parameters` of the experiment."""
+    machines = machines_of(experiment.make_mapping())
+    graphs, parameters = experiment.make_fragment_graphs(), experiment.parameters
+    fragments: tuple[Fragment, ...] = ()
+    if parameters is None:
+        model = FlatModel(module)
+        shapes = [model.shapes]
+    else:
+        layout = layout_of(parameters, named(module), graphs[0].num_nodes)
+        model = FlatModel(module, order=layout.order)
+        parts = zip(layout.ranges, parameters.parts(graphs[0].num_nodes), graphs, strict=True)
+        fragments = tuple(
+            Fragment(start, stop, graph, part.every, part.offset, index)
+            for index, ((start, stop), part, graph) in enumerate(parts)
+        )
+        shapes = [layout.shapes_in(*span) for span in layout.ranges]
+
+    def make_rules() -> list[Sharing]:
+        rules = [make_sharing(experiment.sharing, machines) for _ in shapes]
+        for rule, each in zip(rules, shapes, strict=True):
+            rule.set_parameter_shapes(each)
+        return rules
+
+    return SharedModel(model, fragments, make_rules)
+
+
+def partners_of(uid: int, graphs: Sequence[Graph]) -> frozenset[int] | None:
+    """Everybody that a node ever exchanges with in one of these graphs; None where it would take long to find out."""
+    found = [graph.partners(uid) for graph in {id(graph): graph for graph in graphs}.values()]
+    known = [each for each in found if each is not None]
+    return frozenset().union(*known) if len(known) == len(found) else None
 
 
 def build(
@@ -92,21 +147,17 @@ def build(
     place = device_of(device or mapping.place(uid).device, mapping.place(uid).rank)
     data = experiment.open_data()
     module = make_model(experiment, data.spec).to(place)
-    model = FlatModel(module)
+    shared = shared_model(experiment, module)
+    model = shared.model
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
         experiment.training, model, experiment.make_task(), data.of(uid), seed=experiment.seed, uid=uid
     )
-
-    def make_rule() -> Sharing:
-        sharing = make_sharing(experiment.sharing, machines_of(mapping))
-        sharing.set_parameter_shapes(model.shapes)
-        return sharing
-
-    sharing = make_rule()
-    communication = make_communication(schemas_of(sharing, model))
-    if not sharing.requirements.overrides_topology:
-        communication.partners = graph.partners(uid)
-    node_parts = NodeParts(graph, training, sharing, communication, make_rule)
+    rules = shared.make_rules()
+    communication = make_communication(schemas_of(rules, model, shared.fragments))
+    if not rules[0].requirements.overrides_topology:
+        buffers = [graph] if model.buffers.numel() else []
+        communication.partners = partners_of(uid, [*experiment.make_fragment_graphs(), *buffers])
+    node_parts = NodeParts(graph, training, rules, communication, shared.make_rules, shared.fragments)
     return Node(uid, experiment.node, node_parts, seed=experiment.seed, record=record)
 
 

@@ -31,7 +31,8 @@ from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.mapping import MAPPINGS
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
-from decentnode.sharing import SHARINGS
+from decentnode.sharing import FRAGMENTS, SHARINGS
+from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.tasks import TASKS
 from decentnode.training import TRAININGS
@@ -39,10 +40,12 @@ from decentnode.training import TRAININGS
 TABLES: dict[str, Mapping[str, str]] = {
     "graph": GRAPHS, "weights": WEIGHTS, "mapping": MAPPINGS, "data": DATASETS, "partition": PARTITIONS,
     "task": TASKS, "model": MODELS, "training": TRAININGS, "sharing": SHARINGS, "compression": CODECS,
-    "communication": COMMUNICATIONS,
+    "communication": COMMUNICATIONS, "fragments": FRAGMENTS,
 }  # fmt: skip
 """Kinds whose components a YAML section names."""
-GROUPS: dict[str, type[Settings]] = {"experiment": Experiment, "node": NodeConfig, "run": RunConfig}
+GROUPS: dict[str, type[Settings]] = {
+    "experiment": Experiment, "parameters": ParametersConfig, "node": NodeConfig, "run": RunConfig,
+}  # fmt: skip
 """Kinds that are one group of keys."""
 KINDS: dict[str, str] = {
     "experiment": "The sections of a YAML file.",
@@ -56,6 +59,8 @@ KINDS: dict[str, str] = {
     "training": "The local work between two exchanges.",
     "sharing": "Sharing rules: what leaves a node and how arrivals are mixed.",
     "compression": "Codecs: the key `compression` of a sharing rule.",
+    "parameters": "Which parameters are shared, which stay a node's own, and in which fragments they are exchanged.",
+    "fragments": "Ways to cut the shared parameters into fragments: the key `fragments` of `parameters`.",
     "communication": "How payloads move between nodes.",
     "node": "The rounds: how many, in which order, what a failure does.",
     "run": "Where the results go.",

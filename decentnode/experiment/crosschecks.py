@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem, raised
 from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.experiment.derived import least_step
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -31,9 +32,9 @@ from decentnode.models import MODELS
 from decentnode.samples import DataSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.parameters import ParametersConfig, named, problems_of
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import exchange_rounds, unheard
-from decentnode.sharing.step_size import largest_step
 from decentnode.tasks.base import Task
 from decentnode.training.statistics import needs_two
 from decentnode.training.supervised import SupervisedConfig
@@ -76,6 +77,59 @@ def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
         else:
             keys = type(experiment.weights).model_fields if experiment.weights is not None else ()
             yield dataclasses.replace(raised("weights", error, keys), other=("graph",))
+
+
+def fragment_graphs_can_be_made(experiment: Experiment) -> Iterator[Problem]:
+    """Every fragment's own graph, with as many nodes as the run's."""
+    run, parameters = _graph(experiment), experiment.parameters
+    if run is None or parameters is None:
+        return
+    try:
+        graphs = experiment.make_fragment_graphs()
+        for index, graph in enumerate(graphs):
+            graph.weights(0, 0)
+            if graph.num_nodes != run.num_nodes:
+                message = f": the fragment's graph has {graph.num_nodes} nodes but the run has {run.num_nodes}"
+                yield Problem(_fragment_path(experiment, index), message, other=("graph",))
+    except UsageError as error:
+        yield Problem(("parameters", "fragments"), f": {error}", other=("weights",) if experiment.weights else None)
+
+
+def _fragment_path(experiment: Experiment, index: int) -> tuple[str | int, ...]:
+    """Where the graph of a fragment is written."""
+    parameters = experiment.parameters
+    if parameters is None or parameters.fragments is None:
+        return ("graph",)
+    if not isinstance(parameters.fragments, list):
+        return ("parameters", "fragments")
+    return ("parameters", "fragments", index, "graph") if parameters.fragments[index].graph is not None else ("graph",)
+
+
+def _graphs(experiment: Experiment) -> list[tuple[int, Graph]]:
+    """The graphs that the rule mixes over, with the first fragment that uses each; empty where any cannot be made."""
+    try:
+        graphs = experiment.make_fragment_graphs()
+    except UsageError:
+        return []
+    if len({graph.num_nodes for graph in graphs}) > 1:
+        return []
+    found: dict[int, tuple[int, Graph]] = {}
+    for index, graph in enumerate(graphs):
+        found.setdefault(id(graph), (index, graph))
+    return list(found.values())
+
+
+def patterns_match_the_model(experiment: Experiment) -> Iterator[Problem]:
+    """Every pattern of `parameters` names a parameter, and every shared parameter has a fragment."""
+    dataset, graph = _dataset(experiment), _graph(experiment)
+    if experiment.parameters is None or dataset is None or graph is None:
+        return
+    try:
+        module = _on_meta(experiment, dataset.spec)
+    except UsageError:  # model_takes_the_data says so
+        return
+    for path, message, hint in problems_of(experiment.parameters, named(module), graph.num_nodes):
+        yield Problem(("parameters", *path), message, hint, other=("model",))
 
 
 def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:
@@ -244,20 +298,19 @@ def sharing_is_a_rule(experiment: Experiment) -> Iterator[Problem]:
 
 def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
     """Names the property of the mixing matrix that a rule needs and the graph does not give, and one that does."""
-    needs, graph, name = _requirements(experiment), _graph(experiment), experiment.sharing.name
+    needs, name = _requirements(experiment), experiment.sharing.name
     if needs.sequential and experiment.node.schedule != "sequential":
         message = f": {name} works with schedule: sequential only, got {experiment.node.schedule}"
         yield Problem(("node", "schedule"), message, other=("sharing",))
-    if graph is None:
-        return
-    for message in _misses(needs, graph):
-        yield Problem(("sharing",), f": {name} {message}", other=("graph",))
+    for index, graph in _graphs(experiment):
+        for message in _misses(needs, graph):
+            yield Problem(("sharing",), f": {name} {message}", other=_fragment_path(experiment, index))
 
 
 def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
     """For rules with groups: of one size, with every node once, and all of a group give every other group the same."""
-    graph, mapping = _graph(experiment), _mapping(experiment)
-    if not _requirements(experiment).groups or graph is None or mapping is None:
+    mapping = _mapping(experiment)
+    if not _requirements(experiment).groups or mapping is None:
         return
     chosen: Any = experiment.sharing
     members = members_of(chosen.groups, [mapping.local(machine) for machine in range(mapping.num_machines)])
@@ -266,15 +319,21 @@ def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
         by_machine = chosen.groups == "machine"
         yield Problem(("sharing", "groups"), problem, other=("mapping",),
                       hint="lists of uids of one length would do" if by_machine else "")  # fmt: skip
-    elif graph.num_nodes == mapping.num_nodes:
-        groups = Groups(tuple(map(tuple, members)))
-        misfit = groups.misfit(graph) if graph.num_nodes <= MAX_CHECKED_NODES else groups.misfit(graph, rounds=1)
-        in_a_row = [uid for group in groups.members for uid in group] == list(range(graph.num_nodes))
-        instead = (f"{{name: grouped, nodes: {graph.num_nodes}, between: {{name: ring, nodes: {len(members)}}}}}"
-                   if in_a_row else f"{{name: complete, nodes: {graph.num_nodes}}}")  # fmt: skip
-        if misfit:
+        return
+    for index, graph in _graphs(experiment):
+        if graph.num_nodes == mapping.num_nodes and (message := _misfit(members, graph)):
             yield Problem(("sharing",), f": {chosen.name} needs a graph that treats all nodes of a group alike, but "
-                          f"{misfit}; {instead} would do", other=("graph",))  # fmt: skip
+                          f"{message} would do", other=_fragment_path(experiment, index))  # fmt: skip
+
+
+def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
+    """How a graph treats nodes of a group differently, and one that does not; empty where it treats them alike."""
+    groups = Groups(tuple(map(tuple, members)))
+    misfit = groups.misfit(graph) if graph.num_nodes <= MAX_CHECKED_NODES else groups.misfit(graph, rounds=1)
+    in_a_row = [uid for group in groups.members for uid in group] == list(range(graph.num_nodes))
+    instead = (f"{{name: grouped, nodes: {graph.num_nodes}, between: {{name: ring, nodes: {len(members)}}}}}"
+               if in_a_row else f"{{name: complete, nodes: {graph.num_nodes}}}")  # fmt: skip
+    return f"{misfit}; {instead}" if misfit else ""
 
 
 def _misses(needs: Requirements, graph: Graph) -> Iterator[str]:
@@ -314,28 +373,41 @@ def _misses(needs: Requirements, graph: Graph) -> Iterator[str]:
 
 
 def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
-    """Over the rounds in which the rule exchanges, if by others: nodes that never do train models of their own."""
-    graph = _graph(experiment)
-    rule = None if graph is None else _rule(experiment, graph)
-    if graph is None or rule is None or graph.num_nodes > MAX_CHECKED_NODES:
+    """Over the rounds in which each fragment is exchanged, if by others: nodes that never do train models of their
+    own."""
+    for index, graph in _graphs(experiment):
+        rule = _rule(experiment, graph)
+        if rule is None or graph.num_nodes > MAX_CHECKED_NODES:
+            continue
+        name = experiment.sharing.name
+        try:
+            alone = unheard(rule, graph, experiment.seed, index)
+        except UsageError:  # weights that cannot be made: graph_can_be_made says so
+            continue
+        if alone is not None:
+            section = Ring.Config.model_validate({"name": "ring", "nodes": graph.num_nodes})
+            ring = build_graph(section, None, experiment.seed)
+            instead = f"graph: {{name: ring, nodes: {graph.num_nodes}}}"
+            if unheard(rule, ring, experiment.seed) is not None:
+                instead = "sharing: {name: full} on a connected graph"
+            yield Problem(("sharing",), f": {name} needs a graph that joins all nodes over the rounds in which it "
+                          f"exchanges, node {alone[0]} never hears of node {alone[1]}; {instead} would do",
+                          other=_fragment_path(experiment, index))  # fmt: skip
+        elif graph.num_nodes > 1:
+            _warn_of_a_late_start(experiment, rule, graph.num_nodes)
+
+
+def _warn_of_a_late_start(experiment: Experiment, rule: Sharing, num_nodes: int) -> None:
+    """Warns of fragments whose first exchange is after the run's end."""
+    rounds, name = experiment.node.rounds, experiment.sharing.name
+    if not rounds:
         return
-    name, rounds = experiment.sharing.name, experiment.node.rounds
-    try:
-        alone = unheard(rule, graph, experiment.seed)
-    except UsageError:  # weights that cannot be made: graph_can_be_made says so
-        return
-    if alone is not None:
-        section = Ring.Config.model_validate({"name": "ring", "nodes": graph.num_nodes})
-        ring = build_graph(section, None, experiment.seed)
-        instead = f"graph: {{name: ring, nodes: {graph.num_nodes}}}"
-        if unheard(rule, ring, experiment.seed) is not None:
-            instead = "sharing: {name: full} on a connected graph"
-        yield Problem(("sharing",), f": {name} needs a graph that joins all nodes over the rounds in which it "
-                      f"exchanges, node {alone[0]} never hears of node {alone[1]}; {instead} would do",
-                      other=("graph",))  # fmt: skip
-    elif graph.num_nodes > 1 and rounds and (first := next(exchange_rounds(rule), rounds)) >= rounds:
-        logger.warning("%s exchanges for the first time in round %d, but the run has only rounds 0 to %d: nodes will "
-                       "never hear of each other", name, first, rounds - 1)  # fmt: skip
+    for part in (experiment.parameters or ParametersConfig()).parts(num_nodes):
+        first = part.offset + part.every * next(exchange_rounds(rule), rounds)
+        if first >= rounds:
+            logger.warning("%s exchanges for the first time in round %d, but the run has only rounds 0 to %d: nodes "
+                           "will never hear of each other", name, first, rounds - 1)  # fmt: skip
+            return
 
 
 def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
@@ -354,12 +426,12 @@ def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
 def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
     """Warns of a step of an error-feedback rule with which nodes do not come together without gradients."""
     config: Any = experiment.sharing
-    step, graph = getattr(config, "step_size", None), _graph(experiment)
-    if step is None or graph is None:
+    step = getattr(config, "step_size", None)
+    if step is None or _graph(experiment) is None:
         return
     rule = _rule_class(experiment)
     with contextlib.suppress(UsageError):
-        largest = None if rule is None else largest_step(rule, config, graph)
+        largest = None if rule is None else least_step(rule, config, experiment)
         search = None if rule is None or largest is None else rule.step_search(config)
         if largest is not None and search is not None and step > largest:
             default = search.default(largest)
@@ -446,12 +518,14 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
 
 CHECKS: tuple[Check, ...] = (
     graph_can_be_made,
+    fragment_graphs_can_be_made,
     mapping_can_be_made,
     mapping_holds_the_graph,
     data_can_be_opened,
     every_node_gets_data,
     task_suits_the_data,
     model_takes_the_data,
+    patterns_match_the_model,
     batches_suit_the_model,
     schedule_lasts,
     sharing_is_a_rule,

@@ -40,12 +40,20 @@ def _sharing(experiment: Experiment) -> Config | None:
     rule: type[Sharing] = load_class(config.name, SHARINGS, "sharing")
     if getattr(config, "step_size", 0.0) is not None:
         return None
-    largest = largest_step(rule, config, experiment.make_graph())
+    largest = least_step(rule, config, experiment)
     search = None if largest is None else rule.step_search(config)
     if largest is None or search is None:
         return None
     found: Config = config.model_copy(update={"step_size": search.default(largest)})
     return found
+
+
+def least_step(rule: type[Sharing], config: Any, experiment: Experiment) -> float | None:
+    """The largest step with which a rule contracts on the graphs of all fragments. Raises GraphError."""
+    graphs = {id(graph): graph for graph in experiment.make_fragment_graphs()}
+    found = [largest_step(rule, config, graph) for graph in graphs.values()]
+    known = [step for step in found if step is not None]
+    return min(known) if len(known) == len(found) else None
 
 
 def _task(experiment: Experiment) -> Config | None:

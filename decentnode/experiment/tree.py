@@ -28,7 +28,9 @@ from decentnode.mapping.base import Mapping as NodeMapping
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
+from decentnode.rng import GLOBAL, torch_seed
 from decentnode.sharing import SHARINGS
+from decentnode.sharing.parameters import ParametersConfig
 from decentnode.tasks import TASKS
 from decentnode.tasks.base import Task
 from decentnode.training import TRAININGS
@@ -86,6 +88,8 @@ class Experiment(Settings):
         default={"name": DEFAULT_NAMES["sharing"]}, validate_default=True
     )
     """What leaves a node and how arrivals are mixed."""
+    parameters: ParametersConfig | None = None
+    """Which parameters are shared, and in which fragments; all of them as one when not given."""
     communication: Annotated[
         CommunicationConfig, section(COMMUNICATIONS, "communication", DEFAULT_NAMES["communication"])
     ] = Field(default={"name": DEFAULT_NAMES["communication"]}, validate_default=True)
@@ -101,6 +105,7 @@ class Experiment(Settings):
     _tree: Item = PrivateAttr(Item({}, Location("")))
     _derived: tuple[str, ...] = PrivateAttr(())
     _graph: Graph | None = PrivateAttr(None)
+    _fragment_graphs: tuple[Graph, ...] | None = PrivateAttr(None)
     _mapping: NodeMapping | None = PrivateAttr(None)
     _data: OpenedData | None = PrivateAttr(None)
 
@@ -136,6 +141,21 @@ class Experiment(Settings):
             self._graph = build_graph(self.graph, self.weights, self.seed, self._base_dir)
         return self._graph
 
+    def make_fragment_graphs(self) -> tuple[Graph, ...]:
+        """The graph of every fragment of the parameters, made once: the run's where a fragment names none. The first
+        fragment's is drawn with the run's seed, each further one with a seed of its own. Raises GraphError."""
+        if self._fragment_graphs is None:
+            run = self.make_graph()
+            self._fragment_graphs = tuple(
+                run if part.graph is None
+                else build_graph(part.graph, self.weights, self._graph_seed(index), self._base_dir)
+                for index, part in enumerate((self.parameters or ParametersConfig()).parts(run.num_nodes))
+            )
+        return self._fragment_graphs
+
+    def _graph_seed(self, fragment: int) -> int:
+        return torch_seed(self.seed, GLOBAL, f"graph of fragment {fragment}") if fragment else self.seed
+
     def make_mapping(self) -> NodeMapping:
         """The mapping, made once. Raises MappingError."""
         if self._mapping is None:
@@ -168,8 +188,11 @@ class Experiment(Settings):
         return self.make_task().measured(data.sharded, data.test == "both")
 
     def resolved(self) -> dict[str, Any]:
-        """Every value of the run as plain data, in the order of the keys above."""
+        """Every value of the run as plain data, in the order of the keys above; without `parameters` where the model
+        is exchanged as a whole."""
         plain: dict[str, Any] = _without_empty_names(self.model_dump(mode="json"))
+        if self.parameters is None:
+            del plain["parameters"]
         return plain
 
     def origin(self, key: str) -> str:
@@ -226,13 +249,18 @@ def portable_text(experiment: Experiment) -> str:
     them, because computed ones may differ in their last bits.
     """
     graph = experiment.make_graph()
-    rounds = range(min(graph.period or 4, 16))
-    edges = [[graph.neighbors(uid, r) for uid in range(graph.num_nodes)] for r in rounds]
+    edges = _first_edges(graph)
+    apart = [_first_edges(each) for each in experiment.make_fragment_graphs() if each is not graph]
     weights = None
     if experiment.weights is not None and any(paths_of(experiment.weights, ())):
         weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
     content = _portable(experiment.resolved(), {path for path, _ in paths_of(experiment, ())}, ())
-    return json.dumps([content, edges, weights], sort_keys=True, separators=(",", ":"))
+    return json.dumps([content, edges, weights, *([apart] if apart else [])], sort_keys=True, separators=(",", ":"))
+
+
+def _first_edges(graph: Graph) -> list[list[tuple[int, ...]]]:
+    rounds = range(min(graph.period or 4, 16))
+    return [[graph.neighbors(uid, r) for uid in range(graph.num_nodes)] for r in rounds]
 
 
 def _with_places(value: Any, places: Mapping[str, str], at: str = "") -> Any:

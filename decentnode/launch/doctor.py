@@ -20,7 +20,7 @@ import psutil
 import zmq
 
 from decentnode import clock
-from decentnode.build import machines_of, make_model, schemas_of, threads_of
+from decentnode.build import make_model, schemas_of, shared_model, threads_of
 from decentnode.communication.shared_memory.layout import Layout
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.connections import listen
@@ -29,8 +29,6 @@ from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
 from decentnode.launch.header import size
 from decentnode.mapping.hosts import by_ipv6, endpoint, resolved, unreachable
-from decentnode.sharing.compressed import make_sharing
-from decentnode.tensors import FlatModel
 
 ASK_SECONDS = 2.0
 MAX_PAYLOAD = 1 << 20
@@ -54,12 +52,12 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
     uids = mapping.local(machine)
     yield _cores(experiment, uids)
     experiment.open_data().shares()  # raises what is wrong with the data
-    model = FlatModel(make_model(experiment, experiment.open_data().spec))
+    shared = shared_model(experiment, make_model(experiment, experiment.open_data().spec))
+    model = shared.model
     need, free = 3 * model.parameters.nbytes * len(uids), psutil.virtual_memory().available
     yield Finding("memory", need < free, f"{len(uids)} nodes need about {size(need)} for models and gradients, "
                                          f"{size(free)} are free")  # fmt: skip
-    sharing = make_sharing(experiment.sharing, machines_of(mapping))
-    yield from _shared_memory(experiment, schemas_of(sharing, model), len(uids))
+    yield from _shared_memory(experiment, schemas_of(shared.make_rules(), model, shared.fragments), len(uids))
     yield _descriptors(experiment, uids)
     yield from _keys(experiment, uids)
 
@@ -88,9 +86,9 @@ def _shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> Iterator
 
 
 def _descriptors(experiment: Experiment, uids: Any) -> Finding:
-    graph = experiment.make_graph()
-    rounds = min(graph.period or 64, 64)
-    peers = max(len({v for r in range(rounds) for v in graph.neighbors(u, r)}) for u in uids)
+    graphs = {id(graph): graph for graph in experiment.make_fragment_graphs()}.values()
+    met = [(graph, r) for graph in graphs for r in range(min(graph.period or 64, 64))]
+    peers = max(len({v for graph, r in met for v in graph.neighbors(u, r)}) for u in uids)
     need = DESCRIPTORS_OF_A_NODE + peers * SOCKETS_PER_PEER * DESCRIPTORS_PER_SOCKET
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Finding("open files", need <= soft, f"a node with {peers} neighbors needs about {need}, "

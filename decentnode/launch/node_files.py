@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +113,11 @@ def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save(module: nn.Module, path: Path) -> None:
-    """Write a module's state_dict as safetensors, atomically. Raises EnvironmentFault when the disk refuses."""
-    tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
+def save(module: nn.Module, path: Path, without: Collection[str] = ()) -> None:
+    """Write a module's state_dict as safetensors, atomically. without: names that are left out. Raises EnvironmentFault
+    when the disk refuses."""
+    tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()
+               if name not in without}  # fmt: skip
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
@@ -132,10 +134,10 @@ def load_merged(model: FlatModel, merged: Tensor) -> None:
 
 
 def save_node(node: Node, run_dir: Path) -> None:
-    """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors. The node's model may be
-    overwritten by the merged one: it must not be used afterwards."""
+    """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors, which has no parameters that the
+    nodes kept to themselves. The node's model may be overwritten by the merged one: it must not be used afterwards."""
     model = node.training.model
     save(model.module, run_dir / "models" / f"{node.uid:03d}.safetensors")
     if node.uid == node.generation.members[0] and node.merged is not None:
         load_merged(model, node.merged)
-        save(model.module, run_dir / "models" / "merged.safetensors")
+        save(model.module, run_dir / "models" / "merged.safetensors", without=model.names_from(node.shared))

@@ -31,3 +31,8 @@ SHARINGS: dict[str, str] = {
     "topk": "decentnode.sharing.topk:TopK",
     "wavelet": "decentnode.sharing.wavelet:Wavelet",
 }
+
+FRAGMENTS: dict[str, str] = {
+    "random": "decentnode.sharing.parameters:RandomFragments",
+}
+"""Ways to cut the parameters into fragments that are exchanged apart."""

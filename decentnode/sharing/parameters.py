@@ -1,0 +1,283 @@
+"""The `parameters:` section of an experiment: which parameters are shared, and in which fragments they are exchanged.
+
+`layout_of` turns it into an order of the parameters in the flat model, such that every fragment is one range of it and
+what is kept comes last.
+"""
+
+from __future__ import annotations
+
+import abc
+import fnmatch
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from torch import nn
+
+from decentnode.config import component
+from decentnode.config.component import Component, Config, Settings, load_class, nearest, section
+from decentnode.graph import GRAPHS
+from decentnode.sharing import FRAGMENTS
+
+MAX_FRAGMENTS = 64
+"""A round's exchanges, of every fragment in every phase of the rule, are told apart by one byte."""
+
+Path = tuple[str | int, ...]
+
+
+class FragmentConfig(Settings):
+    """Some of the shared parameters, which are exchanged together."""
+
+    parameters: str | list[str]
+    """A pattern of parameter names, or several; of those that no fragment before has."""
+    every: int = Field(1, ge=1)
+    """Rounds per exchange of these parameters. To the sharing rule they are one round."""
+    offset: int = Field(0, ge=0)
+    """The first round with an exchange, below `every`."""
+    graph: Annotated[Config, section(GRAPHS, "graph", implied={"file": "file"})] | None = None
+    """Who exchanges them with whom, indexed by the number of the exchange; the run's graph when not given."""
+
+    @model_validator(mode="after")
+    def _offset_is_below(self) -> Self:
+        if self.offset >= self.every:
+            raise ValueError(f"offset must be below every, {self.every}, got {self.offset}")
+        return self
+
+    @property
+    def patterns(self) -> list[str]:
+        return [self.parameters] if isinstance(self.parameters, str) else self.parameters
+
+
+@dataclass(frozen=True)
+class Part:
+    """When and over which graph a fragment is exchanged."""
+
+    every: int = 1
+    offset: int = 0
+    graph: Config | None = None
+    """None: the run's."""
+
+
+class Fragments(Component, abc.ABC):
+    """Cuts the shared parameters, whatever their names, into fragments of about one size."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @abc.abstractmethod
+    def parts(self, num_nodes: int) -> Sequence[Part]:
+        """Returns the fragments; a pure function of the config and the number of nodes."""
+
+
+class RandomFragmentsConfig(Config):
+    count: int = Field(ge=1, le=MAX_FRAGMENTS)
+    """Fragments of one size that the shared parameters are cut into."""
+    degree: int = Field(ge=1)
+    """Nodes that every node exchanges a fragment with, drawn anew for every fragment and exchange. 1: random pairs."""
+    every: int = Field(1, ge=1)
+    """Rounds per exchange of a fragment. Above 1 the fragments take turns: their offsets are spread over the rounds."""
+
+
+class RandomFragments(Fragments):
+    """Each fragment of the model goes its own way: a fresh random regular graph per fragment and exchange.
+
+    A node sends as many bytes as with `random_regular` of this degree, but to up to `count` times as many others, and
+    what it mixes comes from as many: Mosaic Learning (arXiv 2602.04352), and DivShare (arXiv 2410.12918) without its
+    asynchrony. Fragments are consecutive ranges of the parameters, in the order of the model, alike on all nodes. With
+    `every` above 1 fragments take turns as in Streaming DiLoCo (arXiv 2501.18512), and the bytes of a round fall
+    by that factor.
+    """
+
+    Config: ClassVar[type[component.Config]] = RandomFragmentsConfig
+    config: RandomFragmentsConfig
+
+    def parts(self, num_nodes: int) -> Sequence[Part]:
+        config = self.config
+        name = "random_matching" if config.degree == 1 else "random_regular"
+        degree = {} if config.degree == 1 else {"degree": config.degree}
+        graph = section(GRAPHS, "graph").validate({"name": name, "nodes": num_nodes, **degree})
+        return [Part(config.every, i * config.every // config.count, graph) for i in range(config.count)]
+
+
+def _form(value: Any) -> str:
+    return "list" if isinstance(value, list) else "section"
+
+
+class ParametersConfig(Settings):
+    """Which parameters are shared, which stay the node's own, and in which fragments they are exchanged.
+
+    Patterns are those of file names (`*`, `?`, `[...]`), matched against the names of `Module.named_parameters`;
+    `*` matches dots, too. Parameters that do not require gradients are no part of any of this."""
+
+    share: list[str] = Field(default=["*"], min_length=1)
+    """Patterns of the parameters that are sent and mixed; all others stay the node's own."""
+    keep: list[str] = Field(default_factory=list)
+    """Patterns of parameters that stay the node's own (personal layers); wins over `share`. They never leave the node,
+    neither in an exchange nor in an evaluation's mean."""
+    fragments: Annotated[
+        Annotated[list[FragmentConfig], Field(min_length=1, max_length=MAX_FRAGMENTS), Tag("list")]
+        | Annotated[Config, section(FRAGMENTS, "fragments"), Tag("section")],
+        Discriminator(_form),
+    ] | None = None
+    """The shared parameters in parts, each exchanged in its own rounds over its own graph: a list, of which the first
+    entry whose patterns match takes a parameter, or the name of a way to cut them. One part when not given."""
+
+    def parts(self, num_nodes: int) -> list[Part]:
+        """Returns when and over which graph each fragment is exchanged."""
+        if self.fragments is None:
+            return [Part()]
+        if isinstance(self.fragments, list):
+            return [Part(each.every, each.offset, each.graph) for each in self.fragments]
+        return list(_cutter(self.fragments).parts(num_nodes))
+
+
+def _cutter(config: Config) -> Fragments:
+    made: Fragments = load_class(config.name, FRAGMENTS, "fragments")(config)
+    return made
+
+
+@dataclass(frozen=True)
+class Named:
+    """One trainable parameter."""
+
+    names: tuple[str, ...]
+    """The one that it stands under first, then those of the modules that it is tied to."""
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def matches(self, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in self.names)
+
+
+def named(module: nn.Module) -> list[Named]:
+    """Returns the trainable parameters in the order of `module.parameters()`."""
+    found: dict[int, tuple[list[str], tuple[int, ...]]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), ([], tuple(parameter.shape)))[0].append(name)
+    return [Named(tuple(names), shape) for names, shape in found.values()]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parameters of a model lie in its flat storage."""
+
+    order: tuple[int, ...]
+    """Of the trainable parameters, as `FlatModel` takes it."""
+    ranges: tuple[tuple[int, int], ...]
+    """[start, stop) of every fragment, without gaps; behind the last one lies what is kept."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the parameters, in `order`."""
+
+    @property
+    def shared(self) -> int:
+        """How many parameters are shared, the first ones."""
+        return self.ranges[-1][1]
+
+    def shapes_in(self, start: int, stop: int) -> list[tuple[int, ...]]:
+        """Returns the shapes of the parameters in a range; one that the range cuts counts as a vector."""
+        found: list[tuple[int, ...]] = []
+        at = 0
+        for shape in self.shapes:
+            first, last = max(at, start), min(at + math.prod(shape), stop)
+            if first < last:
+                found.append(shape if last - first == math.prod(shape) else (last - first,))
+            at += math.prod(shape)
+        return found
+
+
+def layout_of(config: ParametersConfig, parameters: Sequence[Named], num_nodes: int) -> Layout:
+    """Returns the layout of a model. config: without `problems_of` this model."""
+    shared, kept = _split(config, parameters)
+    groups = [shared]
+    if isinstance(config.fragments, list):
+        groups = [[] for _ in config.fragments]
+        for place in shared:
+            groups[_owner(config.fragments, parameters[place])].append(place)
+    order = [place for group in groups for place in group] + kept
+    stops, at = [], 0
+    for group in groups:
+        at += sum(parameters[place].elements for place in group)
+        stops.append(at)
+    if config.fragments is not None and not isinstance(config.fragments, list):
+        count = len(config.parts(num_nodes))
+        stops = [at * (i + 1) // count for i in range(count)]
+    ranges = tuple(zip([0, *stops], stops, strict=False))
+    return Layout(tuple(order), ranges, tuple(parameters[place].shape for place in order))
+
+
+def _split(config: ParametersConfig, parameters: Sequence[Named]) -> tuple[list[int], list[int]]:
+    """Returns the places of the shared parameters and of those that are kept."""
+    shared = [i for i, each in enumerate(parameters) if each.matches(config.share) and not each.matches(config.keep)]
+    return shared, sorted(set(range(len(parameters))).difference(shared))
+
+
+def _owner(fragments: Sequence[FragmentConfig], parameter: Named) -> int:
+    """Returns which fragment has a parameter: the first that matches it; their number where none does."""
+    matching = (i for i, each in enumerate(fragments) if parameter.matches(each.patterns))
+    return next(matching, len(fragments))
+
+
+def problems_of(
+    config: ParametersConfig, parameters: Sequence[Named], num_nodes: int
+) -> Iterator[tuple[Path, str, str]]:
+    """Yields what is wrong with a section for a model: (path below `parameters`, sentence, hint)."""
+    patterns: list[tuple[Path, str]] = [(("share", i), each) for i, each in enumerate(config.share)]
+    patterns += [(("keep", i), each) for i, each in enumerate(config.keep)]
+    listed = config.fragments if isinstance(config.fragments, list) else []
+    patterns += [(_place(i, k, each), pattern) for i, each in enumerate(listed)
+                 for k, pattern in enumerate(each.patterns)]  # fmt: skip
+    unmatched = [(path, pattern) for path, pattern in patterns if not any(p.matches([pattern]) for p in parameters)]
+    for path, pattern in unmatched:
+        yield path, f"must match the name of a trainable parameter, got {pattern!r}", _hint(pattern, parameters)
+    if unmatched:
+        return
+    shared, _ = _split(config, parameters)
+    if not shared:
+        yield ("keep",), f"must leave a parameter to share, got all {len(parameters)} kept", ""
+        return
+    for i, pattern in enumerate(config.share):
+        if all(p.matches(config.keep) for p in parameters if p.matches([pattern])):
+            yield ("share", i), f"must match a parameter that is not kept, got {pattern!r}", "keep wins over share"
+    if listed:
+        yield from _uncovered(listed, [parameters[place] for place in shared])
+    elif config.fragments is not None:
+        elements, count = sum(parameters[i].elements for i in shared), len(config.parts(num_nodes))
+        if count > elements:
+            yield ("fragments",), f": {elements} shared parameters cannot be cut into {count} fragments", ""
+
+
+def _place(fragment: int, pattern: int, config: FragmentConfig) -> Path:
+    path = ("fragments", fragment, "parameters")
+    return path if isinstance(config.parameters, str) else (*path, pattern)
+
+
+def _uncovered(listed: Sequence[FragmentConfig], shared: Sequence[Named]) -> Iterator[tuple[Path, str, str]]:
+    """Fragments without a parameter, and parameters without a fragment."""
+    owners = [_owner(listed, each) for each in shared]
+    for i, each in enumerate(listed):
+        if i in owners:
+            continue
+        before = sorted({owner for owner, p in zip(owners, shared, strict=True) if p.matches(each.patterns)})
+        why = f"all that it matches is in fragment {before[0]}, which comes first" if before else "that is not shared"
+        text = "must match a shared parameter that no fragment before has, got "
+        yield ("fragments", i, "parameters"), f"{text}{' '.join(each.patterns)!r}: {why}", ""
+    left = [p.names[0] for owner, p in zip(owners, shared, strict=True) if owner == len(listed)]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        hint = 'add {parameters: "*"} as the last one, or keep them'
+        yield ("fragments",), f"must have every shared parameter, got none with {left[0]}{more}", hint
+
+
+def _hint(pattern: str, parameters: Sequence[Named]) -> str:
+    names = [name for each in parameters for name in each.names]
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return f"did you mean '{pattern}.*'?"
+    found = nearest(pattern, [*names, *(f"{name.rpartition('.')[0]}.*" for name in names if "." in name)])
+    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    return f"did you mean '{found}'?" if found else f"names: {shown}"
