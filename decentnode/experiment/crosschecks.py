@@ -84,15 +84,19 @@ def fragment_graphs_can_be_made(experiment: Experiment) -> Iterator[Problem]:
     run, parameters = _graph(experiment), experiment.parameters
     if run is None or parameters is None:
         return
-    try:
-        graphs = experiment.make_fragment_graphs()
-        for index, graph in enumerate(graphs):
+    for index, part in enumerate(parameters.parts(run.num_nodes)):
+        if part.graph is None:
+            continue
+        path = _fragment_path(experiment, index)
+        try:
+            graph = experiment.make_fragment_graph(index, part.graph)
             graph.weights(0, 0)
-            if graph.num_nodes != run.num_nodes:
-                message = f": the fragment's graph has {graph.num_nodes} nodes but the run has {run.num_nodes}"
-                yield Problem(_fragment_path(experiment, index), message, other=("graph",))
-    except UsageError as error:
-        yield Problem(("parameters", "fragments"), f": {error}", other=("weights",) if experiment.weights else None)
+        except UsageError as error:
+            yield Problem(path, f": {error}")
+            return  # random fragments have graphs of one kind
+        if graph.num_nodes != run.num_nodes:
+            message = f": the fragment's graph has {graph.num_nodes} nodes but the run has {run.num_nodes}"
+            yield Problem(path, message, other=("graph",))
 
 
 def _fragment_path(experiment: Experiment, index: int) -> tuple[str | int, ...]:

@@ -146,15 +146,16 @@ class Experiment(Settings):
         fragment's is drawn with the run's seed, each further one with a seed of its own. Raises GraphError."""
         if self._fragment_graphs is None:
             run = self.make_graph()
-            self._fragment_graphs = tuple(
-                run if part.graph is None
-                else build_graph(part.graph, self.weights, self._graph_seed(index), self._base_dir)
-                for index, part in enumerate((self.parameters or ParametersConfig()).parts(run.num_nodes))
-            )
+            parts = (self.parameters or ParametersConfig()).parts(run.num_nodes)
+            self._fragment_graphs = tuple(self.make_fragment_graph(i, part.graph) for i, part in enumerate(parts))
         return self._fragment_graphs
 
-    def _graph_seed(self, fragment: int) -> int:
-        return torch_seed(self.seed, GLOBAL, f"graph of fragment {fragment}") if fragment else self.seed
+    def make_fragment_graph(self, index: int, config: Config | None) -> Graph:
+        """One of `make_fragment_graphs`, made anew. Raises GraphError."""
+        if config is None:
+            return self.make_graph()
+        seed = torch_seed(self.seed, GLOBAL, f"graph of fragment {index}") if index else self.seed
+        return build_graph(config, self.weights, seed, self._base_dir)
 
     def make_mapping(self) -> NodeMapping:
         """The mapping, made once. Raises MappingError."""
