@@ -125,11 +125,11 @@ def _graphs(experiment: Experiment) -> list[tuple[int, Graph]]:
 
 def patterns_match_the_model(experiment: Experiment) -> Iterator[Problem]:
     """Every pattern of `parameters` names a parameter, and every shared parameter has a fragment."""
-    dataset, graph = _dataset(experiment), _graph(experiment)
-    if experiment.parameters is None or dataset is None or graph is None:
+    spec, graph = _spec(experiment), _graph(experiment)
+    if experiment.parameters is None or spec is None or graph is None:
         return
     try:
-        module = _on_meta(experiment, dataset.spec)
+        module = _on_meta(experiment, spec)
     except UsageError:  # model_takes_the_data says so
         return
     for path, message, hint in problems_of(experiment.parameters, named(module), graph.num_nodes):
