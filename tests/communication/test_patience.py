@@ -16,7 +16,7 @@ from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_memory.model_slots import ModelSlots
-from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath
+from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW, CliquePath, NodeSide
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
@@ -162,7 +162,8 @@ class Window(CliquePath):
 
 def test_windows_of_several_peers_in_a_clique_share_a_time_out(clock: Clock) -> None:
     node = Waits(clock)
-    path = Window(None, None, node.inbox, node.status, Counters(), SECONDS, lambda _t: None)  # type: ignore[abstract, arg-type]
+    side = NodeSide(node.inbox, node.status, Counters(), SECONDS, lambda _t: None)
+    path = Window(None, None, side)  # type: ignore[abstract, arg-type]
     assert all(path._may_send(uid, 0) for _ in range(SEND_WINDOW) for uid in (1, 2))
     began = clock.now()
     assert not path._may_send(1, 0) and not path._may_send(2, 0)

@@ -18,6 +18,7 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.communication.torch_distributed.batched_p2p import BatchedPath
+from decentnode.communication.torch_distributed.clique_path import NodeSide
 from decentnode.communication.torch_distributed.communicator import NcclCommunicator, describe_gpu, refusal
 from decentnode.communication.torch_distributed.gloo import connect, listen
 from decentnode.communication.torch_distributed.group_collective import CollectiveKind, SumExchange
@@ -37,7 +38,7 @@ def path() -> Iterator[BatchedPath]:
     inbox = Inbox((DENSE, SPARSE), 1 << 22, status, counters, lambda uid, size: None, device=device)
     server = listen("127.0.0.1", 30)
     communicator = NcclCommunicator(connect("127.0.0.1", server.port, "test/0", 30), 0, (0,), device, 30)
-    made = BatchedPath(communicator, inbox, status, counters, 30.0, lambda tensor: None, peers=frozenset({0}),
+    made = BatchedPath(communicator, NodeSide(inbox, status, counters, 30.0, lambda tensor: None), peers=frozenset({0}),
                        start_seconds=30)  # fmt: skip
     yield made
     made.close()

@@ -40,7 +40,7 @@ from torch import Tensor
 from decentnode.communication.receive.chunking import TensorPlan
 from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
-from decentnode.communication.torch_distributed.clique_path import CliquePath
+from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.communicator import Communicator
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall
 from decentnode.errors import PeerLost
@@ -93,7 +93,7 @@ class BatchedPath(CliquePath):
     """
 
     def __init__(
-        self, communicator: Communicator, *parts: Any, peers: frozenset[int] | None = None,
+        self, communicator: Communicator, node: NodeSide, *, peers: frozenset[int] | None = None,
         start_seconds: float | None = None,
     ) -> None:
         """Blocking until every member's warm-up has met ours. parts: CliquePath's.
@@ -102,7 +102,7 @@ class BatchedPath(CliquePath):
         longest wait for the warm-up. Raises RuntimeError after it.
         """
         found = communicator.peers if peers is None else peers
-        super().__init__(communicator.calls, Pool(communicator.device, keep=4 * len(found) + 4), *parts)
+        super().__init__(communicator.calls, Pool(communicator.device, keep=4 * len(found) + 4), node)
         self.peers = found
         self._communicator, self._device = communicator, communicator.device
         if self._device.type == "cuda":

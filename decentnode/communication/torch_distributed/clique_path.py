@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -25,6 +26,20 @@ CLOSE_SECONDS = 2.0
 """Longest wait, when closing, for a peer to take what was sent to it."""
 
 
+@dataclass(frozen=True)
+class NodeSide:
+    """What a clique's path has of the node whose end it is."""
+
+    inbox: Inbox
+    """Where arrived payloads go."""
+    state: RunState
+    counters: Counters
+    timeout_seconds: float
+    """Longest wait for room in a peer's window."""
+    lease_of: Callable[[Tensor], object]
+    """Returns what to hold while a tensor is sent from where it lies; None where it has to be copied first."""
+
+
 class CliquePath(abc.ABC):
     """One node's end of a communicator. `begin` and `close` are the training thread's.
 
@@ -33,21 +48,14 @@ class CliquePath(abc.ABC):
     word on who is alive.
     """
 
-    def __init__(
-        self, calls: Calls, pool: Pool, inbox: Inbox, status: RunState, counters: Counters, timeout_seconds: float,
-        lease_of: Callable[[Tensor], object],
-    ) -> None:
-        """calls: of this node's communicator. pool: of buffers on its device. timeout_seconds: longest wait for room in
-        a peer's window.
-
-        lease_of: what to hold while a tensor is sent from where it lies; None where it has to be copied first.
-        """
-        self.window = max(SEND_WINDOW, 2 * len(inbox.plans))  # fragments of one round are sent together
+    def __init__(self, calls: Calls, pool: Pool, node: NodeSide) -> None:
+        """calls: of this node's communicator. pool: of buffers on its device."""
+        self.window = max(SEND_WINDOW, 2 * len(node.inbox.plans))  # fragments of one round are sent together
         self.peers: frozenset[int] = frozenset()
         """The members that are reached by this path."""
         self._calls, self._pool = calls, pool
-        self._inbox, self._status, self._counters = inbox, status, counters
-        self._timeout_seconds, self._lease_of = timeout_seconds, lease_of
+        self._inbox, self._status, self._counters = node.inbox, node.state, node.counters
+        self._timeout_seconds, self._lease_of = node.timeout_seconds, node.lease_of
         self._flying: dict[int, int] = {}
         """Payloads under way to each peer."""
         self._blocked = 0

@@ -14,7 +14,7 @@ from decentnode.communication.path import Path, PathContext, Sent, grouped
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.batched_p2p import BatchedPath
-from decentnode.communication.torch_distributed.clique_path import CliquePath
+from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.communicator import (
     Communicator,
     GlooCommunicator,
@@ -83,18 +83,18 @@ class TorchDistributedPath(Path):
             store = in_file(file, len(members), timeout_seconds)
         else:
             store = connect(host, port, f"{context.run_id.hex()}/{self._generation_name()}", timeout_seconds)
-        parts = (context.inbox, context.state, context.counters, self._config.timeout_seconds, context.lease_of)
+        node = NodeSide(context.inbox, context.state, context.counters, self._config.timeout_seconds, context.lease_of)
         nccl = self._takes_nccl(store, members)
         logger.info("clique of nodes %s by %s", members, "nccl" if nccl else "gloo")
         if not nccl and not self._config.batched:
-            return TaggedPath(GlooClique(store, context.uid, members, via, timeout_seconds), *parts,
+            return TaggedPath(GlooClique(store, context.uid, members, via, timeout_seconds), node,
                               pinned=context.device.type == "cuda")  # fmt: skip
         found: Communicator
         if nccl:
             found = NcclCommunicator(store, context.uid, members, context.device, timeout_seconds)
         else:
             found = GlooCommunicator(store, context.uid, members, via, timeout_seconds)
-        return BatchedPath(found, *parts, start_seconds=timeout_seconds)
+        return BatchedPath(found, node, start_seconds=timeout_seconds)
 
     def _takes_nccl(self, store: dist.Store, members: tuple[int, ...]) -> bool:
         """Blocking, the same answer on every member. Raises AssemblyError where nccl is asked for and cannot be."""

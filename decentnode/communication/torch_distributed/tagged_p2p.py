@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
-from decentnode.communication.torch_distributed.clique_path import CliquePath
+from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.gloo import GlooClique
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall
 from decentnode.payload import Payload
@@ -27,9 +26,9 @@ class TaggedPath(CliquePath):
     peer.
     """
 
-    def __init__(self, clique: GlooClique, *parts: Any, pinned: bool = False) -> None:
-        """parts: CliquePath's. pinned: models lie on a GPU."""
-        super().__init__(clique.calls, Pool(torch.device("cpu"), pinned=pinned), *parts)
+    def __init__(self, clique: GlooClique, node: NodeSide, *, pinned: bool = False) -> None:
+        """pinned: models lie on a GPU."""
+        super().__init__(clique.calls, Pool(torch.device("cpu"), pinned=pinned), node)
         self.peers = clique.peers
         self._clique = clique
         per_phase = [sum(plan.count(plan.spec.max_elements) for plan in plans) for plans in self._inbox.plans]
