@@ -112,6 +112,42 @@ def test_the_architecture_page_shows_these_floors() -> None:
             assert re.search(rf"^    {re.escape(line)}(  |$)", page, re.M), f"no line '{line}'"
 
 
+PURE = [
+    "wire/membership/*.py", "wire/session*.py", "wire/stream.py", "wire/framing.py",
+    "communication/receive/inbox_state.py", "communication/receive/arrival_wait.py",
+    "communication/receive/partial_payload.py", "communication/receive/chunking.py",
+    *(f"communication/zeromq/{name}.py" for name in (
+        "credentials", "link_state", "link_sender", "reliable_links", "message_maker", "reconfigure", "tree_mean")),
+]  # fmt: skip
+"""Driven by calls, with the time in them: a simulation runs these files as they are."""
+NO_THREADS = ["communication/receive/exchange.py", "communication/zeromq/node_protocol.py"]
+"""Driven by calls; they ask the one clock."""
+IO_MODULES = {"zmq", "threading", "socket", "select", "time", "queue", "asyncio", "concurrent", "multiprocessing"}
+
+
+def modules_of(path: Path) -> set[str]:
+    """Top-level names of all modules that a file imports, and "clock"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+            if node.module == "decentnode":
+                found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize(("pattern", "forbidden"), [
+    *((pattern, IO_MODULES | {"clock"}) for pattern in PURE), *((pattern, IO_MODULES) for pattern in NO_THREADS),
+])  # fmt: skip
+def test_the_protocol_has_no_sockets_threads_locks_or_clock(pattern: str, forbidden: set[str]) -> None:
+    files = sorted(PACKAGE.glob(pattern))
+    assert files, pattern
+    for path in files:
+        assert not modules_of(path) & forbidden, path
+
+
 FORBIDDEN = [
     (r"^\s*(import|from) pickle\b|pickle\.loads", "pickle"),
     (r"_object_list\(|send_pyobj|recv_pyobj", "a call that pickles"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import Hooks
-from decentnode.communication.parts import CommunicationConfig
+from decentnode.communication.parts import ConfigT
 from decentnode.config.component import Component
 from decentnode.payload import Payload
 
@@ -105,12 +105,12 @@ class Pending(abc.ABC):
         """(mean, number of contributors). Raises PeerLost naming who was waited for, Interrupted on a stop."""
 
 
-class Communication(Hooks, Component, abc.ABC):
+class Communication(Hooks[ConfigT], Component, abc.ABC):
     """One node's end of a transport. All methods are called from the node's training thread, unless they say more."""
 
     uid: int
     counters: Counters
-    config: CommunicationConfig
+    config: ConfigT
     partners: frozenset[int] | None = None
     """Set before `start`, and alike at both ends: whom payloads are ever exchanged with; anybody when None."""
     goes_on: bool = False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Collection, Mapping
-from typing import ClassVar, Self
+from typing import ClassVar, Generic, Self
 
 from torch import Tensor
 
-from decentnode.communication.parts import CommunicationConfig, Endpoints, TransportParts
+from decentnode.communication.parts import ConfigT, Endpoints, TransportParts
 from decentnode.wire.generation import Generation
 
 
@@ -26,13 +26,13 @@ class PendingGeneration(abc.ABC):
         """The generation in force, its paths open. Raises PeerLost where none can be had within the time-outs."""
 
 
-class Hooks:
+class Hooks(Generic[ConfigT]):
     """The second level of `Communication` (base.py), called from the node's training thread like the first."""
 
     # -- a transport whose nodes are processes of their own
 
     @classmethod
-    def make(cls, config: CommunicationConfig, parts: TransportParts) -> Self:
+    def make(cls, config: ConfigT, parts: TransportParts) -> Self:
         """One node's transport, for a process of its own. Raises EnvironmentFault, UsageError."""
         raise NotImplementedError(f"communication {config.name} runs in one process: its nodes are made together")
 

@@ -158,7 +158,7 @@ class InprocConfig(CommunicationConfig):
     has_generations: ClassVar[bool] = True
 
 
-class Inproc(Communication):
+class Inproc(Communication[CommunicationConfig]):
     """Hands payloads over as copies. Means and barriers need every node to have been stepped up to them."""
 
     Config: ClassVar[type[Config]] = InprocConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from pydantic import Field
@@ -97,3 +97,7 @@ class CommunicationConfig(Config):
     suspect_seconds: float = Field(10.0, gt=0)
     """With `node.missing: regroup`: a node that answers no ping for so long, in seconds, is left out of the next
     generation."""
+
+
+ConfigT = TypeVar("ConfigT", bound=CommunicationConfig)
+"""The Config of a transport."""

@@ -135,6 +135,17 @@ class RunState(RunFacts):
             self.doorbell.ring()
         self.changed.notify_all()
 
+    def wake(self) -> None:
+        """Any thread: wake whoever waits, as something that it looks at has changed."""
+        with self.changed:
+            self.notify()
+
+    def fail(self, error: Exception) -> None:
+        """Any thread: every wait raises `error` from now on, unless there was another before it."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.notify()
+
     def wait(self, timeout_seconds: float) -> None:
         """Whoever waits for neighbors, with `changed` held (and let go meanwhile): until something may have changed.
 

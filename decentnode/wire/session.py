@@ -96,6 +96,7 @@ class Session:
         num_nodes: int,
         digest: str,
         run: bytes | None = None,
+        *,
         software: str = "",
         describe: Callable[[int], str] = lambda uid: f"node {uid}",
     ) -> None:

@@ -82,7 +82,7 @@ def test_the_time_out_of_a_start_names_handshakes_that_were_refused(tmp_path: Pa
 
         def time_is_over() -> None:
             wait_until(made[0].counters.refused_handshakes)
-            made[0]._io.call(made[0]._give_up)
+            made[0]._io.call(made[0]._protocol.give_up)
 
         clock = threading.Thread(target=time_is_over)
         clock.start()

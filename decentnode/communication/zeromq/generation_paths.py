@@ -25,6 +25,7 @@ from decentnode.communication.zeromq.chunk_path import ChunkPath
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.link_driver import LinkDriver
 from decentnode.communication.zeromq.link_state import CONTROL, ONE_FRAME_BYTES
+from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.sender import Sender
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.config.component import load_class
@@ -50,6 +51,7 @@ class RunParts:
     driver: LinkDriver
     inbox: Inbox
     sender: Sender
+    maker: MessageMaker
     state: RunState
     counters: Counters
 
@@ -123,7 +125,7 @@ class GenerationPaths:
         self, routing: Routing, partners: frozenset[int] | None, leases: Leases, lease_of: Callable[[Tensor], object]
     ) -> PathContext:
         def send(uid: int, kind: type[Message], *values: object) -> None:
-            header = run.sender.header(kind, *values)
+            header = run.maker.header(kind, *values)
             control = run.driver.links.sender.control_header
             run.driver.call(lambda: control(uid, header, clock.now(), purpose="protocol"))
 

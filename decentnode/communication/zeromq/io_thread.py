@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import select
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
 from decentnode.communication.zeromq.security import Authenticator, Security
 from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner
+from decentnode.communication.zeromq.waker import Waker
 from decentnode.errors import NodeFailed
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 
@@ -111,15 +111,11 @@ class IoThread(threading.Thread):
         self._sender_monitors: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._blocked: set[tuple[int, int]] = set()
         self._calls: deque[Callable[[], None]] = deque()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self._awake = False
-        """Whether a byte is under way through the pair that wakes whoever is at the sockets."""
+        self._waker = Waker()
         self._deadline: float | None = None
         self._next_tick = 0.0
-        self._owner = SocketOwner(self._wake)
-        self.doorbell = SocketDoorbell(self._owner, self._wake, self._guest_step)
+        self._owner = SocketOwner(self._waker.wake)
+        self.doorbell = SocketDoorbell(self._owner, self._waker.wake, self._guest_step)
         """Where the training thread may wait."""
         self._poll = select.poll()
         self._watched: dict[int, Callable[[], None]] = {}
@@ -144,14 +140,12 @@ class IoThread(threading.Thread):
         if len(self._calls) >= MAX_CALLS:
             raise NodeFailed(f"{self.name}: the sockets' thread is {MAX_CALLS} calls behind")
         self._calls.append(function)
-        self._wake()
+        self._waker.wake()
         self._owner.rouse()
 
-    def _wake(self) -> None:
-        if not self._awake:
-            self._awake = True
-            with contextlib.suppress(OSError):
-                self._wake_in.send(b"!")
+    def joined(self) -> None:
+        """On the thread at the sockets: the node has joined, and hears of handshakes no more."""
+        self.joining = False
 
     def close(self, linger_seconds: float) -> None:
         """Stop the thread and release every socket, once the handler has finished or `linger_seconds` are over."""
@@ -204,8 +198,8 @@ class IoThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._watched[self._wake_out.fileno()] = self._woken
-            self._poll.register(self._wake_out.fileno(), select.POLLIN)
+            self._watched[self._waker.descriptor] = self._waker.clear
+            self._poll.register(self._waker.descriptor, select.POLLIN)
             while not self._over():
                 if self._owner.give():
                     self._owner.take_back(lambda: bool(self._calls))
@@ -277,11 +271,6 @@ class IoThread(threading.Thread):
             return False
         with self.lock:
             return self._handler.finished() or clock.now() >= self._deadline
-
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake_out.recv(4096)
-        self._awake = False
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -399,7 +388,6 @@ class IoThread(threading.Thread):
             listener.close(linger=0)
         if self._door is not None:
             self._door.socket.close(linger=0)
-        self._wake_in.close()
-        self._wake_out.close()
+        self._waker.close()
         if not self.context.closed:
             self.context.term()

@@ -25,8 +25,8 @@ from decentnode.wire.session import Session
 
 
 class LinkOwner(Protocol):
-    """Whom a driver tells what its links bring. All but `crashed` are called with the driver's lock held, from the
-    thread at the sockets or from one that sends."""
+    """Whom a driver tells what its links bring (`NodeProtocol`). All but `crashed` are called with the driver's lock
+    held, from the thread at the sockets or from one that sends."""
 
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
         """As `LinkPort.deliver`."""
@@ -34,7 +34,8 @@ class LinkOwner(Protocol):
     def tick(self, now: float) -> None:
         """A few times per second."""
 
-    def has_room(self, uid: int) -> None:
+    @property
+    def has_room(self) -> Callable[[int], None]:
         """As `LinkPort.has_room`."""
 
     def crashed(self, error: BaseException) -> None:
@@ -55,14 +56,12 @@ class LinkDriver:
     """The I/O shell of `ReliableLinks`: what `IoThread` calls as its handler, and what the links call as their port."""
 
     def __init__(
-        self, session: Session, owner: LinkOwner, counters: Counters, sizes: LinkSizes, security: Security | None
+        self, session: Session, counters: Counters, sizes: LinkSizes, security: Security | None
     ) -> None:
-        """Opens sockets; they are bound, and the thread is started, later."""
+        """Opens sockets; they are bound, and the thread is started, later, with `serve` before."""
         self.lock = threading.RLock()
         """Held around every call of the links."""
-        self._owner, self._counters = owner, counters
-        # not methods that pass on: that would be a tenth of what a message costs here
-        self.deliver, self.has_room, self.crashed = owner.deliver, owner.has_room, owner.crashed
+        self._counters = counters
         access = BulkAccess(security is not None and security.bulk_needs_credential,
                             security is not None and security.bulk == "aes-gcm")  # fmt: skip
         self._credits = ReceiveCredits(sizes.window)
@@ -72,6 +71,12 @@ class LinkDriver:
         self.io = IoThread(f"io-{session.uid}", sizes.max_bulk_bytes, self, security, access.given)
         self.send, self.renew, self.received = self.io.send, self.io.renew, self.links.receive
         self._handshakes = Handshakes(session, self.io.endpoints)
+
+    def serve(self, owner: LinkOwner) -> None:
+        """Before the thread is started: who hears what the links bring."""
+        self._owner = owner
+        # not methods that pass on: that would be a tenth of what a message costs here
+        self.deliver, self.has_room, self.crashed = owner.deliver, owner.has_room, owner.crashed
 
     # -- any thread -------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""What leaves a node over its sockets: payloads cut into chunks, the headers of all messages, checksums."""
+"""Payloads that leave a node over its sockets, cut into chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -11,32 +11,27 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
 from decentnode.communication.run_state import RunState
-from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.connections import held
 from decentnode.communication.zeromq.link_driver import LinkDriver
-from decentnode.communication.zeromq.link_state import BULK, CONTROL, QueuedMessage
-from decentnode.communication.zeromq.security import Security
+from decentnode.communication.zeromq.link_state import BULK, QueuedMessage
+from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.payload import Payload
-from decentnode.wire import codec, framing
-from decentnode.wire.messages import Chunk, Message, Scalars
-from decentnode.wire.session import Session
+from decentnode.wire.messages import Chunk, Scalars
 
 
 class Sender:
-    """One node's. Payloads are sent from the training thread; `header` and `sum_kind` are any thread's."""
+    """One node's payloads, on their way to the links; used from the training thread."""
 
     staging: Staging | None = None
     """Slots of pinned memory, for models on a GPU."""
 
     def __init__(
-        self, uid: int, config: ZeroMQConfig, session: Session, links: LinkDriver,
-        plans: tuple[tuple[TensorPlan, ...], ...], status: RunState, counters: Counters, security: Security | None,
+        self, driver: LinkDriver, maker: MessageMaker, plans: tuple[tuple[TensorPlan, ...], ...], status: RunState,
+        counters: Counters, *, timeout_seconds: float,
     ) -> None:
-        """plans: by phase."""
-        self.over_tcp: list[set[int]] = [set(), set()]
-        """By plane: peers that are not behind a Unix socket."""
-        self._uid, self._config, self._session, self._links, self._plans = uid, config, session, links, plans
-        self._status, self._counters, self._security = status, counters, security
+        """plans: by phase. timeout_seconds: longest wait for a peer that takes nothing."""
+        self._links, self._maker, self._plans, self._status, self._counters = driver, maker, plans, status, counters
+        self._timeout_seconds = timeout_seconds
 
     def takes(self, uid: int) -> bool:
         """Whether `may_send` would return at once."""
@@ -49,7 +44,7 @@ class Sender:
         if takes(uid):
             return True
         began = clock.now()
-        deadline = began + status.room_patience(self._config.timeout_seconds)
+        deadline = began + status.room_patience(self._timeout_seconds)
         with status.changed, status.waits_for([uid]):
             while not (taken := takes(uid)):
                 status.raise_if_failed()
@@ -86,7 +81,7 @@ class Sender:
         returns. Not blocking, but for the copy."""
         plans, links = self._plans[phase], self._links
         scalars: Scalars = payload.scalars
-        sums = self.sum_kind(BULK, uids)
+        sums = self._maker.sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
             tensor = payload.tensors[plan.name]
             total, size = tensor.numel(), plan.spec.dtype.itemsize
@@ -96,7 +91,7 @@ class Sender:
             for chunk in range(plan.count(total)):
                 start, stop = plan.bounds(chunk, total)
                 body = raw[start * size : stop * size] if fetched is None else fetched.piece(chunk)
-                header = self.header(Chunk, round, phase, index, chunk, total, scalars)
+                header = self._maker.header(Chunk, round, phase, index, chunk, total, scalars)
                 scalars = {}
                 last = index + 1 == len(plans) and chunk + 1 == plan.count(total)
                 links.bulk(uids, QueuedMessage.bulk(header, body, sums, lease, hold=held, last=last))
@@ -112,15 +107,3 @@ class Sender:
         if fetched is None:
             self._links.hurry()
         return fetched
-
-    def header(self, kind: type[Message], *values: object) -> bytes:
-        session = self._session
-        return codec.encode_values(kind, (session.run, session.generation, self._uid, session.origin, *values))
-
-    def sum_kind(self, plane: int, uids: Collection[int]) -> int:
-        """How messages to these uids are protected against corruption, beside what encryption does."""
-        if self._security is not None and (plane == CONTROL or self._security.bulk != "none"):
-            return framing.NONE
-        if self._config.checksum != "auto":
-            return framing.KINDS[self._config.checksum]
-        return framing.NONE if self.over_tcp[plane].isdisjoint(uids) else framing.XXH3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from decentnode.communication.base import Pending
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunState
 from decentnode.communication.zeromq.tree_mean import OutgoingPart, TreeMeans, own_share
 from decentnode.errors import Interrupted, PeerFault, PeerLost
-from decentnode.wire.messages import Arrive, Report, Scalars
+from decentnode.wire.messages import Arrive, Message, Report, Scalars
 from decentnode.wire.session import Session
 
 
@@ -25,23 +26,27 @@ class PendingMean(Pending):
         return mean.view(self._shape), contributors
 
 
+class Outlet(Protocol):
+    """What sends for the collectives: `NodeProtocol`."""
+
+    def control(self, uid: int, kind: type[Message], *values: object) -> None:
+        """Send a control message to a peer."""
+
+    def emit(self, pieces: list[OutgoingPart]) -> None:
+        """Send pieces of means."""
+
+
 class TreeCollectives:
     """The waits are the training thread's; `arrive`, `reported` and `means` are the I/O thread's."""
 
     def __init__(
-        self,
-        session: Session,
-        chunk_bytes: int,
-        status: RunState,
-        describe: Callable[[int], str],
-        call: Callable[[Callable[[], None]], None],
-        send: Callable[..., None],
-        emit: Callable[[list[OutgoingPart]], None],
+        self, session: Session, chunk_bytes: int, status: RunState, call: Callable[[Callable[[], None]], None],
+        outlet: Outlet,
     ) -> None:
-        """call(function) runs it on the I/O thread, where send(uid, kind, *values) and emit(pieces) belong."""
+        """call(function) runs it on the I/O thread, where the outlet is used."""
         self.means = TreeMeans(session.tree, chunk_bytes)
-        self._uid, self._session, self._status, self._describe = session.uid, session, status, describe
-        self._call, self._send, self._emit = call, send, emit
+        self._uid, self._session, self._status, self._describe = session.uid, session, status, session.describe
+        self._call, self._outlet = call, outlet
         self._here: dict[int, str] = {}
         """The barrier at which this node or a child waits, since it arrived there last."""
         self._gone_up: str | None = None
@@ -59,7 +64,7 @@ class TreeCollectives:
         """What `Communication.mean` does."""
         self._status.raise_if_over()
         share = own_share(tensor)
-        self._call(lambda: self._emit(self.means.begin(key, share)))
+        self._call(lambda: self._outlet.emit(self.means.begin(key, share)))
         return PendingMean(self, key, closing, tensor.shape)
 
     def wait_mean(self, key: str, closing: bool, timeout_seconds: float) -> tuple[Tensor, int]:
@@ -136,9 +141,9 @@ class TreeCollectives:
                 self._passed, self._gone_up = name, None
                 self._status.notify()
         if not passed and tree.parent is not None:
-            self._send(tree.parent, Arrive, name, 0)
+            self._outlet.control(tree.parent, Arrive, name, 0)
         for child in tree.children if passed else ():
-            self._send(child, Arrive, name, 1)
+            self._outlet.control(child, Arrive, name, 1)
 
     def report(self, figures: Scalars) -> None:
         """What `Communication.report` does."""
@@ -146,7 +151,7 @@ class TreeCollectives:
             self._reports[self._uid] = dict(figures)
         parent = self._session.tree.parent
         if parent is not None:
-            self._call(lambda: self._send(parent, Report, self._uid, dict(figures)))
+            self._call(lambda: self._outlet.control(parent, Report, self._uid, dict(figures)))
 
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
         """Elsewhere than on the lowest uid this waits for the subtree, whose reports pass through here."""

@@ -118,7 +118,7 @@ def test_a_run_through_slots_sends_what_it_would_send_without(
     used: list[bool] = []
 
     def fetched(node: Sender, plan: TensorPlan, tensor: Tensor) -> object:
-        made = stagings[node._uid].fetch(plan, tensor)
+        made = stagings[node._maker.uid].fetch(plan, tensor)
         used.append(made is not None)
         if made is None:
             node._links.hurry()

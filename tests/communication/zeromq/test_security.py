@@ -229,10 +229,10 @@ def failures(made: list[ZeroMQ], known: dict[int, str], one_knows: str = "") -> 
             wait_until(lambda: all(_knows(made[uid], says) for uid, says in known.items())
                        and any(_knows(made[uid], one_knows) for uid in known)
                        and len(made[0].absent) == len(out), lambda: [node.refusals for node in made])  # fmt: skip
-            made[0]._io.call(made[0]._give_up)
+            made[0]._io.call(made[0]._protocol.give_up)
             wait_until(lambda: len(told) == len(made) - len(out), lambda: f"only {told.keys()} heard of it")
             for node in out:
-                node._io.call(node._give_up)
+                node._io.call(node._protocol.give_up)
 
         clock = threading.Thread(target=time_is_over)
         clock.start()

@@ -18,6 +18,7 @@ from decentnode.communication.run_state import RunState
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
+from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerFault, PeerLost
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
@@ -82,10 +83,14 @@ class Parent:
         self.sent: list[tuple[int, str, int]] = []
         self.on_sent: Callable[[], None] = lambda: None
         session = Session(uid, n, "d", b"12345678")
-        self.collectives = TreeCollectives(session, 1 << 22, RunState(), lambda uid: f"node {uid}", lambda work: work(),
-                                       self.send, lambda pieces: None)  # fmt: skip
+        self.collectives = TreeCollectives(session, 1 << 22, RunState(), lambda work: work(), self)
 
-    def send(self, uid: int, kind: type[Message], name: str, down: int) -> None:
+    def emit(self, pieces: list[OutgoingPart]) -> None:
+        """No means here."""
+
+    def control(self, uid: int, kind: type[Message], *values: object) -> None:
+        name, down = values
+        assert isinstance(name, str) and isinstance(down, int)
         assert kind is Arrive
         self.sent.append((uid, name, down))
         self.on_sent()
@@ -135,7 +140,7 @@ def test_a_member_cannot_let_another_through_a_barrier() -> None:
     with nodes("tcp", 10, flat_schema(4)) as made:
         liar, victim = made[2], made[3]
         assert isinstance(liar, ZeroMQ) and isinstance(victim, ZeroMQ)
-        liar._io.call(lambda: liar._control(victim.uid, Arrive, "b", 1))
+        liar._io.call(lambda: liar._protocol.control(victim.uid, Arrive, "b", 1))
         wait_until(lambda: victim.counters.faults, "the liar's word did not come")
         with pytest.raises(PeerLost, match=r"barrier 'b' not passed within 0.2 s, waiting for node 0"):
             victim.barrier("b", 0.2)
@@ -213,7 +218,7 @@ def test_a_node_with_another_config_is_refused_by_name() -> None:
         with pytest.raises(AssemblyError, match=says):
             node.start(1000)
         if node.uid:
-            first._io.call(first._give_up)  # as when its time is over
+            first._io.call(first._protocol.give_up)  # as when its time is over
 
     with connected([first, second], start=False):
         together([first, second], run)

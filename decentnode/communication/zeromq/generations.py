@@ -1,0 +1,73 @@
+"""Generations of members where threads meet: the lock around `Reconfiguration`, and the training thread's waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from decentnode import clock
+from decentnode.communication.run_state import RunState
+from decentnode.communication.zeromq.link_driver import LinkDriver
+from decentnode.communication.zeromq.reconfigure import POLL_SECONDS, GenerationWait, Reconfiguration
+from decentnode.errors import Regrouping
+from decentnode.wire.generation import Generation
+
+
+class Generations:
+    """One node's. All state of `reconfiguration` is guarded by the driver's lock."""
+
+    def __init__(self, reconfiguration: Reconfiguration, driver: LinkDriver, state: RunState) -> None:
+        self.reconfiguration = reconfiguration
+        self._driver, self._state = driver, state
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def suspect(self, uids: Collection[int], reason: str, *, dead: bool = False) -> None:
+        """As `Reconfiguration.suspect`."""
+        with self._driver.lock:
+            self.reconfiguration.suspect(uids, reason, clock.now(), dead=dead)
+
+    def fail(self) -> None:
+        """As `Reconfiguration.fail`."""
+        with self._driver.lock:
+            self.reconfiguration.fail()
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def leave(self, reason: str) -> None:
+        """As `Reconfiguration.leave`."""
+        with self._driver.lock:
+            self.reconfiguration.leave(reason, clock.now())
+
+    def enter(self, round: int) -> None:
+        """As `Reconfiguration.enter`."""
+        with self._driver.lock:
+            self.reconfiguration.enter(round)
+
+    def caught_up(self) -> None:
+        """As `Reconfiguration.caught_up`."""
+        with self._driver.lock:
+            self.reconfiguration.caught_up()
+
+    def wait(self, alone_seconds: float, together_seconds: float, install: Callable[[Generation], None]) -> Generation:
+        """Blocking until the next generation is in force; raises as `GenerationWait.step`.
+
+        install(generation): with the driver's lock held, puts away what belonged to the old one.
+        """
+        of, state = self.reconfiguration, self._state
+        wait = GenerationWait(of, alone_seconds, together_seconds, install, clock.now())
+        while True:
+            with self._driver.lock:
+                generation = wait.step(clock.now())
+            if generation is not None:
+                return generation
+            with state.changed:
+                if of.to_install is None and of.going is None:
+                    state.changed.wait(POLL_SECONDS)
+
+    def over(self, error: Exception, seconds: float) -> bool:
+        """Blocking for `seconds` at most: whether a failure of the training thread is but the end of the generation."""
+        state, deadline = self._state, clock.now() + seconds
+        with state.changed:
+            while not state.regrouping and state.failure is None and (left := deadline - clock.now()) > 0:
+                state.changed.wait(min(left, POLL_SECONDS))
+            return isinstance(error, Regrouping) or bool(state.regrouping)
