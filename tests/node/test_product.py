@@ -1,0 +1,348 @@
+"""Every rule and codec with every schedule, with and without losses, with every policy for buffers, on every kind of
+graph: a combination is refused before it starts, by a sentence that names what would do, or it keeps what its parts
+promise."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decentnode.build import build, step_all
+from decentnode.communication.base import Arrival, AveragingGroup, Exchange
+from decentnode.communication.inproc import Hub, Inproc, InprocConfig, InprocExchange
+from decentnode.communication.parts import Schema
+from decentnode.compression import CODECS, LOSSLESS
+from decentnode.config.component import Config, load_class
+from decentnode.errors import ConfigError
+from decentnode.experiment import Experiment, crosschecks, derived, load
+from decentnode.models.base import Model, outputs_of
+from decentnode.node import background
+from decentnode.payload import Payload
+from decentnode.samples import DataSpec
+from decentnode.sharing import SHARINGS
+from tests.conftest import scale
+from tests.sharing.contract import KEEPS_NO_MEAN
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+NODES, ROUNDS, LR = 4, 3, 0.05
+SECONDS = 10.0
+"""Longest wait of a node for a payload that should come."""
+OPTIONS = {"hierarchical": "groups: [[0, 1], [2, 3]]", "powergossip": "rank: 1", "local_sgd": "every: 2",
+           "slowmo": "every: 2", "diloco": "every: 2", "noloco": "every: 1"}  # fmt: skip
+MISSING_LIBRARIES = {name for name, module in (("zstd", "zstandard"), ("lz4", "lz4"))
+                     if importlib.util.find_spec(module) is None}  # fmt: skip
+
+
+class Normed(Model):
+    """Has float buffers, and parameters of three shapes and of very unequal sizes."""
+
+    def __init__(self, config: Config) -> None:
+        pass
+
+    def make(self, data: DataSpec) -> nn.Module:
+        outputs = outputs_of("normed", data)
+        return nn.Sequential(nn.Linear(data.input_shape[0], 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, outputs))
+
+
+# -- a twin whose receivers wait and whose payloads may be lost ---------------------------------------------------
+
+
+class LossyHub(Hub):
+    """Payloads of one edge are lost in one round; who waits for another one is woken when it comes."""
+
+    def __init__(self, num_nodes: int, lost_round: int) -> None:
+        super().__init__(num_nodes)
+        self.lost_round = lost_round
+        self.came = threading.Condition()
+
+    def loses(self, round: int, source: int, destination: int) -> bool:
+        return round == self.lost_round and source == 2 and destination % 2 == 1
+
+
+class WaitingExchange(InprocExchange):
+    def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
+        owner = self._owner
+        assert isinstance(owner.hub, LossyHub)
+        hub, deadline = owner.hub, time.monotonic() + SECONDS
+        due = {(self._round, self._phase, source, owner.uid) for source in self._expected
+               if not hub.loses(self._round, source, owner.uid)}  # fmt: skip
+        with hub.came:
+            while not due <= hub.payloads.keys():
+                assert hub.came.wait(deadline - time.monotonic()), f"{due - hub.payloads.keys()} did not come"
+        yield from super().arrivals(timeout_seconds)
+
+
+class Waiting(Inproc):
+    """Takes in arrivals in any thread, as the transports between processes do."""
+
+    concurrent: ClassVar[bool] = True
+
+    def exchange(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        group: AveragingGroup | None = None,
+    ) -> Exchange:
+        hub = self.hub
+        assert isinstance(hub, LossyHub)
+        with hub.came:
+            super().exchange(round, outgoing, expected, phase, group)
+            for uid in outgoing:
+                if hub.loses(round, self.uid, uid):
+                    del hub.payloads[round, phase, self.uid, uid]
+            hub.came.notify_all()
+        return WaitingExchange(self, round, phase, expected)
+
+
+# -- combinations -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    rule: str = "full"
+    codec: str = "none"
+    schedule: str = "sequential"
+    """background: overlapped, mixed by a thread of its own."""
+    missing: str = "fail"
+    """return_weight: and some payloads are lost."""
+    buffers: str = "average"
+    graph: str = "ring"
+
+    def sections(self, lr: float) -> list[str]:
+        of = "{name: zstd, of: {name: int4, unbiased: true}}" if self.codec == "zstd of int4" else self.codec
+        codec = "" if self.codec == "none" else f", compression: {of}"
+        options = f", {OPTIONS[self.rule]}" if self.rule in OPTIONS else ""
+        overlapped = self.schedule != "sequential"
+        return [
+            f"sharing={{name: {self.rule}{options}{codec}}}",
+            "weights=null", f"graph={{name: {self.graph}, nodes: {NODES}}}",
+            f"mapping={{machines: 1, nodes_per_machine: {NODES}}}",
+            "data={name: synthetic, input_shape: [6], num_classes: 3, train_samples: 60, test_samples: 12, "
+            "partition: {name: iid}}",
+            "model={name: 'tests.node.test_product:Normed'}",
+            f"training={{batch_size: 5, local_steps: 1, optimizer: {{name: sgd, lr: {lr}, momentum: 0.5}}}}",
+            f"node={{rounds: {ROUNDS}, evaluate_every: 0, schedule: {'overlapped' if overlapped else 'sequential'}, "
+            f"missing: {self.missing}, buffers: {self.buffers}"
+            + (f", mix_in_background: {str(self.schedule == 'background').lower()}}}" if overlapped else "}"),
+        ]  # fmt: skip
+
+    def __str__(self) -> str:
+        return " ".join(getattr(self, each.name) for each in fields(self))
+
+
+VALUES: dict[str, Sequence[str]] = {
+    "rule": list(SHARINGS),
+    "codec": ["none", *(name for name in (*CODECS, "zstd of int4") if name.split()[0] not in MISSING_LIBRARIES)],
+    "schedule": ["sequential", "overlapped", "background"],
+    "missing": ["fail", "return_weight"],
+    "buffers": ["average", "local", "recompute"],
+    "graph": ["ring", "tree", "complete", "one_peer_exponential", "random_matching", "exponential",
+              "directed_one_peer_exponential"],
+}
+"""Static undirected graphs (a ring, a tree, all with all), periodic and random ones, and directed ones (static,
+periodic)."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run left."""
+
+    models: Tensor
+    """[N, P]."""
+    buffers: Tensor
+    """[N, B]."""
+    merged: Tensor
+    accuracies: tuple[Any, ...]
+    before: Tensor
+    """[N, P] the models before the first round."""
+
+    def same(self, other: Left) -> bool:
+        return (torch.equal(self.models, other.models) and torch.equal(self.buffers, other.buffers)
+                and torch.equal(self.merged, other.merged) and self.accuracies == other.accuracies)  # fmt: skip
+
+
+def ran(case: Case, lr: float = LR, lossy: bool = False) -> Left:
+    """A whole run in this process, from models that are apart. Raises ConfigError where it is refused."""
+    experiment = loaded(case, lr)
+    hub = LossyHub(NODES, lost_round=1 if lossy else -1)
+    records: list[dict[str, Any]] = []
+
+    def join(uid: int) -> Callable[[tuple[Schema, ...]], Waiting]:
+        return lambda schemas: Waiting(InprocConfig(name="inproc"), uid=uid, hub=hub, schemas=schemas)
+
+    nodes = [build(experiment, uid, join(uid), records.append) for uid in range(NODES)]
+    draws = torch.Generator().manual_seed(9)
+    for node in nodes:
+        node.training.model.parameters.add_(torch.randn(node.training.model.num_parameters, generator=draws), alpha=0.3)
+    before = torch.stack([node.training.model.parameters.clone() for node in nodes])
+    step_all(nodes)
+    assert [node.round for node in nodes] == [ROUNDS] * NODES and len(nodes[0].reports) == NODES
+    assert not hub.payloads, "everything that was sent was taken in"
+    assert not any(node.figures()["faults"] for node in nodes)
+    gaps = [(each["round"], each["missing"]) for each in records if each["kind"] == "round" and "missing" in each]
+    assert all(gap == (1, [2]) for gap in gaps) and (lossy or not gaps), "nothing is missing but what was lost"
+    if case.schedule == "background" and case.rule in ("full", "choco", "push_sum"):
+        assert all(node.schedule._mixes_in_background for node in nodes)  # type: ignore[attr-defined]
+    assert nodes[0].merged is not None
+    return Left(
+        torch.stack([node.training.model.parameters.clone() for node in nodes]),
+        torch.stack([node.training.model.buffers.clone() for node in nodes]), nodes[0].merged,
+        tuple((each["round"], each["accuracy_mean"], each["accuracy_merged"], each["consensus_rms"])
+              for each in records if each["kind"] == "evaluation"), before,
+    )  # fmt: skip
+
+
+@functools.lru_cache(8)
+def loaded(case: Case, lr: float) -> Experiment:
+    return load(QUICKSTART, case.sections(lr), {}, check=lr > 0)
+
+
+def refusal(case: Case) -> str:
+    """Why the run is refused before it starts; empty where it is not."""
+    try:
+        loaded(case, LR)
+    except ConfigError as error:
+        return "\n".join(error.problems)
+    return ""
+
+
+SENTENCE = re.compile(r"must be|needs |works with schedule: sequential|never recovers .+ would do|is not a known key")
+
+
+def check_refusal(text: str) -> None:
+    """A place, what is needed, and no trace of our own errors."""
+    assert SENTENCE.search(text), text
+    assert not re.search(r"Traceback|Error\(|object at 0x|None", text), text
+
+
+def check(case: Case) -> None:
+    lossy = case.missing == "return_weight"
+    first = ran(case, lossy=lossy)
+    for each in (first.models, first.buffers, first.merged):
+        assert bool(each.isfinite().all())
+    assert not torch.equal(first.models, first.before)
+    again = replace(case, schedule="overlapped") if case.schedule == "background" else case
+    assert first.same(ran(again, lossy=lossy)), "again, bit for bit, whoever mixes"
+    still = ran(case, lr=0.0)
+    assert bool(still.models.isfinite().all())
+    if case.schedule != "sequential":
+        assert still.same(ran(replace(case, schedule="sequential"), lr=0.0)), "without steps nothing is late"
+    if keeps_mean(case):
+        torch.testing.assert_close(still.models.double().mean(0), still.before.double().mean(0), atol=2e-5, rtol=0)
+
+
+def keeps_mean(case: Case) -> bool:
+    """The rule promises it where W is doubly stochastic, as on all graphs here, with codecs that lose nothing; rules
+    that compress by themselves with every codec. push_sum mixes by how many neighbors a node has, and keeps the mean of
+    models weighted by their mass, which differ where nodes have more or fewer neighbors."""
+    within = case.rule in ("choco", "qsgd", "sign", "deepsqueeze")
+    if case.rule == "push_sum" and case.graph == "tree":
+        return False
+    return case.rule not in KEEPS_NO_MEAN and (within or case.codec in ("none", *LOSSLESS))
+
+
+# -- which of them ------------------------------------------------------------------------------------------------
+
+
+def pairwise(values: Mapping[str, Sequence[str]], seed: int = 0) -> Iterator[Case]:
+    """Cases in which any two values of two keys meet: each the best of some random ones, until no pair is left."""
+    draw, keys = random.Random(seed), list(values)
+    left = {pair for a, b in itertools.combinations(keys, 2)
+            for pair in itertools.product(((a, x) for x in values[a]), ((b, y) for y in values[b]))}  # fmt: skip
+    while left:
+        (a, x), (b, y) = min(left)
+        tried = [{**{key: draw.choice(values[key]) for key in keys}, a: x, b: y} for _ in range(30)]
+        best = max(tried, key=lambda case: len(left & pairs(case)))
+        left -= pairs(best)
+        yield Case(**best)
+
+
+def pairs(case: Mapping[str, str]) -> set[Any]:
+    return set(itertools.combinations(case.items(), 2))
+
+
+@pytest.fixture(autouse=True)
+def small_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """They are mixed in the background, too. A second thread of torch would cost more than it takes over."""
+    monkeypatch.setattr(background, "LEAST_ELEMENTS", 1)
+    for module in (crosschecks, derived):  # the search of a step has tests of its own, and takes seconds per codec
+        monkeypatch.setattr(module, "largest_step", lambda *_: 0.5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check_all(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
+    """(those that ran, those that were refused)."""
+    done: list[Case] = []
+    refused: list[Case] = []
+    for case in cases:
+        try:
+            if text := refusal(case):
+                check_refusal(text)
+                refused.append(case)
+            else:
+                check(case)
+                done.append(case)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error!r}") from error
+    return done, refused
+
+
+def test_pairs_of_codec_schedule_losses_buffers_and_graph() -> None:
+    """Plain averaging goes with everything. By default four graphs, and half the codecs: of each kind one."""
+    plain = {key: values for key, values in VALUES.items() if key != "rule"}
+    if not scale(0, 1):
+        plain["graph"] = ["ring", "one_peer_exponential", "random_matching", "directed_one_peer_exponential"]
+        kinds = ("none", "bfloat16", "int8", "qsgd", "sign", "zlib")
+        plain["codec"] = [name for name in plain["codec"] if name in kinds]
+    done, refused = check_all(pairwise(plain))
+    assert not refused and len(done) >= len(plain["codec"]) * len(plain["graph"])
+    for key, values in plain.items():
+        assert {getattr(case, key) for case in done} == {*values}
+
+
+def drawn(rule: str, schedule: str, draw: random.Random) -> Iterator[Case]:
+    """Cases with all else at random, without end."""
+    while True:
+        chosen = {key: draw.choice(values) for key, values in VALUES.items()}
+        yield Case(**{**chosen, "rule": rule, "schedule": schedule})
+
+
+def test_every_rule_runs_or_is_refused() -> None:
+    """With a codec, losses, buffers and a graph as they come: those that are refused first, and one that runs, mixed in
+    the background by every rule that can be."""
+    refusals = []
+    for number, rule in enumerate(SHARINGS):
+        sequential = load_class(rule, SHARINGS, "sharing").requirements.sequential
+        if sequential:
+            check_refusal(refusal(Case(rule, schedule="background")))
+        schedule = "sequential" if sequential else "background"
+        for case in itertools.islice(drawn(rule, schedule, random.Random(number)), 60):
+            done, refused = check_all([case])
+            refusals += refused
+            if done:
+                break
+        else:
+            raise AssertionError(f"{rule} never runs")
+    assert len(refusals) > 10 and "full" not in {case.rule for case in refusals}
+
+
+@pytest.mark.skipif(not scale(0, 1), reason="a hundred runs for each rule")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("rule", SHARINGS)
+def test_every_rule_with_all_pairs_of_the_rest(rule: str) -> None:
+    """Under --stress. The whole product would be 1,764 combinations of each rule."""
+    check_all(pairwise({**VALUES, "rule": [rule]}, seed=len(rule)))
