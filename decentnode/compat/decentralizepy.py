@@ -295,9 +295,12 @@ class _Reader:
                 self._problem("[DATASET] test_dir: must be train_dir for CIFAR10, whose files lie together")
             return {"folder": self._place(f"{train}/cifar-10-batches-py", self.path.parent)}
         if name == "movielens":
-            return {"folder": self._place(f"{train}/ml-latest-small", self.path.parent)}
+            self._note("each node is tested on the other ratings of its own users, as there")
+            return {"folder": self._place(f"{train}/ml-latest-small", self.path.parent), "test": "own"}
         folders: Section = {key: self._place(place, self.path.parent) for key, place in
                             (("train_folder", train), ("test_folder", test))}  # fmt: skip
+        if name == "shakespeare":
+            folders["test_every"] = 30
         if name == "celeba":
             folders["images"] = self._place(self._value("DATASET", "images_dir", "", str), self.path.parent)
             folders["pixels"] = "raw"

@@ -15,6 +15,8 @@ DATASETS = Table({
     "idx": "decentnode.data.idx:Idx",
     "femnist": "decentnode.data.leaf:Femnist",
     "celeba": "decentnode.data.leaf:Celeba",
+    "shakespeare": "decentnode.data.leaf_text:Shakespeare",
+    "movielens": "decentnode.data.movielens:Movielens",
     "tiny_imagenet": "decentnode.data.tiny_imagenet:TinyImagenet",
     "npz": "decentnode.data.npz:Npz",
     "synthetic": "decentnode.data.synthetic:Synthetic",

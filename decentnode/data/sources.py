@@ -92,6 +92,10 @@ SOURCES: dict[str, Source] = {
     "celeba": Source(by_hand="the images img_align_celeba and the lists of identities and attributes are given out by "
                              "their authors (https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html); LEAF's "
                              "data/celeba/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the files"),
+    "shakespeare": Source(by_hand="LEAF's data/shakespeare/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes "
+                                  "the files; its folder data/shakespeare/data is the one to name"),
+    "movielens": Source(by_hand="https://files.grouplens.org/datasets/movielens/ml-latest-small.zip holds ratings.csv; "
+                                "its authors change it without a digest"),
 }  # fmt: skip
 """Datasets that are not part of the package."""
 

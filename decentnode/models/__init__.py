@@ -14,4 +14,7 @@ MODELS: dict[str, str] = {
     "femnist_cnn": "decentnode.models.femnist_cnn:FemnistCnn",
     "rnet": "decentnode.models.rnet:Rnet",
     "celeba_cnn": "decentnode.models.celeba_cnn:CelebaCnn",
+    "shakespeare_lstm": "decentnode.models.shakespeare_lstm:ShakespeareLstm",
+    "reddit_rnn": "decentnode.models.reddit_rnn:RedditRnn",
+    "matrix_factorization": "decentnode.models.matrix_factorization:MatrixFactorization",
 }

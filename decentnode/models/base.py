@@ -43,3 +43,13 @@ def image_shape(model: str, data: DataSpec, smallest: int) -> tuple[int, int, in
             f"got samples of shape {list(input_shape)}"
         )
     return input_shape[0], input_shape[1], input_shape[2]
+
+
+def tokens_of(model: str, data: DataSpec) -> tuple[int, int]:
+    """(length, vocabulary). Raises UsageError unless inputs are sequences of tokens and the target is the next one."""
+    if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1 or data.target_shape != ():
+        raise UsageError(
+            f"model {model} needs sequences of tokens with one token as target, got {data.task} of samples of shape "
+            f"{list(data.input_shape)} with targets of shape {list(data.target_shape)}"
+        )
+    return data.input_shape[0], data.vocabulary

@@ -14,7 +14,14 @@ from click.testing import CliRunner, Result
 from decentnode.build import build_in_process, step_all
 from decentnode.cli import main
 from decentnode.experiment import load
-from tests.data.files import write_celeba, write_cifar10, write_cifar10_python, write_femnist
+from tests.data.files import (
+    write_celeba,
+    write_cifar10,
+    write_cifar10_python,
+    write_femnist,
+    write_movielens,
+    write_shakespeare,
+)
 
 STEP = {
     "DATASET": {"dataset_package": "decentralizepy.datasets.CIFAR10", "dataset_class": "CIFAR10",
@@ -168,6 +175,21 @@ def test_celeba(folder: Path) -> None:
     plain = converted("-ps", "3")
     assert plain["data"]["images"] == "images" and plain["data"]["pixels"] == "raw" and plain["model"] == "celeba_cnn"
     load("config.yaml")
+
+
+def test_shakespeare_and_movielens(folder: Path) -> None:
+    write_shakespeare(folder / "leaf")
+    write(folder, DATASET=leaf("Shakespeare", "LSTM"))
+    plain = converted("-ps", "3")
+    assert plain["model"] == "shakespeare_lstm" and plain["data"]["test_every"] == 30
+    load("config.yaml")
+    write_movielens(folder / "films" / "ml-latest-small")
+    keys = {**leaf("MovieLens", "MatrixFactorization"), "train_dir": "films", "test_dir": "films"}
+    write(folder, DATASET=keys, TRAIN_PARAMS={"loss_class": "MSELoss"})
+    plain = converted("-ps", "3")
+    assert plain["model"] == "matrix_factorization" and "loss" not in plain["training"]
+    shares = load("config.yaml").open_data()
+    assert [set(shares.dataset().train_keys()[shares.shares()[uid]]) for uid in range(3)] == [{0, 1}, {2, 3}, {4, 5}]
 
 
 def test_graph_files_and_addresses(folder: Path) -> None:

@@ -8,33 +8,42 @@ from decentnode.data.base import Dataset, Partition, Samples
 
 
 def check_dataset(dataset: Dataset) -> None:
-    targets = dataset.train_targets()
-    assert targets.dtype == np.int64 and targets.ndim == 1 and len(targets) > 0
-    assert targets.min() >= 0 and targets.max() < dataset.num_classes
-    assert np.array_equal(targets, dataset.train_targets())
-    count = len(targets)
+    targets, spec, count = dataset.train_targets(), dataset.spec, dataset.num_train()
     everything, test = dataset.train(np.arange(count)), dataset.test()
+    assert isinstance(everything, Samples) and isinstance(test, Samples)
     check_samples(everything, dataset)
     check_samples(test, dataset)
-    assert len(everything) == count and len(test) > 0
-    assert np.array_equal(everything.targets, targets)
+    assert len(everything) == count > 0 and len(test) == dataset.num_test() > 0
+    assert (targets is None) == (spec.num_classes is None)
+    if targets is not None:
+        assert targets.dtype == np.int64 and targets.shape == (count,)
+        assert targets.min() >= 0 and targets.max() < dataset.num_classes
+        assert np.array_equal(targets, dataset.train_targets()) and np.array_equal(everything.targets, targets)
     chosen = np.array([count - 1, 0, count // 2, 0])  # any order, with a repetition
     some = dataset.train(chosen)
     check_samples(some, dataset)
     assert np.array_equal(some.inputs, everything.inputs[chosen])
-    assert np.array_equal(some.targets, targets[chosen])
+    assert np.array_equal(some.targets, everything.targets[chosen])
     none = dataset.train(np.empty(0, np.int64))
-    assert len(none) == 0 and none.inputs.shape == (0, *dataset.input_shape)
+    assert len(none) == 0 and none.inputs.shape == (0, *spec.input_shape)
     taken = everything.take(chosen)
     assert np.array_equal(taken.inputs, some.inputs) and (taken.scale, taken.offset) == (some.scale, some.offset)
-    keys = dataset.train_keys()
-    assert keys is None or (keys.shape == (count,) and keys.dtype.kind in "iu")
+    for keys, length in ((dataset.train_keys(), count), (dataset.test_keys(), len(test))):
+        assert keys is None or (keys.shape == (length,) and keys.dtype.kind in "iu")
 
 
 def check_samples(samples: Samples, dataset: Dataset) -> None:
-    assert samples.inputs.shape == (len(samples), *dataset.input_shape)
+    spec = dataset.spec
+    assert samples.inputs.shape == (len(samples), *spec.input_shape)
+    assert samples.targets.shape == (len(samples), *spec.target_shape)
+    assert samples.targets.dtype == (np.float32 if spec.task in ("rating", "regression") else np.int64)
+    assert samples.ids == (spec.inputs == "ids")
+    if samples.ids:
+        assert samples.inputs.dtype.kind in "iu" and (not len(samples) or samples.inputs.min() >= 0)
+        most = [spec.users, spec.items] if spec.users is not None else spec.vocabulary
+        assert (samples.inputs < most).all() and (spec.vocabulary is None or samples.targets.max(initial=0) < most)
+        return
     assert samples.inputs.dtype in (np.uint8, np.float32)
-    assert samples.targets.dtype == np.int64 and samples.targets.shape == (len(samples),)
     ready = samples.inputs.astype(np.float32) * samples.scale + samples.offset
     assert np.isfinite(ready).all() and np.abs(ready).max(initial=0) < 100
 

@@ -202,3 +202,23 @@ def write_tiny_imagenet(folder: Path, classes: int = 3, per_class: int = 4) -> N
         write_image(folder / "val" / "images" / f"val_{label}.JPEG", np.full((64, 64, 3), 40 * label))
         lines.append(f"val_{label}.JPEG\t{name}\t0\t32\t44\t62\n")
     (folder / "val" / "val_annotations.txt").write_text("".join(lines))
+
+
+def write_shakespeare(folder: Path) -> None:
+    """Three speakers who repeat a line of their own."""
+    users: dict[str, tuple[list[Any], list[Any]]] = {}
+    for user, line in enumerate(("To be, or not to be: ", "Words, words, words. ", "O, that this too too solid\n")):
+        text = line * 20
+        users[f"PLAY_{user}"] = ([text[n : n + 80] for n in range(30)], [text[n + 80] for n in range(30)])
+    write_leaf(folder, users, {user: (x[:7], y[:7]) for user, (x, y) in users.items()})
+
+
+def write_movielens(folder: Path, users: int = 6, films: int = 12) -> None:
+    """Everybody likes films of an even number: the parity decides about the rating."""
+    draw = np.random.default_rng(5)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["userId,movieId,rating,timestamp"]
+    for user in range(1, users + 1):
+        for film in np.sort(draw.choice(films, films - 2, replace=False)):
+            lines.append(f"{user},{10 * film + 3},{4.5 if film % 2 == 0 else 1.0},96498{user}")
+    (folder / "ratings.csv").write_text("\n".join(lines) + "\n")

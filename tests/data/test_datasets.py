@@ -33,6 +33,9 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
     elif name == "femnist":
         files.write_femnist(tmp_path / "d")
         section["folder"] = "d"
+    elif name in ("shakespeare", "movielens"):
+        (files.write_shakespeare if name == "shakespeare" else files.write_movielens)(tmp_path / "d")
+        section["folder"] = "d"
     elif name == "celeba":
         files.write_celeba(tmp_path / "d", tmp_path / "img")
         section |= {"folder": "d", "images": "img", "side": 20}

@@ -20,9 +20,13 @@ def check_model(model: Model, data: DataSpec) -> None:
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
     assert all(p.is_contiguous() for p in module.parameters())  # the flat order is the same on every device
     inputs = torch.randn(3, *data.input_shape)
+    if data.inputs == "ids":
+        most = torch.tensor([data.users, data.items] if data.users is not None else data.vocabulary)
+        inputs = (torch.rand(3, *data.input_shape) * most).long()
     kept = inputs.clone()
     outputs = module(inputs)
-    assert outputs.shape == (3, data.num_classes) and outputs.dtype == torch.float32
+    classes = data.num_classes or data.vocabulary
+    assert outputs.shape == ((3,) if classes is None else (3, classes)) and outputs.dtype == torch.float32
     assert torch.equal(inputs, kept)
     if any(isinstance(part, nn.BatchNorm2d | nn.Dropout) for part in module.modules()):
         module.eval()  # where a sample's outputs are its own matter, too

@@ -29,8 +29,14 @@ def make(name: str, **keys: Any) -> Model:
     return found
 
 
+OF_IDS = {
+    "shakespeare_lstm": DataSpec((7,), "ids", "next_token", vocabulary=9),
+    "reddit_rnn": DataSpec((5,), "ids", "next_token", vocabulary=30),
+    "matrix_factorization": DataSpec((2,), "ids", "rating", users=5, items=8),
+}
+"""Models whose inputs are no numbers, and such data."""
 CHECKED: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in MODELS if name not in ("resnet", "wide_resnet", "vgg")),
+    *((name, {}) for name in MODELS if name not in ("resnet", "wide_resnet", "vgg", *OF_IDS)),
     ("gn_lenet", {"norm": "batch"}), ("gn_lenet", {"norm": "none"}), ("lenet", {"variant": "caffe"}),
     ("rnet", {"norm": "group", "groups": 4}), ("wide_resnet", {"depth": 10, "widen": 1, "dropout": 0.1}),
     ("wide_resnet", {"depth": 10, "widen": 1, "norm": "group"}),
@@ -43,7 +49,27 @@ CHECKED: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_all_models_are_checked() -> None:
-    assert {name for name, _ in CHECKED} == set(MODELS)
+    assert {name for name, _ in CHECKED} | set(OF_IDS) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", OF_IDS)
+def test_contract_of_ids(name: str) -> None:
+    check_model(make(name), OF_IDS[name])
+    with pytest.raises(UsageError, match=f"model {name} needs"):
+        make(name).make(DataSpec(CIFAR, num_classes=10))
+    with pytest.raises(UsageError, match="needs"):
+        make("logistic").make(OF_IDS[name])
+
+
+@pytest.mark.parametrize("name, data, parameters", [
+    ("shakespeare_lstm", DataSpec((80,), "ids", "next_token", vocabulary=92), 2_683_708),
+    ("reddit_rnn", DataSpec((10,), "ids", "next_token", vocabulary=9_999), 4_317_895),
+    ("matrix_factorization", DataSpec((2,), "ids", "rating", users=610, items=9_724), 206_680),
+])
+def test_parameters_on_ids(name: str, data: DataSpec, parameters: int) -> None:
+    with torch.device("meta"):
+        module = make(name).make(data)
+    assert sum(p.numel() for p in module.parameters()) == parameters
 
 
 @pytest.mark.parametrize("shape", [CIFAR, (1, 28, 28), (1, 17, 30)])
@@ -99,7 +125,7 @@ def test_parameters_on_the_data_of_the_sources(
     assert count(name, keys, shape, classes) == parameters
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in OF_IDS])
 def test_an_experiment_with_it_validates(name: str) -> None:
     data = "{name: synthetic, input_shape: [3, 32, 32], train_samples: 640, test_samples: 16}"
     experiment = load(QUICKSTART, [f"model={{name: {name}}}", f"data={data}"])

@@ -1,0 +1,113 @@
+"""MovieLens: how users rated films (https://grouplens.org/datasets/movielens)."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from decentnode import rng
+from decentnode.config.component import Config
+from decentnode.data.base import Dataset, DatasetConfig, existing
+from decentnode.data.cache import Writer, indexed
+from decentnode.data.sources import remedy
+from decentnode.errors import DataError
+from decentnode.samples import DataSpec, Samples
+
+
+class MovielensConfig(DatasetConfig):
+    name: str = "movielens"
+    folder: Path
+    """Folder that holds ratings.csv (ml-latest-small): userId,movieId,rating,timestamp, sorted by user."""
+    train_fraction: float = Field(0.7, gt=0, lt=1)
+    """Part of every user's ratings that is trained on, drawn at random; the others are tested on."""
+    split_seed: int = Field(0, ge=0)
+    """Seed of that draw, apart from the run's: runs of several seeds are tested on the same ratings."""
+    cache: Path | None = None
+    """Folder of the converted samples. Default: the environment's DECENTNODE_CACHE, or ~/.cache/decentnode."""
+
+
+class Movielens(Dataset):
+    """Inputs [2] are the numbers of a user and of a film, the target is the rating, .5 to 5. The key of a sample is its
+    user; `test: own` tests every node on the other ratings of its own users, as decentralizepy does."""
+
+    Config: ClassVar[type[Config]] = MovielensConfig
+    input_shape = (2,)
+
+    def __init__(self, config: MovielensConfig, base_dir: Path) -> None:
+        self.config = config
+        self._path = existing(base_dir / config.folder / "ratings.csv",
+                              f"MovieLens' ratings (data.folder); {remedy('movielens')}")  # fmt: skip
+        options = {"fraction": config.train_fraction, "seed": config.split_seed}
+        cache = base_dir / config.cache if config.cache is not None else None
+        self.index = indexed("movielens", [self._path], options, self._build, cache)
+
+    @property
+    def spec(self) -> DataSpec:
+        notes = self.index.notes
+        return DataSpec(self.input_shape, inputs="ids", task="rating", users=notes["users"], items=notes["items"])
+
+    def train_targets(self) -> None:
+        return None
+
+    def num_train(self) -> int:
+        return len(self.index["train_y"])
+
+    def num_test(self) -> int:
+        return len(self.index["test_y"])
+
+    def train_keys(self) -> np.ndarray:
+        return np.array(self.index["train_x"][:, 0])
+
+    def test_keys(self) -> np.ndarray:
+        return np.array(self.index["test_x"][:, 0])
+
+    def train(self, indices: np.ndarray) -> Samples:
+        indices = np.asarray(indices, dtype=np.int64)
+        count = self.num_train()
+        if len(indices) and (indices.min() < 0 or indices.max() >= count):
+            raise DataError(f"indices must lie in 0..{count - 1}, got {indices.min()}..{indices.max()}")
+        return Samples(np.array(self.index["train_x"][indices]), np.array(self.index["train_y"][indices]), ids=True)
+
+    def test(self) -> Samples:
+        return Samples(self.index["test_x"], self.index["test_y"], ids=True)
+
+    def _build(self, writer: Writer) -> None:
+        films = np.unique(np.fromiter((film for _, film, _ in self._ratings()), np.int64))
+        seen: set[int] = set()
+        for user, rows in itertools.groupby(self._ratings(), key=lambda row: row[0]):
+            if user in seen:
+                raise DataError(f"{self._path}: must be sorted by user, but user {user} comes again")
+            found = np.array([(film, rating) for _, film, rating in rows])
+            inputs = np.stack([np.full(len(found), len(seen)), np.searchsorted(films, found[:, 0])], 1).astype(np.int64)
+            seen.add(user)
+            order = rng.stream(self.config.split_seed, len(seen), "split of ratings").permutation(len(found))
+            border = max(1, round(self.config.train_fraction * len(found)))
+            for split, chosen in (("train", order[:border]), ("test", order[border:])):
+                chosen = np.sort(chosen)
+                writer.append(f"{split}_x", inputs[chosen])
+                writer.append(f"{split}_y", found[chosen, 1].astype(np.float32))
+        if not seen:
+            raise DataError(f"{self._path}: has no ratings")
+        writer.notes |= {"users": len(seen), "items": len(films)}
+
+    def _ratings(self) -> Iterator[tuple[int, int, float]]:
+        """Yields (user, film, rating) line by line. Raises DataError with the line."""
+        with open(self._path, newline="", encoding="utf-8") as file:
+            for number, row in enumerate(csv.reader(file), 1):
+                if number == 1 and row[:3] == ["userId", "movieId", "rating"]:
+                    continue
+                try:
+                    user, film, rating = int(row[0]), int(row[1]), float(row[2])
+                    if user < 0 or film < 0 or not 0 <= rating <= 5:
+                        raise ValueError
+                except (ValueError, IndexError) as error:
+                    raise DataError(
+                        f"{self._path}:{number}: must be user, film and a rating from 0 to 5, got {','.join(row)!r:.80}"
+                    ) from error
+                yield user, film, rating
