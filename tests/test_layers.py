@@ -117,7 +117,8 @@ PURE = [
     "communication/receive/inbox_state.py", "communication/receive/arrival_wait.py",
     "communication/receive/partial_payload.py", "communication/receive/chunking.py",
     *(f"communication/zeromq/{name}.py" for name in (
-        "credentials", "link_state", "link_sender", "reliable_links", "message_maker", "reconfigure", "tree_mean")),
+        "credentials", "link_state", "link_sender", "reliable_links", "message_maker", "reconfigure", "room_wait",
+        "tree_mean")),
 ]  # fmt: skip
 """Driven by calls, with the time in them: a simulation runs these files as they are."""
 NO_THREADS = ["communication/receive/exchange.py", "communication/zeromq/node_protocol.py"]

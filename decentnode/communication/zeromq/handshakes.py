@@ -1,4 +1,4 @@
-"""Handshakes that break off while a run starts, in words that name both ends."""
+"""Handshakes that break off while a run starts, told so that both ends are named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Handshakes:
     """Tells the session of a node who may be whom it waits for in vain, and why.
 
     ZeroMQ does not let strangers say who they are, so that a node goes by where they are and whom it misses. What it
-    finds goes the session's way: to the root of the control tree, and into the message of a start that failed.
+    finds is noted in the session, which sends it to the root of the control tree, and into the message of a start that
+    failed.
     """
 
     def __init__(self, session: Session, endpoints: Mapping[int, tuple[str, str]]) -> None:

@@ -114,7 +114,7 @@ class LinkDriver:
             self._credits.clear()
 
     def consumed(self, uid: int, size: int) -> None:
-        """Bytes of `uid` are used up: it is told when a good part of its window is free again."""
+        """Bytes of `uid` are used up: it is granted more once a good part of its window is free again."""
         with self._credit_lock:
             allowed = self._credits.consumed(uid, size)
         if allowed is not None:

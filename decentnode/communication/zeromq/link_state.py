@@ -183,7 +183,7 @@ class PeerLink:
         self.queued = 0
         """Payloads of rounds of which something waits in the bulk plane's queue."""
         self.withheld: tuple[ExchangeKey, ExchangeKey] | None = None
-        """The first and the last (round, phase) of payloads that were not sent, until the peer is told."""
+        """The first and the last (round, phase) of payloads that were not sent, until the peer has heard so."""
         self.came = 0
         """Cost of the bulk messages that came."""
         self.needs_credential = needs_credential

@@ -40,7 +40,7 @@ class ReliableLinks:
     def __init__(
         self, session: Session, port: LinkPort, counters: Counters, credits: ReceiveCredits, access: BulkAccess
     ) -> None:
-        """credits: what peers were told that they may send; when it grows, `LinkSender.grant` passes it on.
+        """credits: how much peers may send; when it grows, `LinkSender.grant` passes it on.
         access: of bulk, alike on all nodes."""
         self.sender = LinkSender(session, port, counters, credits.window, access)
         """What sends."""
@@ -271,7 +271,7 @@ class ReliableLinks:
 
     @property
     def breaks_matter(self) -> bool:
-        """Whether connections that break are worth a word: not while the run ends, here or for any peer."""
+        """Whether connections that break are worth reporting: not while the run ends, here or for any peer."""
         return not self._closing and not any(edge.gone for edge in self._edges.values())
 
     def finished(self, now: float) -> bool:

@@ -15,6 +15,7 @@ from decentnode.communication.zeromq.connections import held
 from decentnode.communication.zeromq.link_driver import LinkDriver
 from decentnode.communication.zeromq.link_state import BULK, QueuedMessage
 from decentnode.communication.zeromq.message_maker import MessageMaker
+from decentnode.communication.zeromq.room_wait import RoomWait
 from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars
 
@@ -39,28 +40,19 @@ class Sender:
 
     def may_send(self, uid: int, round: int, phase: int) -> bool:
         """Blocking while `max_payloads` wait for a peer, unless it is silent; False when that stays so for too long
-        (`RunState.room_patience`): the payload is not sent, and once the peer takes any it is told so."""
-        takes, status = self._links.links.sender.takes, self._status
-        if takes(uid):
+        (`RunState.room_patience`): the payload is not sent, and the peer hears so once it takes any."""
+        links, status = self._links.links.sender, self._status
+        if links.takes(uid):
             return True
-        began = clock.now()
-        deadline = began + status.room_patience(self._timeout_seconds)
-        with status.changed, status.waits_for([uid]):
-            while not (taken := takes(uid)):
-                status.raise_if_failed()
-                remaining = deadline - clock.now()
-                if status.regrouping or status.departed.get(uid, round + 1) <= round:
-                    return False
-                if remaining <= 0 or uid in status.silent:
-                    status.give_up(uid)
-                    break
-                status.wait(min(remaining, 1.0))
-        status.held_up(clock.now() - began, [uid], self._counters)
-        if taken:
-            return True
-        self._links.withhold(uid, (round, phase))
-        self._counters.fault("send_window", uid, f"round {round}")
-        return False
+        with status.changed:
+            wait = RoomWait(links, status, self._counters, uid=uid, key=(round, phase),
+                            timeout_seconds=self._timeout_seconds, now=clock.now())  # fmt: skip
+            while not wait.step(now := clock.now()):
+                status.wait(min(wait.deadline - now, 1.0))
+        if wait.verdict == "withhold":
+            self._links.withhold(uid, (round, phase))
+            self._counters.fault("send_window", uid, f"round {round}")
+        return wait.verdict == "send"
 
     def takes_again(self, uid: int) -> None:
         """With `LinkDriver.lock` held: a peer for which `max_payloads` waited takes payloads again."""

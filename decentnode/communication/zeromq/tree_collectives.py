@@ -124,7 +124,7 @@ class TreeCollectives:
 
         What arrived is used up in the moment in which it completes something here, so that a child that is at the next
         barrier of the same name before this node's training thread woke up from the first is not forgotten.
-        Raises PeerFault for a word to go on where this node did not arrive.
+        Raises PeerFault where it is said to be passed and this node did not arrive.
         """
         tree = self._session.tree
         with self._status.changed:

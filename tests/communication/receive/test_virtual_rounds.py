@@ -23,6 +23,7 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.link_state import MAX_PAYLOADS, QueuedMessage
+from decentnode.communication.zeromq.room_wait import RoomWait
 from decentnode.payload import TensorSpec
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk, Message, Overdue, Skipped, Waits
@@ -63,18 +64,19 @@ class RoundEnd(End):
         self.inbox = InboxState(schemas(), CHUNK_BYTES, RunFacts(), self.counters, self)
         self.rounds_over, self.dead = 0, False
         self.missing: set[int] = set()
-        self._wait: ArrivalWait | None = None
+        self.withheld = 0
+        self._wait: ArrivalWait | RoomWait | None = None
         self._story = self._rounds()
 
     def begin(self) -> None:
         """With `others` known: the first round starts."""
         self._go_on()
 
-    def _rounds(self) -> Iterator[ArrivalWait]:
+    def _rounds(self) -> Iterator[ArrivalWait | RoomWait]:
         for round in range(ROUNDS):
             self.inbox.advance(round)
             for phase in (0, 1):
-                self._send(round, phase)
+                yield from self._send((round, phase))
                 sources = tuple(other.uid for other in self.others)
                 exchange = InboxExchange(self.inbox, (round, phase), sources, frozenset(sources))
                 got: dict[int, list[Tensor]] = {}
@@ -89,12 +91,19 @@ class RoundEnd(End):
                     assert torch.equal(torch.cat(got[source]), values(source, round, phase)), "bit for bit"
             self.rounds_over += 1
 
-    def _send(self, round: int, phase: int) -> None:
+    def _send(self, key: tuple[int, int]) -> Iterator[RoomWait]:
+        (round, phase), takes = key, []
         raw, (plan,) = to_bytes(values(self.uid, round, phase)), self.inbox.plans[phase]
-        takes = [other.uid for other in self.others if self.links.sender.takes(other.uid)]
-        for other in self.others:
-            if other.uid not in takes:
-                self.links.sender.withhold(other.uid, (round, phase), self.heap.now)
+        for uid in [other.uid for other in self.others]:
+            wait = RoomWait(self.links.sender, self.inbox.status, self.counters, uid=uid, key=key,
+                            timeout_seconds=self.timeout_seconds, now=self.heap.now)  # fmt: skip
+            yield wait
+            if wait.verdict == "send":
+                takes.append(uid)
+            else:
+                assert wait.verdict == "withhold"
+                self.withheld += 1
+                self.links.sender.withhold(uid, key, self.heap.now)
         for chunk in range(plan.count(ELEMENTS)):
             start, stop = plan.bounds(chunk, ELEMENTS)
             header = codec.encode(Chunk(RUN, 0, self.uid, round, phase, 0, chunk, ELEMENTS, {}))
@@ -123,6 +132,10 @@ class RoundEnd(End):
         assert self.held[message.source] <= WINDOW
         self.inbox.put(message, body, now)
 
+    def has_room(self, uid: int) -> None:
+        self.inbox.status.silent.discard(uid)
+        self.ready()
+
     def ask(self, uids: list[int]) -> None:
         for uid in uids:
             self._say(uid, Overdue)
@@ -145,7 +158,7 @@ class RoundEnd(End):
             if self._wait is None:
                 return
 
-    def _look_again(self, wait: ArrivalWait, due: float) -> None:
+    def _look_again(self, wait: ArrivalWait | RoomWait, due: float) -> None:
         def look() -> None:
             if self._wait is wait and wait.deadline == due:
                 self._go_on()
