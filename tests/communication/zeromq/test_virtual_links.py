@@ -10,7 +10,7 @@ import pytest
 from decentnode import clock
 from decentnode.communication.zeromq.link_state import BULK, CONTROL
 from tests.communication.virtual_links import End, drawn_model, plan_breaks
-from tests.communication.virtual_network import EventHeap, VirtualNetwork
+from tests.communication.virtual_network import EventHeap, Model, VirtualNetwork
 from tests.conftest import scale
 
 SEEDS, PER_CASE = scale(200, 20_000), scale(50, 500)
@@ -98,3 +98,25 @@ def test_every_message_comes_once_and_whole(first: int) -> None:
         happened.update(lost=network.lost, cut=network.cuts, repeated=network.repeated, damaged=network.damaged,
                         overtaken=network.overtaken, refused=network.refused)  # fmt: skip
     assert all(happened[what] for what in ("resent", "lost", "cut", "repeated", "damaged", "overtaken", "refused"))
+
+
+def test_a_dead_connection_that_nothing_but_acknowledgements_goes_over_is_renewed() -> None:
+    """Node 0 sends, node 1 has but to acknowledge: nothing numbered of its own tells it that nobody hears it."""
+    heap = EventHeap()
+    network = VirtualNetwork(heap, Model(), 0)
+    network.faulty = False
+    ends = [End(uid, 2, network, 64_000, False) for uid in range(2)]
+    for end in ends:
+        end.others = [other for other in ends if other is not end]
+
+    def acknowledged() -> bool:
+        return not any(plane.out.kept for plane in ends[0].links.sender.edge(1).planes)
+
+    with clock.use(heap.clock):
+        ends[0].send_control(1, 0)
+        assert heap.run(acknowledged, 1.0)
+        ends[1].halve(0, CONTROL)
+        ends[0].send_control(1, 1)
+        ends[0].send_bulk([1], 0, b"body")
+        assert heap.run(acknowledged, 20.0), "it goes on and on"
+    assert ends[1].came == {0: [0, 1]}

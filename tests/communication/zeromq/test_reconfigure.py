@@ -1,0 +1,104 @@
+"""Waits for the next generation, step by step on a time of their own: no links, no threads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from decentnode.communication.counters import Counters
+from decentnode.communication.run_state import RunFacts
+from decentnode.communication.zeromq.reconfigure import POLL_SECONDS, GenerationWait, Reconfiguration
+from decentnode.errors import Interrupted, PeerLost, Regrouping
+from decentnode.wire.generation import Generation, Limits
+from decentnode.wire.membership import Membership
+from decentnode.wire.messages import Message
+
+RUN = b"theirrun"
+
+
+class Node:
+    """One member; what it says reaches the others at the next step."""
+
+    def __init__(self, uid: int, all_: dict[int, Node], n: int = 3) -> None:
+        self.uid, self.all, self.post = uid, all_, list[Message]()
+        draw = random.Random(uid)
+        membership = Membership(uid, n, Limits(2.0, 20.0, 2), draw=draw.randbytes, digest="d", run=RUN)
+        self.facts, self.woken = RunFacts(), 0
+        self.reconfiguration = Reconfiguration(membership, self, self.facts, Counters(), self._wake)  # type: ignore[arg-type]
+        self.reconfiguration.begin(RUN)
+        self.installed: list[Generation] = []
+        self.wait: GenerationWait | None = None
+        self.entered: Generation | None = None
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def send_once(self, uid: int, message: Message) -> None:
+        """As `LinkSender.send_once`."""
+        if uid in self.all:
+            self.all[uid].post.append(message)
+
+    def step(self, now: float) -> None:
+        post, self.post = self.post, []
+        for message in post:
+            self.reconfiguration.receive(message, now)
+        self.reconfiguration.tick(now)
+        if self.facts.regrouping and self.wait is None:
+            self.wait = GenerationWait(self.reconfiguration, 60.0, 120.0, self.installed.append, now)
+        if self.wait is not None and self.entered is None:
+            self.entered = self.wait.step(now)
+
+
+def test_the_others_go_on_without_a_member_that_died() -> None:
+    made: dict[int, Node] = {}
+    made.update({uid: Node(uid, made) for uid in range(3)})
+    del made[2]
+    made[0].reconfiguration.enter(4)
+    made[0].reconfiguration.suspect([2], "it is dead", 100.0, dead=True)
+    assert made[0].facts.regrouping and made[0].woken
+    with pytest.raises(Regrouping):
+        made[0].reconfiguration.enter(5)
+    now = 100.0
+    while not all(node.entered for node in made.values()):
+        now += POLL_SECONDS
+        assert now < 160
+        for node in made.values():
+            node.step(now)
+    for node in made.values():
+        assert node.entered is not None and node.entered.members == (0, 1)
+        assert [each.name for each in node.installed] == [node.entered.name]
+        assert not node.facts.regrouping
+        node.reconfiguration.enter(node.entered.first_round)
+
+
+def test_who_is_alone_gives_up_after_its_time() -> None:
+    made: dict[int, Node] = {}
+    made[0] = Node(0, made)
+    made[0].reconfiguration.suspect([1, 2], "they are dead", 100.0, dead=True)
+    now = 100.0
+    with pytest.raises(PeerLost, match="no new generation of members within 60 s"):
+        while now < 300:
+            now += POLL_SECONDS
+            made[0].step(now)
+    assert 160 < now <= 160 + 2 * POLL_SECONDS + 4
+
+
+def test_a_node_outside_ends_at_once_when_the_run_is_to_stop() -> None:
+    made: dict[int, Node] = {}
+    made[0] = Node(0, made)
+    made[0].reconfiguration.leave("it comes from outside", 100.0)
+    made[0].step(100.25)
+    made[0].reconfiguration.stop_asked = True
+    with pytest.raises(Interrupted):
+        for tick in range(20):
+            made[0].step(100.5 + POLL_SECONDS * tick)
+
+
+def test_what_every_wait_raises_ends_this_one() -> None:
+    made: dict[int, Node] = {}
+    node = made[0] = Node(0, made)
+    node.reconfiguration.leave("it comes from outside", 100.0)
+    node.facts.failure = PeerLost("over", [1])
+    with pytest.raises(PeerLost, match="over"):
+        node.step(100.25)
