@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decentnode.build import schemas_of, step_all
+from decentnode.communication.inproc import Inproc
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
@@ -26,6 +27,7 @@ from decentnode.training.base import Direction, Update
 from tests.communication.contract import BATCHED, NETWORKED, nodes, together
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic, stacked
+from tests.node.test_generations import Run
 from tests.node.test_phases import Twice
 from tests.sharing.contract import KEEPS_NO_MEAN, RULES, rule, shapes_of, suited
 
@@ -292,6 +294,37 @@ def test_a_stop_ends_all_nodes_between_rounds(transport: str) -> None:
             together(made, lambda communication: built[communication.uid].run())
     assert all(8 <= node.round <= 16 for node in built)
     assert all(node.figures()["contributors"] == 4 for node in built)
+
+
+class InGenerations(Run):
+    """Nodes that may be lost and come back, with two fragments and six parameters of their own."""
+
+    def make(self, uid: int) -> Node:
+        training, cut = Quadratic(uid, 40, self.lr), fragments([Spec(20), Spec(34, 3, 1)], self.graph)
+        rules = [FULL(), FULL()]
+        communication = Inproc(Inproc.Config(name="inproc"), uid=uid, hub=self.hub,
+                               schemas=schemas_of(rules, training.model, cut))  # fmt: skip
+        parts = NodeParts(self.graph, training, rules, communication, lambda: [FULL(), FULL()], cut)
+        return Node(uid, self.config, parts, seed=1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", range(4))
+def test_who_comes_back_is_given_what_is_shared_and_keeps_its_own(schedule: str, steps: int) -> None:
+    run = InGenerations(make("regular", nodes=8), rounds=30, schedule=schedule)
+    before = run.models()
+    run.step(5 + steps)
+    run.lose(3)
+    run.step(8)
+    run.restart(3)
+    run.end()
+    after = run.models()
+    np.testing.assert_array_equal(after[:, 34:], before[:, 34:])
+    assert all(len(node.generation.members) == 8 and node.round == 30 for node in run.nodes.values())
+    for part in (slice(0, 20), slice(20, 34)):
+        spread = np.abs(after[:, part] - after[:, part].mean(0)).max()
+        assert spread < 0.1 * np.abs(before[:, part] - before[:, part].mean(0)).max(), part
+        assert (after[:, part] >= before[:, part].min(0) - 1e-6).all()
 
 
 def test_what_is_kept_is_in_no_mean() -> None:
