@@ -229,16 +229,16 @@ def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[Config
 
 def _group(annotation: Any) -> type[pydantic.BaseModel] | None:
     """The group of keys that a key holds, by itself or as the entries of a list."""
-    for each in (annotation, *typing.get_args(annotation)):
-        if inspect.isclass(each) and issubclass(each, pydantic.BaseModel) and each is not Config:
-            return each
-    return None
+    if inspect.isclass(annotation) and issubclass(annotation, pydantic.BaseModel) and annotation is not Config:
+        return annotation
+    return next((found for each in typing.get_args(annotation) if (found := _group(each)) is not None), None)
 
 
 def _section(annotation: Any, metadata: list[Any]) -> Section | None:
     """The table of a key that names a component, in the annotation itself or below `| None`."""
     found = [each for each in metadata if isinstance(each, Section)]
-    for each in typing.get_args(annotation):
+    inside = [each for each in typing.get_args(annotation) if each is not type(None)]
+    for each in inside if len(inside) == 1 else ():  # of several forms none stands for the key
         found += [part for part in getattr(each, "__metadata__", ()) if isinstance(part, Section)]
     return found[0] if found else None
 

@@ -33,6 +33,6 @@ SHARINGS: dict[str, str] = {
 }
 
 FRAGMENTS: dict[str, str] = {
-    "random": "decentnode.sharing.parameters:RandomFragments",
+    "random": "decentnode.sharing.random_fragments:RandomFragments",
 }
 """Ways to cut the parameters into fragments that are exchanged apart."""

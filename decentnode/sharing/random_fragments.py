@@ -1,0 +1,42 @@
+"""Every fragment of the model goes its own way: a fresh random regular graph per fragment and exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import Field
+
+from decentnode.config import component
+from decentnode.config.component import Config, section
+from decentnode.graph import GRAPHS
+from decentnode.sharing.parameters import MAX_FRAGMENTS, Fragments, Part
+
+
+class RandomFragmentsConfig(Config):
+    count: int = Field(ge=1, le=MAX_FRAGMENTS)
+    """Fragments of one size that the shared parameters are cut into."""
+    degree: int = Field(ge=1)
+    """Nodes that every node exchanges a fragment with, drawn anew for every fragment and exchange. 1: random pairs."""
+    every: int = Field(1, ge=1)
+    """Rounds per exchange of a fragment. Above 1 the fragments take turns: their offsets are spread over the rounds."""
+
+
+class RandomFragments(Fragments):
+    """A node sends as many bytes as with `random_regular` of this degree, but to up to `count` times as many others.
+
+    What it mixes comes from as many: Mosaic Learning (arXiv 2602.04352), and DivShare (arXiv 2410.12918) without its
+    asynchrony. Fragments are consecutive ranges of the parameters, in the order of the model, alike on all nodes. With
+    `every` above 1 fragments take turns as in Streaming DiLoCo (arXiv 2501.18512), and the bytes of a round fall by
+    that factor.
+    """
+
+    Config: ClassVar[type[component.Config]] = RandomFragmentsConfig
+    config: RandomFragmentsConfig
+
+    def parts(self, num_nodes: int) -> Sequence[Part]:
+        config = self.config
+        name = "random_matching" if config.degree == 1 else "random_regular"
+        degree = {} if config.degree == 1 else {"degree": config.degree}
+        graph = section(GRAPHS, "graph").validate({"name": name, "nodes": num_nodes, **degree})
+        return [Part(config.every, i * config.every // config.count, graph) for i in range(config.count)]
