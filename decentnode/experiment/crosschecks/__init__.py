@@ -1,0 +1,60 @@
+"""What only shows when sections are seen together: one small function per rule, in `CHECKS`.
+
+Each makes the parts it needs, which is cheap (files are opened, labels read, no sample and no socket), and yields a
+problem with the places of both values. A part that cannot be made is reported once, by the check of that part.
+"""
+
+from __future__ import annotations
+
+from decentnode.experiment.crosschecks.communication import (
+    edges_have_their_ways,
+    generations_can_be_had,
+    inproc_is_one_machine,
+)
+from decentnode.experiment.crosschecks.graph import (
+    fragment_graphs_can_be_made,
+    graph_can_be_made,
+    mapping_can_be_made,
+    mapping_holds_the_graph,
+)
+from decentnode.experiment.crosschecks.parts import Check
+from decentnode.experiment.crosschecks.sharing import (
+    everybody_hears_of_everybody,
+    groups_suit_the_graph,
+    losses_can_be_borne,
+    sharing_is_a_rule,
+    sharing_suits_the_graph,
+    step_brings_nodes_together,
+)
+from decentnode.experiment.crosschecks.training import (
+    batches_suit_the_model,
+    data_can_be_opened,
+    every_node_gets_data,
+    model_takes_the_data,
+    patterns_match_the_model,
+    schedule_lasts,
+    task_suits_the_data,
+)
+
+CHECKS: tuple[Check, ...] = (
+    graph_can_be_made,
+    fragment_graphs_can_be_made,
+    mapping_can_be_made,
+    mapping_holds_the_graph,
+    data_can_be_opened,
+    every_node_gets_data,
+    task_suits_the_data,
+    model_takes_the_data,
+    patterns_match_the_model,
+    batches_suit_the_model,
+    schedule_lasts,
+    sharing_is_a_rule,
+    sharing_suits_the_graph,
+    groups_suit_the_graph,
+    everybody_hears_of_everybody,
+    losses_can_be_borne,
+    step_brings_nodes_together,
+    inproc_is_one_machine,
+    edges_have_their_ways,
+    generations_can_be_had,
+)

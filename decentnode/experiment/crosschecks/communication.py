@@ -1,0 +1,58 @@
+"""Whether the transport can do what mapping and node ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from decentnode.communication import PATHS
+from decentnode.communication.path import Path
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.config.component import load_class
+from decentnode.config.problems import Problem
+from decentnode.errors import UsageError
+from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
+from decentnode.experiment.tree import Experiment
+
+
+def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
+    mapping = mapping_of(experiment)
+    if experiment.communication.name == "inproc" and mapping is not None and mapping.num_machines > 1:
+        message = f": inproc runs in one process, but the mapping has {mapping.num_machines} machines"
+        yield Problem(("communication", "name"), message, other=("mapping",))
+
+
+def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
+    """Cliques and edges of communication hybrid name nodes of the mapping, on the right machines."""
+    mapping, config = mapping_of(experiment), experiment.communication
+    if mapping is None or not isinstance(config, ZeroMQConfig):
+        return
+    routing = config.routing({uid: mapping.place(uid).machine for uid in range(mapping.num_nodes)})
+    for problem in routing.problems():
+        key, _, rest = problem.partition(" ")
+        named = key in ("cliques", "edges")
+        yield Problem(("communication", key if named else "cliques"), rest if named else f": {problem}",
+                      other=("mapping",))  # fmt: skip
+    for name in sorted(set(routing.chosen.values()) - {*PATHS, "zeromq"}):
+        try:
+            found = load_class(name, PATHS, "path")
+            if not (isinstance(found, type) and issubclass(found, Path)):
+                raise UsageError(f"{name} must be a class derived from decentnode.communication.path.Path")
+        except UsageError as error:
+            yield Problem(("communication", "edges"), f": {error}")
+
+
+def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
+    """node.missing: regroup needs a transport that can, and a least number of nodes that there are."""
+    node, graph, config = experiment.node, graph_of(experiment), experiment.communication
+    if node.missing != "regroup":
+        if node.restarts or node.min_nodes is not None:
+            key = "restarts" if node.restarts else "min_nodes"
+            message = f": {key} needs missing: regroup, got {node.missing}"
+            yield Problem(("node", key), message, other=("node", "missing"))
+        return
+    if not config.has_generations:
+        yield Problem(("node", "missing"), f": {config.name} has no generations of members; auto, zeromq, "
+                      "shared_memory and collective have", other=("communication", "name"))  # fmt: skip
+    if graph is not None and node.min_nodes is not None and node.min_nodes > graph.num_nodes:
+        yield Problem(("node", "min_nodes"), f"must be at most the number of nodes, {graph.num_nodes}, "
+                      f"got {node.min_nodes}", other=("graph",))  # fmt: skip

@@ -1,0 +1,60 @@
+"""Parts of an experiment for the checks; None where a part cannot be made, which the check of that part reports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from decentnode.config.problems import Problem
+from decentnode.errors import UsageError
+from decentnode.experiment.tree import Experiment
+from decentnode.graph.base import Graph
+from decentnode.mapping.base import Mapping
+from decentnode.samples import DataSpec
+
+MAX_CHECKED_NODES = 512
+"""Matrices of more nodes are not looked at: their eigenvalues take seconds."""
+
+Check = Callable[[Experiment], Iterator[Problem]]
+
+
+def graph_of(experiment: Experiment) -> Graph | None:
+    with contextlib.suppress(UsageError):
+        return experiment.make_graph()
+    return None
+
+
+def mapping_of(experiment: Experiment) -> Mapping | None:
+    with contextlib.suppress(UsageError):
+        return experiment.make_mapping()
+    return None
+
+
+def spec_of(experiment: Experiment) -> DataSpec | None:
+    with contextlib.suppress(UsageError):
+        return experiment.open_data().spec
+    return None
+
+
+def graphs_of(experiment: Experiment) -> list[tuple[int, Graph]]:
+    """The graphs that the rule mixes over, with the first fragment that uses each; empty where any cannot be made."""
+    try:
+        graphs = experiment.make_fragment_graphs()
+    except UsageError:
+        return []
+    if len({graph.num_nodes for graph in graphs}) > 1:
+        return []
+    found: dict[int, tuple[int, Graph]] = {}
+    for index, graph in enumerate(graphs):
+        found.setdefault(id(graph), (index, graph))
+    return list(found.values())
+
+
+def fragment_path(experiment: Experiment, index: int) -> tuple[str | int, ...]:
+    """Where the graph of a fragment is written."""
+    parameters = experiment.parameters
+    if parameters is None or parameters.fragments is None:
+        return ("graph",)
+    if not isinstance(parameters.fragments, list):
+        return ("parameters", "fragments")
+    return ("parameters", "fragments", index, "graph") if parameters.fragments[index].graph is not None else ("graph",)

@@ -1,0 +1,210 @@
+"""Whether the sharing rule works on the graph, and in rounds that lose payloads."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from decentnode.config.component import load_class
+from decentnode.config.problems import Problem
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, fragment_path, graph_of, graphs_of, mapping_of
+from decentnode.experiment.derived import least_step
+from decentnode.experiment.tree import Experiment
+from decentnode.graph import build as build_graph
+from decentnode.graph.base import Graph
+from decentnode.graph.families import Ring
+from decentnode.graph.groups import Groups, members_of, problem_of
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.parameters import ParametersConfig
+from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.rounds import exchange_rounds, unheard
+
+logger = logging.getLogger(__name__)
+
+
+def sharing_is_a_rule(experiment: Experiment) -> Iterator[Problem]:
+    if _rule_class(experiment) is None:
+        message = f"must name a class derived from decentnode.sharing.base.Sharing, got {experiment.sharing.name}"
+        yield Problem(("sharing", "name"), message)
+
+
+def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
+    """Names the property of the mixing matrix that a rule needs and the graph does not give, and one that does."""
+    needs, name = _requirements(experiment), experiment.sharing.name
+    if needs.sequential and experiment.node.schedule != "sequential":
+        message = f": {name} works with schedule: sequential only, got {experiment.node.schedule}"
+        yield Problem(("node", "schedule"), message, other=("sharing",))
+    for index, graph in graphs_of(experiment):
+        for message in misses(needs, graph):
+            yield Problem(("sharing",), f": {name} {message}", other=fragment_path(experiment, index))
+
+
+def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
+    """For rules with groups: of one size, with every node once, and all of a group give every other group the same."""
+    mapping = mapping_of(experiment)
+    if not _requirements(experiment).groups or mapping is None:
+        return
+    chosen: Any = experiment.sharing
+    members = members_of(chosen.groups, [mapping.local(machine) for machine in range(mapping.num_machines)])
+    problem = problem_of(members, mapping.num_nodes)
+    if problem:
+        by_machine = chosen.groups == "machine"
+        yield Problem(("sharing", "groups"), problem, other=("mapping",),
+                      hint="lists of uids of one length would do" if by_machine else "")  # fmt: skip
+        return
+    for index, graph in graphs_of(experiment):
+        if graph.num_nodes == mapping.num_nodes and (message := _misfit(members, graph)):
+            yield Problem(("sharing",), f": {chosen.name} needs a graph that treats all nodes of a group alike, but "
+                          f"{message} would do", other=fragment_path(experiment, index))  # fmt: skip
+
+
+def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
+    """How a graph treats nodes of a group differently, and one that does not; empty where it treats them alike."""
+    groups = Groups(tuple(map(tuple, members)))
+    misfit = groups.misfit(graph) if graph.num_nodes <= MAX_CHECKED_NODES else groups.misfit(graph, rounds=1)
+    in_a_row = [uid for group in groups.members for uid in group] == list(range(graph.num_nodes))
+    instead = (f"{{name: grouped, nodes: {graph.num_nodes}, between: {{name: ring, nodes: {len(members)}}}}}"
+               if in_a_row else f"{{name: complete, nodes: {graph.num_nodes}}}")  # fmt: skip
+    return f"{misfit}; {instead}" if misfit else ""
+
+
+def misses(needs: Requirements, graph: Graph) -> Iterator[str]:
+    """What the graph lacks of what a rule needs, each with a graph or weights that have it."""
+    if needs.static and graph.period != 1:
+        instead = "{name: tree}" if needs.tree else "{name: ring}"
+        yield f"needs a static graph, got one that changes over the rounds; {instead} would do"
+        return
+    if needs.symmetric and graph.directed:
+        yield "needs an undirected graph, got a directed one; {name: ring} would do"
+        return
+    if needs.tree:
+        edges = sum(len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)) // 2
+        if edges != graph.num_nodes - 1:
+            yield f"needs a tree, got {edges} edges for {graph.num_nodes} nodes; {{name: tree}} would do, or line"
+            return
+    if graph.num_nodes > MAX_CHECKED_NODES:
+        return
+    rounds = range(min(graph.period or 4, 16))
+    if needs.doubly_stochastic:
+        for r in rounds:
+            columns = graph.matrix(r).sum(axis=0)
+            if abs(columns - 1).max() > 1e-9:
+                worst = int(abs(columns - 1).argmax())
+                yield (f"needs weights whose columns sum to one (doubly stochastic), node {worst}'s sums to "
+                       f"{columns[worst]:.3f} in round {r}; weights: {{name: metropolis_hastings}} on an undirected "
+                       "graph would do")  # fmt: skip
+                return
+    least = needs.smallest_eigenvalue
+    if least is not None and not graph.directed and graph.period == 1:
+        lowest = float(np.linalg.eigvalsh(graph.matrix(0)).min())
+        if lowest < least - 1e-9:
+            yield (f"needs a mixing matrix without eigenvalues below {least:.3f}, the smallest is {lowest:.3f}; "
+                   "weights: {name: metropolis_hastings, lazy: true} would do")  # fmt: skip
+        elif lowest < least + 1e-9:
+            logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the very limit for this rule", lowest)
+
+
+def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
+    """Over the rounds in which each fragment is exchanged, if by others: nodes that never do train models of their
+    own."""
+    for index, graph in graphs_of(experiment):
+        rule = _rule(experiment, graph)
+        if rule is None or graph.num_nodes > MAX_CHECKED_NODES:
+            continue
+        name = experiment.sharing.name
+        try:
+            alone = unheard(rule, graph, experiment.seed, index)
+        except UsageError:  # weights that cannot be made: graph_can_be_made says so
+            continue
+        if alone is not None:
+            section = Ring.Config.model_validate({"name": "ring", "nodes": graph.num_nodes})
+            ring = build_graph(section, None, experiment.seed)
+            instead = f"graph: {{name: ring, nodes: {graph.num_nodes}}}"
+            if unheard(rule, ring, experiment.seed) is not None:
+                instead = "sharing: {name: full} on a connected graph"
+            yield Problem(("sharing",), f": {name} needs a graph that joins all nodes over the rounds in which it "
+                          f"exchanges, node {alone[0]} never hears of node {alone[1]}; {instead} would do",
+                          other=fragment_path(experiment, index))  # fmt: skip
+        elif graph.num_nodes > 1:
+            _warn_of_a_late_start(experiment, rule, graph.num_nodes)
+
+
+def _warn_of_a_late_start(experiment: Experiment, rule: Sharing, num_nodes: int) -> None:
+    """Warns of fragments whose first exchange is after the run's end."""
+    rounds, name = experiment.node.rounds, experiment.sharing.name
+    if not rounds:
+        return
+    for part in (experiment.parameters or ParametersConfig()).parts(num_nodes):
+        first = part.offset + part.every * next(exchange_rounds(rule), rounds)
+        if first >= rounds:
+            logger.warning("%s exchanges for the first time in round %d, but the run has only rounds 0 to %d: nodes "
+                           "will never hear of each other", name, first, rounds - 1)  # fmt: skip
+            return
+
+
+def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
+    """Some recursions never recover from one payload that does not come; then no run may go on without one."""
+    if _requirements(experiment).tolerates_missing:
+        return
+    never = f"{experiment.sharing.name} never recovers from one payload that does not come"
+    if experiment.node.missing == "return_weight":
+        yield Problem(("node", "missing"), f": {never}, got return_weight; missing: regroup, in whose generations "
+                      "rules begin anew, or fail would do", other=("sharing",))  # fmt: skip
+    if getattr(experiment.communication, "non_finite", "pass") == "reject":
+        yield Problem(("communication", "non_finite"), f": {never}, and reject goes on without some; non_finite: pass "
+                      "would do, with node.check_finite: true", other=("sharing",))  # fmt: skip
+
+
+def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
+    """Warns of a step of an error-feedback rule with which nodes do not come together without gradients."""
+    config: Any = experiment.sharing
+    step = getattr(config, "step_size", None)
+    if step is None or graph_of(experiment) is None:
+        return
+    rule = _rule_class(experiment)
+    with contextlib.suppress(UsageError):
+        largest = None if rule is None else least_step(rule, config, experiment)
+        search = None if rule is None or largest is None else rule.step_search(config)
+        if largest is not None and search is not None and step > largest:
+            default = search.default(largest)
+            logger.warning(
+                "sharing.step_size %g of %s is more than %g, the largest that brought nodes together on this graph "
+                "with this compression; without the key it is %g", step, config.name, largest, default,
+            )  # fmt: skip
+    yield from ()
+
+
+def _rule_class(experiment: Experiment) -> type[Sharing] | None:
+    """The class that the section names; None where it is no sharing rule (`sharing_is_a_rule`)."""
+    rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
+    return rule if issubclass(rule, Sharing) else None
+
+
+def _requirements(experiment: Experiment) -> Requirements:
+    """Those of the rule as its config makes it; those of its class where it cannot be made here."""
+    rule = _rule_class(experiment)
+    if rule is None:
+        return Requirements()
+    try:
+        return rule(experiment.sharing).requirements
+    except (UsageError, ValueError, EnvironmentFault):
+        return rule.requirements
+
+
+def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
+    """The rule without its compression, which knows the machines; None where another check reports the problem."""
+    rule, mapping = _rule_class(experiment), mapping_of(experiment)
+    if rule is None or mapping is None or mapping.num_nodes != graph.num_nodes:
+        return None
+    try:
+        made = rule(experiment.sharing)
+        made.set_machines([mapping.local(machine) for machine in range(mapping.num_machines)])
+    except (UsageError, ValueError):
+        return None
+    return made

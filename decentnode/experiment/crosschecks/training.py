@@ -1,0 +1,176 @@
+"""Whether data, task, model and training fit each other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from decentnode.config.component import load_class
+from decentnode.config.problems import Problem, raised
+from decentnode.errors import UsageError
+from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
+from decentnode.experiment.tree import Experiment
+from decentnode.models import MODELS
+from decentnode.samples import DataSpec
+from decentnode.sharing.parameters import named, problems_of
+from decentnode.tasks.base import Task
+from decentnode.training.statistics import needs_two
+from decentnode.training.supervised import SupervisedConfig
+
+
+def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
+    if mapping_of(experiment) is None:
+        return
+    try:
+        experiment.open_data().dataset()
+        experiment.open_data().check()
+    except UsageError as error:
+        yield raised("data", error, type(experiment.data).model_fields)
+
+
+def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
+    """The partition fits the number of classes, samples and nodes."""
+    graph, spec = graph_of(experiment), spec_of(experiment)
+    if graph is None or spec is None:
+        return
+    partition = getattr(experiment.data, "partition", None)
+    classes = getattr(partition, "classes", None)
+    known = spec.num_classes
+    if isinstance(classes, int) and known is not None and classes > known:
+        message = f"must be at most {known}, the classes of {experiment.data.name}, got {classes}"
+        yield Problem(("data", "partition", "classes"), message, other=("data", "name"))
+        return
+    try:
+        experiment.open_data().shares()
+    except UsageError as error:
+        yield dataclasses.replace(raised("data.partition", error), other=("graph",))
+
+
+def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
+    """And the loss suits the task."""
+    if spec_of(experiment) is None:
+        return
+    try:
+        task = experiment.make_task()
+    except UsageError as error:
+        yield Problem(("task",), f": {error}", other=("data",))
+        return
+    if isinstance(experiment.training, SupervisedConfig):
+        try:
+            experiment.training.loss_for(task.loss)
+        except UsageError as error:
+            yield dataclasses.replace(raised("training", error), other=("task",))
+
+
+def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
+    """Made on the meta device: shapes without memory. What it gives for a batch suits the task."""
+    spec = spec_of(experiment)
+    if spec is None:
+        return
+    try:
+        module = _on_meta(experiment, spec)
+        with contextlib.suppress(UsageError):  # reported by task_suits_the_data
+            task = experiment.make_task()
+            outputs = _outputs_on_meta(module, spec)
+            if outputs is not None:
+                floating = spec.num_classes is None and spec.vocabulary is None
+                kind = torch.float32 if floating else torch.int64
+                targets = torch.empty(len(outputs), *spec.target_shape, dtype=kind, device="meta")
+                problem = _problem_of(task, outputs, targets)
+                if problem:
+                    yield Problem(("model",), f": {problem}", other=("task",))
+    except UsageError as error:
+        yield dataclasses.replace(raised("model", error, type(experiment.model).model_fields), other=("data",))
+
+
+def _on_meta(experiment: Experiment, spec: DataSpec) -> torch.nn.Module:
+    with torch.device("meta"):
+        module: torch.nn.Module = load_class(experiment.model.name, MODELS, "model")(experiment.model).make(spec)
+    return module
+
+
+def _outputs_on_meta(module: torch.nn.Module, spec: DataSpec) -> torch.Tensor | None:
+    """The outputs for a batch of two; None of a module that cannot run there, of which its nodes will tell."""
+    kind = torch.float32 if spec.inputs == "values" else torch.int64
+    with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
+        outputs = module(torch.empty(2, *spec.input_shape, dtype=kind))
+        return outputs if isinstance(outputs, torch.Tensor) and len(outputs) == 2 else None
+    return None
+
+
+def _problem_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str:
+    try:
+        task.check(*task.align(outputs, targets))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def patterns_match_the_model(experiment: Experiment) -> Iterator[Problem]:
+    """Every pattern of `parameters` names a parameter, and every shared parameter has a fragment."""
+    spec, graph = spec_of(experiment), graph_of(experiment)
+    if experiment.parameters is None or spec is None or graph is None:
+        return
+    try:
+        module = _on_meta(experiment, spec)
+    except UsageError:  # model_takes_the_data says so
+        return
+    for path, message, hint in problems_of(experiment.parameters, named(module), graph.num_nodes):
+        yield Problem(("parameters", *path), message, hint, other=("model",))
+
+
+def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
+    """Batch normalization behind a linear layer cannot be trained on one sample at a time."""
+    training, graph, spec = experiment.training, graph_of(experiment), spec_of(experiment)
+    if not isinstance(training, SupervisedConfig) or graph is None or spec is None:
+        return
+    if not _needs_two_samples(experiment, spec):
+        return
+    try:
+        parts = experiment.open_data().shares()
+    except UsageError:
+        return
+    aside = training.validation if training.validation and training.validation.source == "train" else None
+    sizes = {uid: len(part) - (aside.aside(len(part)) if aside else 0) for uid, part in parts.items()}
+    uid = min(sizes, key=sizes.__getitem__)
+    if problem := training.problem_of_one(sizes[uid]):
+        of_key = problem.startswith("training.batch_size ")
+        yield Problem(("training", "batch_size") if of_key else ("data", "partition"),
+                      problem.removeprefix("training.batch_size ") if of_key else f": node {uid}: {problem}",
+                      other=("model",))  # fmt: skip
+
+
+def _needs_two_samples(experiment: Experiment, spec: DataSpec) -> bool:
+    """Seen on the meta device; of a model that cannot run there its nodes will tell."""
+    with contextlib.suppress(Exception), torch.device("meta"):
+        kind = torch.float32 if spec.inputs == "values" else torch.int64
+        return needs_two(_on_meta(experiment, spec), torch.empty(1, *spec.input_shape, dtype=kind))
+    return False
+
+
+def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
+    """A learning-rate schedule of a fixed length (one_cycle) has a tick for every round, or step, of the run."""
+    training = experiment.training
+    if not isinstance(training, SupervisedConfig) or (most := training.lr_schedule.most_ticks()) is None:
+        return
+    samples, rounds, every = 0, experiment.node.rounds, training.lr_schedule.every
+    if every == "step" and training.local_epochs is not None:
+        graph = graph_of(experiment)
+        if graph is None:
+            return
+        try:
+            parts = experiment.open_data().shares()
+        except UsageError:
+            return
+        samples = max(map(len, parts.values()))
+    ticks = training.most_ticks(rounds, samples)
+    if ticks > most:
+        length = training.lr_schedule.arguments()
+        key = ("total_steps",) if "total_steps" in length else ("epochs",) if "epochs" in length else ()
+        warmup = f", {training.lr_schedule.warmup} of them warm-up," if training.lr_schedule.warmup else ""
+        message = f": {training.lr_schedule.name} ends after {most} {every}s{warmup} but the run has {ticks}"
+        hint = f"total_steps: {ticks - training.lr_schedule.warmup} would do"
+        yield Problem(("training", "lr_schedule", *key), message, hint, other=("node", "rounds"))
