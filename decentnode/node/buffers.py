@@ -40,7 +40,7 @@ class BufferExchange:
         for arrival in exchange.arrivals(schedule.timeout_seconds(schedule.sharing.requirements.phases - 1)):
             part = flat[arrival.start : arrival.stop]
             if arrival.total is not None:
-                schedule.sharing.mix_sum(part, part, arrival.total, view)
+                part.copy_(_mixed_sum(part, arrival.total, view))
                 continue
             received, missing = dict(arrival.received), arrival.missing
             mixed = _mixed(part, received, view.without(missing))
@@ -49,6 +49,13 @@ class BufferExchange:
                 received, missing = {u: p for u, p in received.items() if u not in spoiled}, missing | spoiled
                 mixed = _mixed(part, received, view.without(missing))
             part.copy_(mixed)
+
+
+def _mixed_sum(part: Tensor, total: Tensor, view: RoundView) -> Tensor:
+    """Returns the same from the sum of a whole averaging group, whose other members all have one weight. Not by the
+    sharing rule's `mix_sum`, as a rule may keep to a part of the parameters, or to a state of its own."""
+    other = next(weight for uid, weight in view.weights.items() if uid != view.uid)
+    return (part * (view.weights[view.uid] - other)).add_(total, alpha=other)
 
 
 def _mixed(part: Tensor, received: Mapping[int, Payload], view: RoundView) -> Tensor:

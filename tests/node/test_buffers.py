@@ -135,3 +135,22 @@ def test_a_sum_of_a_group_is_divided_by_its_size() -> None:
     each.send(complete, plan)
     each.mix(complete, plan)
     torch.testing.assert_close(plan.model.buffers, torch.full((COUNT,), 2.0))
+
+
+class KeepsToAPart(Full):
+    """Mixes one half of the model only, as a rule with shards does."""
+
+    def mix_sum(self, out: torch.Tensor, model: torch.Tensor, total: torch.Tensor, view: RoundView) -> None:
+        half = out.numel() // 2
+        super().mix_sum(out[:half], model[:half], total[:half], view)
+
+
+def test_the_sum_of_a_group_is_mixed_without_the_rule() -> None:
+    """On a ring of four with weights of a third: the mean of all three, in slices, for parameters of any rule."""
+    total = torch.arange(6.0)
+    slices = [Arrival(a, a + 3, {}, frozenset(), total[a : a + 3]) for a in (0, 3)]
+    plan, each = schedule(Transport(Exchange(slices))), BufferExchange(averaged=True)
+    plan.sharing = KeepsToAPart(Full.Config())
+    each.send(seen(), plan)
+    each.mix(seen(), plan)
+    torch.testing.assert_close(plan.model.buffers, total / 3)
