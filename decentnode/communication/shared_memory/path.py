@@ -161,8 +161,12 @@ class SharedMemoryPath(Path):
         Readers that still hold an earlier payload after that moment are not waited for again, nor sent anything, until
         they have released all that they heard of. While they hold every slot, nobody is sent anything.
         """
-        deadline, told = clock.now() + self._status.hold_up(timeout_seconds), []
-        for lent, buffer in self._buffers.items():
+        deadline, told = clock.now() + self._status.hold_up(timeout_seconds), list[int]()
+        totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
+        buffers = list(self._buffers.items())
+        if len(buffers) > 1:  # readers of one do not wait for those of the other
+            buffers.sort(key=lambda item: item[1].is_held(key[1], payload, self._gone))
+        for lent, buffer in buffers:
             read_by = self._read_by[lent]
             mine = uids if read_by.issuperset(uids) else [uid for uid in uids if uid in read_by]
             if buffer.late or self._status.silent:
@@ -171,16 +175,13 @@ class SharedMemoryPath(Path):
             late = buffer.late
             try:
                 if mine:
-                    told.append((mine, *buffer.publish(key[1], payload, mine, deadline, self._gone)))
+                    slot, use = buffer.publish(key[1], payload, mine, deadline, self._gone)
+                    self._ring(payload, mine, key, slot, use, totals)
+                    told += mine
             except TimeoutError as error:
                 if buffer.late != late:
                     self._warn_of(error.args[0])
-        if not told:
-            return []
-        totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
-        for mine, slot, use in told:
-            self._ring(payload, mine, key, slot, use, totals)
-        return told[0][0] if len(told) == 1 else [uid for mine, _, _ in told for uid in mine]
+        return told
 
     @staticmethod
     def _warn_of(holder: int) -> None:

@@ -136,6 +136,13 @@ class PublishBuffer:
         self._readers[phase][slot] = (use, frozenset(readers))
         return slot, use
 
+    def is_held(self, phase: int, payload: Payload, gone: Callable[[int], bool]) -> bool:
+        """Whether `publish` would have to wait for readers. Not blocking."""
+        addresses, lies_at = self._addresses[phase], next(iter(payload.tensors.values())).data_ptr()
+        own = lies_at in addresses
+        slots = [addresses.index(lies_at)] if own else self._in_turn(phase)
+        return all(self._holder(phase, slot, gone, not own) is not None for slot in slots)
+
     def acquire_slot(self, current: int, deadline: float, gone: Callable[[int], bool]) -> int | None:
         """Blocking: a free slot of phase 0 for the model to go to from address `current`; None when there is none in
         time. It is the model's to write until it is published. Nobody becomes late by it: there is still time until the

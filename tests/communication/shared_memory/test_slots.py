@@ -26,7 +26,7 @@ from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_memory.layout import SLOTS
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.shared_memory.path import SharedMemoryPath
-from decentnode.communication.shared_memory.publish_buffer import LEASED
+from decentnode.communication.shared_memory.publish_buffer import LEASED, PublishBuffer
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerFault
@@ -450,3 +450,37 @@ TestProtocol = Protocol.TestCase
 TestProtocol.settings = LIMITS
 TestRogueProtocol = RogueProtocol.TestCase
 TestRogueProtocol.settings = LIMITS
+
+
+def test_readers_of_one_publish_buffer_do_not_wait_for_a_late_reader_of_the_other(folder: Path) -> None:
+    """A node has one in the host's memory and one in a GPU's: who reads from the one is told before the other is waited
+    for."""
+    owner, reader, held = open_all(3, flat_schema(ELEMENTS), folder)
+    memory, happened = owner.memory, list[str]()
+
+    class Held(PublishBuffer):
+        """Stands in for the one in a GPU's memory, whose reader has released nothing."""
+
+        def __init__(self) -> None:
+            self.late = frozenset()
+
+        def is_held(self, *_: object) -> bool:
+            return True
+
+        def publish(self, *_: object) -> tuple[int, int]:
+            happened.append("waited")
+            raise TimeoutError(2)
+
+    ring = memory._ring
+
+    def rings(payload: Payload, uids: list[int], *rest: object) -> None:
+        happened.append(f"rang at {uids}")
+        ring(payload, uids, *rest)  # type: ignore[arg-type]
+
+    memory._ring = rings  # type: ignore[method-assign,assignment]
+    memory._buffers = {True: Held(), **memory._buffers}
+    memory._read_by = {True: frozenset({2}), False: frozenset({1})}
+    assert memory.publish(Payload({"x": torch.ones(ELEMENTS)}), [1, 2], (0, 0), 60.0) == [1]
+    assert happened == ["rang at [1]", "waited"]
+    memory._buffers.pop(True)
+    close(owner, reader, held)
