@@ -10,7 +10,7 @@ from typing import Any
 
 from decentnode.launch.messages import Facts, Failed, Finished
 from decentnode.metrics import summary as summaries
-from decentnode.metrics.figures import PURPOSES, TaskMetrics
+from decentnode.metrics.figures import PURPOSES, TaskMetrics, packed_counts, unpacked_counts
 
 Figures = dict[str, Any]
 BYTES = tuple(f"bytes_{purpose}" for purpose in PURPOSES)
@@ -86,6 +86,9 @@ class Ledger:
         if record.get("kind") == "round":
             known["rounds"] = record.get("round", -1) + 1
             known |= {f"bytes_{purpose}": record.get(f"{purpose}_bytes_sent", 0) for purpose in PURPOSES}
+            if lost := record.get("lost", []):
+                known["rounds_without"] = known.get("rounds_without", 0) + 1
+                known["without"] = packed_counts(Counter(unpacked_counts(known.get("without"))) + Counter(lost))
         elif record.get("kind") == "generation":
             self._members.pop(uid, None)
             self._members[uid] = record.get("members", [])

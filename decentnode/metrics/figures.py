@@ -108,6 +108,9 @@ FIGURES = (
     ),
     Figure("bytes_saved_total", "bytes", "of data and metadata, not sent: one call of a whole clique (all_reduce) did",
            "communication/torch_distributed/group_collective.py", "saved MB", 1e-6, of=("bytes_saved",), how=_total),
+    Figure("rounds_without_total", "rounds", "that nodes finished without the payload of a neighbor, which came too "
+           "late or not at all, added over the nodes; `losses` has them by neighbor", "Node.finish_round",
+           "rounds without", digits=0, of=("rounds_without",), how=_total),
     Figure("bytes_sent_per_node", "bytes", "bytes_sent_total / nodes", "report/compare.py", "payload MB/node", 1e-6),
     Figure("bytes_metadata_per_node", "bytes", "bytes_metadata_total / nodes", "report/compare.py",
            "metadata MB/node", 1e-6),
@@ -278,6 +281,27 @@ class TaskMetrics:
 
 def curve_name(metric: Metric) -> str:
     return "test_loss" if metric.name == "loss" else metric.name
+
+
+COUNTS_TEXT = 240
+"""Most characters of counts by uid in one figure of a node."""
+
+
+def packed_counts(counts: Mapping[int, int]) -> str:
+    """Returns counts by uid as one short text, "uid:count" by descending count, as many as fit in COUNTS_TEXT."""
+    text = ""
+    for uid, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        longer = f"{text} {uid}:{count}".strip()
+        if len(longer) > COUNTS_TEXT:
+            break
+        text = longer
+    return text
+
+
+def unpacked_counts(text: object) -> dict[int, int]:
+    """Returns what `packed_counts` was given; empty for anything else."""
+    pairs = [each.partition(":") for each in text.split()] if isinstance(text, str) else []
+    return {int(uid): int(count) for uid, _, count in pairs if uid.isdecimal() and count.isdecimal()}
 
 
 AXES = {"rounds": "rounds", "seconds": "time (s)", "bytes": "payloads sent by all nodes"}

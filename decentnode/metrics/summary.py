@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decentnode.metrics.figures import NodeFigures, TaskMetrics
+from decentnode.metrics.figures import NodeFigures, TaskMetrics, unpacked_counts
 from decentnode.metrics.writer import finite
 
 Figures = NodeFigures
@@ -31,6 +32,7 @@ def combine(
     return {
         **{figure.name: figure.combined(told) for figure in measured.figures if figure.of},
         "waiting": waiting(nodes),
+        "losses": losses(nodes),
         "nodes": {str(uid): dict(nodes[uid]) for uid in sorted(nodes)},
     }
 
@@ -44,6 +46,15 @@ def waiting(nodes: Mapping[int, Figures]) -> dict[str, Any]:
         figures = nodes[worst]
         found |= {"node": worst, "for": figures["waited_for"], "seconds": figures["waited_seconds"]}
     return found
+
+
+def losses(nodes: Mapping[int, Figures]) -> dict[str, int]:
+    """Returns by neighbor in how many rounds a node went on without its payload, added over the nodes; those that were
+    missed most often come first."""
+    found: Counter[int] = Counter()
+    for figures in nodes.values():
+        found.update(unpacked_counts(figures.get("without")))
+    return {str(uid): count for uid, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))}
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from decentnode.communication.counters import EVALUATION
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph
 from decentnode.graph.base import parts as connected_parts
+from decentnode.metrics.figures import packed_counts
 from decentnode.node.buffers import BufferExchange
 from decentnode.node.config import NodeConfig
 from decentnode.node.evaluation import Evaluator, steps_until_ready
@@ -104,6 +106,9 @@ class Node:
         self._wait_seconds = 0.0
         self._overlaps = 0.0
         self._waits: dict[int, float] = {}
+        self._rounds_without = 0
+        self._without: Counter[int] = Counter()
+        """By neighbor: rounds of this node that went on without its payload."""
 
     @property
     def sharing(self) -> Sharing:
@@ -264,6 +269,7 @@ class Node:
         apart = self._buffer_planner
         self._buffer_view = (views[0] if apart is self._planners[0] else apart.views(round, *now))[-1]
         self._missing: frozenset[int] = frozenset()
+        self._lost: frozenset[int] = frozenset()
         self._update = self.schedule.begin(round, [each[:-1] for each in views], lambda: self._check_finite(round))
         if self.sharing.requirements.phases == 1:
             self._buffers.send(self._buffer_view, self.schedule)
@@ -289,6 +295,8 @@ class Node:
         self._train_seconds += times.train
         self._wait_seconds += times.wait
         self._overlaps += times.overlap
+        self._rounds_without += bool(self._lost)
+        self._without.update(self._lost)
         self.record({
             "kind": "round", "round": round, "time": clock.wall(), "seconds": seconds,
             "train_seconds": times.train, "send_seconds": times.send,
@@ -297,6 +305,7 @@ class Node:
             **{f"{purpose}_bytes_sent": sent for purpose, sent in self.communication.counters.bytes_sent().items()},
             "edges": self._edge_deltas(), **self._slowest(),
             **({"missing": sorted(self._missing)} if self._missing else {}),
+            **({"lost": sorted(self._lost)} if self._lost else {}),
             **({"fragments": self.schedule.due} if len(self._fragments) > 1 else {}),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
@@ -332,6 +341,7 @@ class Node:
         missing = frozenset(uid for each in mixed for uid in each.missing)
         lost = frozenset(uid for each in mixed for uid in each.missing - each.departed)
         self._missing |= missing
+        self._lost |= lost
         if lost and self.config.missing == "fail":
             whom = ", ".join(map(str, sorted(lost)))
             raise PeerLost(
@@ -380,4 +390,6 @@ class Node:
             "bytes_saved": counters.saved_bytes,
             "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
             "faults": sum(counters.faults.values()),
+            "rounds_without": self._rounds_without,
+            **({"without": packed_counts(self._without)} if self._without else {}),
         }

@@ -28,7 +28,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
         traffic += f"; {plural(rounds, 'round')} of {duration(summary['round_seconds_median'])}"
     others = ("evaluation", "protocol", "control")
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}" for purpose in others)
-    return [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
+    return [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"]), *_losses(summary)]
 
 
 def _main_metric(summary: Mapping[str, Any]) -> str:
@@ -47,6 +47,20 @@ def _main_metric(summary: Mapping[str, Any]) -> str:
         f"max {told[high]:.3f} node {high}), merged model {number(summary[f'{main.name}_merged'], '.3f')}, "
         f"consensus distance {number(summary['consensus_distance'], '.1e')}"
     )
+
+
+MOST_NAMED = 5
+"""Nodes that the line about losses names."""
+
+
+def _losses(summary: Mapping[str, Any]) -> list[str]:
+    total, by_uid = summary.get("rounds_without_total") or 0, summary.get("losses") or {}
+    if not total:
+        return []
+    named = [f"node {uid} ({count} times)" if count > 1 else f"node {uid}" for uid, count in by_uid.items()]
+    more = f" and {plural(len(named) - MOST_NAMED, 'other')}" if len(named) > MOST_NAMED else ""
+    whom = f" without {', '.join(named[:MOST_NAMED])}{more}" if named else ""
+    return [f"losses   {plural(total, 'round')} of nodes went on{whom or ' without a neighbor'}"]
 
 
 def _waiting(waiting: Mapping[str, Any]) -> list[str]:

@@ -63,6 +63,7 @@ def test_who_waits_for_a_frozen_node_is_not_given_up_by_the_others(
             node={"rounds": ROUNDS, "evaluate_every": 0, "missing": "return_weight", "schedule": schedule},
         )  # fmt: skip
         assert outcome.exit_code == 0 and outcome.run_dir is not None, witness.failures
+        assert set(outcome.summary["losses"]) >= {str(UID)} and outcome.summary["rounds_without_total"] > 0
         without: dict[int, set[int]] = {}
         for uid in (0, 1, 3):
             records = read_kind(outcome.run_dir / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round")

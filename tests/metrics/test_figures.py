@@ -66,7 +66,7 @@ def test_what_cannot_be_read_counts_as_a_run_from_before_there_were_tasks(wrong:
 
 def test_the_summary_has_no_figure_that_is_not_in_the_table() -> None:
     found = summary.combine({0: {"uid": 0}}, BEFORE)
-    assert found.keys() - {"waiting", "nodes"} == {each.name for each in BEFORE.figures if each.of}
+    assert found.keys() - {"waiting", "losses", "nodes"} == {each.name for each in BEFORE.figures if each.of}
     assert {f"bytes_{purpose}_total" for purpose in PURPOSES} <= found.keys()
 
 

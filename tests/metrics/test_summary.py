@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from decentnode.metrics import summary
-from decentnode.metrics.figures import LOSS, PURPOSES, TaskMetrics
+from decentnode.metrics.figures import LOSS, PURPOSES, TaskMetrics, packed_counts, unpacked_counts
 from decentnode.tasks.classification import ACCURACY
 
 CLASSIFICATION = TaskMetrics("classification", (ACCURACY, LOSS))
@@ -33,6 +33,23 @@ def test_combine_takes_means_extremes_and_sums() -> None:
     assert found["round_seconds_median"] == pytest.approx(0.015)
     assert found["rounds"] == 10
     assert found["waiting"] == {"share": 0.125, "seconds_total": 0.25, "node": 1, "for": 0, "seconds": 0.1}
+
+
+def test_losses_are_added_by_neighbor() -> None:
+    one, other = {**figures(0, 0.8), "rounds_without": 3, "without": "2:3 1:1"}, figures(1, 0.6)
+    third = {**figures(3, 0.6), "rounds_without": 2, "without": "1:2 x 7"}
+    found = summary.combine({0: one, 1: other, 3: third}, CLASSIFICATION)
+    assert found["rounds_without_total"] == 5 and list(found["losses"].items()) == [("1", 3), ("2", 3)]
+    assert summary.combine({1: other}, CLASSIFICATION)["losses"] == {}
+
+
+def test_counts_by_uid_are_a_short_text() -> None:
+    counts = {uid: 1 + uid % 7 for uid in range(200)}
+    packed = packed_counts(counts)
+    found = unpacked_counts(packed)
+    assert len(packed) <= 240 and found and min(found.values()) == 6, "the largest counts are kept"
+    assert all(counts[uid] == count for uid, count in found.items())
+    assert unpacked_counts(packed_counts({3: 2, 1: 9})) == {1: 9, 3: 2} and unpacked_counts(None) == {}
 
 
 def test_nothing_is_made_up_when_nodes_told_nothing() -> None:

@@ -12,8 +12,11 @@ import torch
 from decentnode.communication.base import Arrival, AveragingGroup
 from decentnode.graph.base import RoundView, view
 from decentnode.node.buffers import BufferExchange
+from decentnode.node.fragment_exchange import FragmentExchange
 from decentnode.node.schedule import Schedule, Sequential
 from decentnode.payload import Payload
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.full import Full
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic
@@ -56,8 +59,11 @@ class Transport:
         return self.answer
 
 
-def schedule(transport: Transport, buffers: int = COUNT, averaging_groups: bool = False) -> Schedule:
-    return Sequential(Quadratic(0, 4, buffers=buffers), Full(Full.Config()), transport,  # type: ignore[arg-type]
+def schedule(
+    transport: Transport, buffers: int = COUNT, averaging_groups: bool = False, rule: Sharing | None = None
+) -> Schedule:
+    each = FragmentExchange(Fragment(0, 4, make("ring", nodes=4)), rule or Full(Full.Config()), transport)  # type: ignore[arg-type]
+    return Sequential(Quadratic(0, 4, buffers=buffers), [each], transport,  # type: ignore[arg-type]
                       averaging_groups=averaging_groups)  # fmt: skip
 
 
@@ -149,8 +155,8 @@ def test_the_sum_of_a_group_is_mixed_without_the_rule() -> None:
     """On a ring of four with weights of a third: the mean of all three, in slices, for parameters of any rule."""
     total = torch.arange(6.0)
     slices = [Arrival(a, a + 3, {}, frozenset(), total[a : a + 3]) for a in (0, 3)]
-    plan, each = schedule(Transport(Exchange(slices))), BufferExchange(averaged=True)
-    plan.sharing = KeepsToAPart(Full.Config())
+    plan = schedule(Transport(Exchange(slices)), rule=KeepsToAPart(Full.Config()))
+    each = BufferExchange(averaged=True)
     each.send(seen(), plan)
     each.mix(seen(), plan)
     torch.testing.assert_close(plan.model.buffers, total / 3)

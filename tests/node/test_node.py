@@ -230,6 +230,8 @@ def test_survivors_go_on_when_weights_return(transport: str) -> None:
                 node.begin_round(1)
 
         together(made, work)
+    for node in built[:2]:
+        assert (node.figures()["rounds_without"], node.figures()["without"]) == (3, "2:3")
     x = [t.model.parameters for t in trainings]
     assert torch.isfinite(torch.stack(x)).all() and not torch.equal(x[0], x[1])
     target = stacked(trainings, "target")[:2].mean(0)
