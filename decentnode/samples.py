@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -141,5 +142,7 @@ class NodeSamples:
     """Test samples that are distributed as the node's own, beside those of `test`."""
     shared_test: bool = True
     """Whether all nodes have the same test samples; then each evaluates the merged model on its part of them."""
+    deal_again: Callable[[int], AnySamples] | None = None
+    """Gives the node's training samples when all are dealt anew for the epoch of a number; 0 gives `train`."""
     pooled: bool = False
     """Whether figures over the nodes are those of all their test samples together, of which each has a part."""

@@ -13,7 +13,7 @@ from decentnode.config.component import Config, load_class
 from decentnode.data.base import Dataset
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import DataError
-from decentnode.samples import DataSpec, NodeSamples
+from decentnode.samples import AnySamples, DataSpec, NodeSamples
 
 PLACES = ("{uid}", "{machine}")
 """What paths of private data have in them."""
@@ -117,8 +117,8 @@ class OpenedData:
             groups.setdefault(self._group(uid), []).append(uid)
         yield from groups.values()
 
-    def _shares_of(self, uids: Sequence[int]) -> dict[int, np.ndarray]:
-        """The shares of nodes that read the same files."""
+    def _shares_of(self, uids: Sequence[int], epoch: int = 0) -> dict[int, np.ndarray]:
+        """The shares of nodes that read the same files. epoch: from 1 on, all samples are dealt anew for it."""
         dataset = self.dataset(uids[0])
         chosen = self.config.partition
         partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
@@ -131,7 +131,7 @@ class OpenedData:
         if labels is None:
             labels = np.broadcast_to(np.int64(0), (dataset.num_train(),))
         owner = rng.GLOBAL if not self.private else uids[0]
-        generator = rng.stream(self._seed, owner, "partition")
+        generator = rng.stream(self._seed, owner, "partition", epoch if epoch else -1)
         parts = partition.split(labels, len(uids), generator, dataset.train_keys())
         return dict(zip(uids, parts, strict=True))
 
@@ -148,15 +148,20 @@ class OpenedData:
         group = next(uids for uids in self._groups() if uid in uids)
         dataset, shares = self.dataset(uid), self._shares_of(group)
         train = dataset.train(shares[uid])
+
+        def deal_again(epoch: int) -> AnySamples:
+            return dataset.train(self._shares_of(group, epoch)[uid])
+
         if self.test == "own":
-            return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False)
+            return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False,
+                               deal_again=deal_again)  # fmt: skip
         if self.sharded:
             mine = np.arange(uid, dataset.num_test(), len(self._machines))
             test, shared = dataset.test_part(mine), False
         else:
             test, shared = dataset.test(), True
         own = self._own_test(dataset, shares, uid) if self.test == "both" else None
-        return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded)
+        return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again)
 
     def _own_test(self, dataset: Dataset, shares: Mapping[int, np.ndarray], uid: int) -> Any:
         if len(shares) == 1:

@@ -35,6 +35,16 @@ class Sampler:
     def steps_per_epoch(self) -> int:
         return -(-self.usable // self.batch)
 
+    @property
+    def upcoming(self) -> int:
+        """The epoch of the next step."""
+        return self.epoch + (self.cursor >= self.usable)
+
+    @property
+    def steps_left(self) -> int:
+        """Steps of that epoch that are still to come."""
+        return -(-(self.usable - (self.cursor if self.upcoming == self.epoch else 0)) // self.batch)
+
     def take(self, steps: int) -> tuple[np.ndarray, list[int]]:
         """Returns the samples of the next `steps` optimizer steps: indices [M] int64, and how many of them each step
         has."""

@@ -88,6 +88,11 @@ class SupervisedConfig(Config):
     is kept."""
     validation: ValidationConfig | None = None
     """Samples set aside for validation. Default: none."""
+    sampling: Literal["fixed", "resample"] = "fixed"
+    """Whose samples a node trains on. fixed: its own share, for the whole run. resample: in each of its epochs all
+    training samples are dealt anew by the partition, so that in time a node sees all of them; papers differ in this.
+    With shares of unequal size nodes begin their epochs at different times, and local_epochs counts the steps of the
+    share that a round begins with."""
     shuffle: bool = True
     """Whether every epoch takes the samples in a new random order; otherwise in the stored order."""
     drop_last: bool = False
@@ -103,6 +108,8 @@ class SupervisedConfig(Config):
     def _consistent(self) -> SupervisedConfig:
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("must have local_steps or local_epochs, got both")
+        if self.sampling == "resample" and self.validation is not None and self.validation.source == "train":
+            raise ValueError("must have validation.source: test with sampling: resample, which trains on all samples")
         if self.label_smoothing and self.loss is not None and self.loss.name != "cross_entropy":
             raise ValueError(f"must have loss cross_entropy with label_smoothing, got {self.loss.name}")
         try:
@@ -176,6 +183,9 @@ class Supervised(Training):
             self.evaluated += (EvaluatedSplit("own", OWN, shared=False),)
         self.num_samples = len(self._splits["train"][1])
         self._sampler = self._make_sampler()
+        self._deal_again = data.deal_again if config.sampling == "resample" else None
+        if config.sampling == "resample" and self._deal_again is None:
+            raise DataError("training.sampling must be fixed for data that cannot be dealt anew, got resample")
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(config.optimizer, self._parameters)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
@@ -250,13 +260,14 @@ class Supervised(Training):
             # Some optimizers (Adagrad) make their state when they are made: a fresh one's state, not an empty one.
             self._optimizer.state = make_optimizer(self.config.optimizer, self._parameters).state
         self.model.module.train()
-        steps, config = self.steps_per_round, self.config
-        indices, sizes = self._sampler.take(steps)
+        self._deal(self._sampler.upcoming)
+        steps, config, samples = self.steps_per_round, self.config, 0
         learning_rate = self.learning_rate
         loss, norms = torch.zeros(2, device=self.model.device)
         units: int | Tensor = 0
         last_gradient = None
-        for step, (inputs, targets) in enumerate(self._gathered(indices, sizes), 1):
+        for step, (inputs, targets) in enumerate(self._batches(steps), 1):
+            samples += len(targets)
             units = units + self._gradient(inputs, targets, loss)
             if config.clip_norm is not None:
                 norms += self._clip(config.clip_norm)
@@ -279,7 +290,27 @@ class Supervised(Training):
         report = {"lr": learning_rate}
         if config.clip_norm is not None:
             report["gradient_norm"] = float(norms) / max(steps, 1)
-        return Update(steps, len(indices), mean, report, last_gradient)
+        return Update(steps, samples, mean, report, last_gradient)
+
+    def _batches(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields inputs and targets of the next steps; with sampling: resample each from its epoch's share."""
+        while steps:
+            some = steps
+            if self._deal_again is not None:
+                self._deal(self._sampler.upcoming)
+                some = min(steps, self._sampler.steps_left)
+            yield from self._gathered(*self._sampler.take(some))
+            steps -= some
+
+    def _deal(self, epoch: int) -> None:
+        """Take the share of an epoch, from its beginning, unless that is the present one."""
+        if self._deal_again is None or epoch == self._sampler.epoch:
+            return
+        source = Source(self._deal_again(epoch), self.model.device)
+        self._splits["train"] = (source, torch.arange(len(source), device=self.model.device))
+        self.num_samples = len(source)
+        self._sampler = self._make_sampler()
+        self._sampler.epoch = epoch
 
     def _gathered(self, indices: np.ndarray, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields inputs and targets of each step. Those of several steps are gathered at once, which costs less."""
@@ -393,6 +424,7 @@ class Supervised(Training):
         try:
             self._optimizer.load_state_dict(state["optimizer"])
             self._schedule.restore(int(state["ticks"]))
+            self._deal(int(state["epoch"]))
             self._sampler.epoch, self._sampler.cursor = int(state["epoch"]), int(state["cursor"])
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error

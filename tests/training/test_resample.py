@@ -1,0 +1,66 @@
+"""training.sampling: resample deals all samples anew for every epoch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from decentnode.build import build_in_process
+from decentnode.errors import ConfigError
+from decentnode.experiment import load
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+SETS = ["graph={name: ring, nodes: 3}", "mapping={machines: 1, nodes_per_machine: 3}", "data.partition=iid",
+        "training={batch_size: 100, local_epochs: 1, sampling: resample, optimizer: {name: sgd, lr: 0.1}}"]  # fmt: skip
+
+
+def make(*more: str) -> list:
+    return [node.training for node in build_in_process(load(QUICKSTART, [*SETS, *more]))]
+
+
+def test_every_epoch_is_a_partition_of_its_own() -> None:
+    data = load(QUICKSTART, SETS).open_data()
+    dealt = [[data.of(uid).deal_again(epoch) for uid in range(3)] for epoch in range(3)]  # type: ignore[misc]
+    whole = np.sort(data.dataset().train(np.arange(1437)).inputs.reshape(1437, -1), 0)
+    for parts in dealt:
+        together = np.concatenate([part.inputs for part in parts]).reshape(1437, -1)  # type: ignore[union-attr]
+        assert np.array_equal(np.sort(together, 0), whole)
+    assert np.array_equal(dealt[0][1].inputs, data.of(1).train.inputs)  # type: ignore[union-attr]
+    assert not np.array_equal(dealt[1][1].inputs, dealt[0][1].inputs)  # type: ignore[union-attr]
+    assert not np.array_equal(dealt[1][1].inputs, dealt[2][1].inputs)  # type: ignore[union-attr]
+
+
+def test_a_node_trains_on_the_share_of_its_epoch() -> None:
+    training, fixed = make()[0], make("training.sampling=fixed")[0]
+    for one in (training, fixed):
+        one.local_update(0)
+    assert torch.equal(training.model.parameters, fixed.model.parameters)  # the first epoch is the share that it has
+    update = training.local_update(1)
+    fixed.local_update(1)
+    assert (update.steps, update.samples) == (5, 479)
+    assert not torch.equal(training.model.parameters, fixed.model.parameters)
+
+
+def test_a_round_may_reach_into_the_next_epoch_and_be_resumed() -> None:
+    steps = "training={batch_size: 100, local_steps: 3, sampling: resample, optimizer: {name: sgd, lr: 0.1}}"
+    whole, first, second = (make(steps)[1] for _ in range(3))
+    for round in range(4):  # 12 steps; an epoch has 5
+        whole.local_update(round)
+    for round in range(2):
+        first.local_update(round)
+    state = copy.deepcopy(first.state_dict())
+    second.model.parameters.copy_(first.model.parameters)
+    second.load_state_dict(state)
+    for round in range(2, 4):
+        second.local_update(round)
+    assert state["epoch"] == 1 and torch.equal(second.model.parameters, whole.model.parameters)
+
+
+def test_validation_samples_are_not_trained_on() -> None:
+    with pytest.raises(ConfigError, match=r"must have validation\.source: test with sampling: resample"):
+        load(QUICKSTART, [*SETS, "training.validation={source: train}"])
+    load(QUICKSTART, [*SETS, "training.validation={source: test}"])
