@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 
@@ -68,11 +68,13 @@ class VirtualClock(Clock):
 
 C = TypeVar("C", bound=Clock)
 _clock: Clock = RealClock()
+_now: Callable[[], float] = time.monotonic
+"""`_clock.now`; without a call in between where that is the machine's, as every message and wait asks it."""
 
 
 def now() -> float:
     """Returns seconds since an arbitrary moment; never goes back."""
-    return _clock.now()
+    return _now()
 
 
 def wall() -> float:
@@ -93,9 +95,10 @@ def cpu() -> float:
 @contextlib.contextmanager
 def use(clock: C) -> Iterator[C]:
     """Within it, this clock is the process's."""
-    global _clock
-    before, _clock = _clock, clock
+    global _clock, _now
+    before = _clock, _now
+    _clock, _now = clock, clock.now
     try:
         yield clock
     finally:
-        _clock = before
+        _clock, _now = before
