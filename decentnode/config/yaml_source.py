@@ -237,25 +237,40 @@ def _near(path: Path) -> str:
     return str(path.with_name(found[0])) if found else ""
 
 
-def merge(parent: Item, child: Item, defaults: Mapping[str, str], path: tuple[str, ...] = ()) -> Item:
+def merge(
+    parent: Item, child: Item, defaults: Mapping[str, str], path: tuple[str, ...] = (), *,
+    implied: Mapping[str, Mapping[str, str]] = {},
+) -> Item:
     """`child` laid over `parent`: sections merge key by key, everything else is replaced.
 
     A section whose child chooses another `name` is replaced as a whole: the keys of one component mean nothing to
-    another. defaults: the name that each top-level section has when none is written.
+    another. defaults: the name that each top-level section has when none is written. implied: by section, the names
+    that keys stand for where none is written, such as `file`.
     """
     if isinstance(child.value, dict) and isinstance(parent.value, str):
         parent = Item({"name": parent}, parent.place, parent.key)
     if not isinstance(child.value, dict) or not isinstance(parent.value, dict):
         return child
     if path:
-        default = defaults.get(".".join(path))
-        names = [item.value["name"].value if "name" in item.value else None for item in (parent, child)]
-        if names[1] is not None and names[1] != (names[0] or default):
+        section = ".".join(path)
+        names = [component(item, implied.get(section, {})) for item in (parent, child)]
+        if names[1] is not None and names[1] != (names[0] or defaults.get(section)):
             return child
     merged = dict(parent.value)
     for key, item in child.value.items():
-        merged[key] = merge(merged[key], item, defaults, (*path, key)) if key in merged else item
+        old = merged.get(key)
+        merged[key] = item if old is None else merge(old, item, defaults, (*path, key), implied=implied)
     return Item(merged, child.place, child.key)
+
+
+def component(item: Item, implied: Mapping[str, str]) -> Any:
+    """Returns the name of the component that a section chooses; None where it says none. implied: as in `merge`, of
+    this section."""
+    if not isinstance(item.value, dict):
+        return item.value
+    if "name" in item.value:
+        return item.value["name"].value
+    return next((name for key, name in implied.items() if key in item.value), None)
 
 
 def replace(tree: Item, path: Sequence[str], item: Item) -> Item:

@@ -15,11 +15,11 @@ import pydantic
 from decentnode.config.component import look_beside
 from decentnode.config.problems import explain
 from decentnode.config.run_files import CODE
-from decentnode.config.yaml_source import Item, Location, assignments, merge, parse, problem, read, replace
+from decentnode.config.yaml_source import Item, Location, assignments, component, merge, parse, problem, read, replace
 from decentnode.errors import ConfigError
 from decentnode.experiment import derived
 from decentnode.experiment.crosschecks import CHECKS
-from decentnode.experiment.tree import DEFAULT_NAMES, Experiment, paths_of
+from decentnode.experiment.tree import DEFAULT_NAMES, IMPLIED_NAMES, Experiment, paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def load(
     seen: dict[str, Any] = {}
     tree = _read(Path(source), source, (), files, seen)
     for keys, item in assignments(overrides, environ):
-        tree = replace(tree, keys, item)
+        tree = _overridden(tree, keys, item)
     tree = _with_present_names(_with_name(tree, source), source)
     base_dir = Path(source).absolute().parent
     _make_importable(tree, base_dir)
@@ -71,20 +71,31 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
         raise ConfigError([problem(tree.place, "an experiment must be keys and values")], shown)
     tree, found = derived.take_out(tree, shown)
     seen.update(found)
-    parent = tree.value.get("extends")
-    if parent is None:
+    extends = tree.value.get("extends")
+    if extends is None:
         return dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
-    if not isinstance(parent.value, str):
-        raise ConfigError([problem(parent.place, "extends must be the path of one file")], shown)
+    if not isinstance(extends.value, str):
+        raise ConfigError([problem(extends.place, "extends must be the path of one file")], shown)
     chain = (*children, path.resolve())
-    target = path.parent / parent.value
+    target = path.parent / extends.value
     if target.resolve() in chain:
         circle = " -> ".join(p.name for p in (*chain, target.resolve()))
-        raise ConfigError([problem(parent.place, f"extends must not lead back to a file: {circle}")], shown)
+        raise ConfigError([problem(extends.place, f"extends must not lead back to a file: {circle}")], shown)
     if not target.is_file():
-        raise ConfigError([problem(parent.place, f"extends: no such file: {target}")], shown)
+        raise ConfigError([problem(extends.place, f"extends: no such file: {target}")], shown)
     own = dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
-    return merge(_read(target, os.path.normpath(target), chain, files, seen), own, DEFAULT_NAMES)
+    parent = _read(target, os.path.normpath(target), chain, files, seen)
+    return merge(parent, own, DEFAULT_NAMES, implied=IMPLIED_NAMES)
+
+
+def _overridden(tree: Item, keys: list[str], item: Item) -> Item:
+    """The tree with one key set. One that stands for a name replaces a section of another name: `graph.file`."""
+    *above, last = keys
+    implied = IMPLIED_NAMES.get(".".join(above), {})
+    old = tree.get(above[0]) if len(above) == 1 else None
+    if last in implied and old is not None and component(old, implied) != implied[last]:
+        return replace(tree, above, Item({last: item}, item.place, item.key))
+    return replace(tree, keys, item)
 
 
 def _make_importable(tree: Item, base_dir: Path) -> None:

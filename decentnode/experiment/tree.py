@@ -35,6 +35,8 @@ from decentnode.tasks import TASKS
 from decentnode.tasks.base import Task
 from decentnode.training import TRAININGS
 
+IMPLIED_NAMES = {"graph": {"file": "file"}}
+"""By section: the names that keys stand for where none is written."""
 DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full", "communication": "auto"}
 """The component of a section that is not written, or written without a name."""
 
@@ -68,7 +70,7 @@ class Experiment(Settings):
     """Name of the run, and of its folder below `run.dir`. Default: the name of the YAML file without its ending."""
     seed: int = Field(1, ge=0, lt=2**63)
     """Seed from which every random draw of the run derives: a run with the same seed and YAML repeats it."""
-    graph: Annotated[Config, section(GRAPHS, "graph", implied={"file": "file"})]
+    graph: Annotated[Config, section(GRAPHS, "graph", implied=IMPLIED_NAMES["graph"])]
     """Who talks to whom, in which round."""
     weights: Annotated[Config, section(WEIGHTS, "weights")] | None = None
     """How much a node listens to each neighbor; when not given, what suits the graph."""

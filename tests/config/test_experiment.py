@@ -83,6 +83,18 @@ def test_extends_replaces_a_section_that_gets_another_name(write):
     assert experiment.make_mapping().num_nodes == 6
 
 
+def test_a_graph_file_replaces_a_named_graph_and_a_name_replaces_a_file(write):
+    write("4\n0 1\n1 2\n2 3\n3 0\n", "square.edges")
+    write(BASE, "p.yaml")
+    for path, sets in ((write("extends: p.yaml\ngraph: {file: square.edges}\n"), []),
+                       (write(BASE, "b.yaml"), ["graph.file=square.edges"])):  # fmt: skip
+        experiment = load(path, sets, environ={})
+        assert experiment.graph.name == "file" and set(experiment.resolved()["graph"]) == {"name", "file"}
+    write(BASE.replace("{name: ring, nodes: 4}", "{file: square.edges}"), "f.yaml")
+    back = load(write("extends: f.yaml\ngraph: {name: ring, nodes: 4}\n"), environ={})
+    assert back.resolved()["graph"] == {"name": "ring", "nodes": 4}
+
+
 def test_extends_chains_and_is_relative_to_its_file(write):
     write(BASE, "base/p.yaml")
     write("extends: base/p.yaml\nseed: 5\n", "q.yaml")
