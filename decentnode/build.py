@@ -19,6 +19,7 @@ from decentnode.experiment import Experiment
 from decentnode.graph.base import Graph
 from decentnode.mapping.base import Mapping
 from decentnode.models import MODELS
+from decentnode.models.weights import load_weights
 from decentnode.node.node import Node, NodeParts, Record, Rules
 from decentnode.payload import TensorSpec
 from decentnode.samples import DataSpec
@@ -61,11 +62,17 @@ def device_of(wanted: str, rank: int = 0) -> torch.device:
 
 
 def make_model(experiment: Experiment, data: DataSpec) -> torch.nn.Module:
-    """The initial model: the same on every node. Torch's global generator is left as it was."""
+    """The initial model: the same on every node. Torch's global generator is left as it was.
+
+    Raises UsageError where the weights to start from are not those of this model.
+    """
     maker = load_class(experiment.model.name, MODELS, "model")(experiment.model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.torch_seed(experiment.seed, rng.GLOBAL, "initial model"))
         module: torch.nn.Module = maker.make(data)
+    init = getattr(experiment.model, "init", None)
+    if init is not None:
+        load_weights(module, experiment.base_dir / init)
     return module
 
 

@@ -13,6 +13,10 @@ PADDING = -100
 """The target of places in a row that are not there; no loss counts it (torch's `ignore_index`)."""
 
 
+FACTS = frozenset({"input_shape", "num_classes", "vocabulary", "users", "items"})
+"""What constructors of modules of one's own may take by name."""
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """What a model and a task must know of a dataset. It is known before any sample is read, and the same on all
@@ -36,10 +40,8 @@ class DataSpec:
     """Of the target of one sample: () for a class or a number, (T,) for a token behind each of T."""
 
     def facts(self) -> dict[str, Any]:
-        """Returns what is known, by name."""
-        every = {"input_shape": self.input_shape, "num_classes": self.num_classes, "vocabulary": self.vocabulary,
-                 "users": self.users, "items": self.items}  # fmt: skip
-        return {name: value for name, value in every.items() if value is not None}
+        """Returns what is known of `FACTS`, by name."""
+        return {name: value for name in FACTS if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)

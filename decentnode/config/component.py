@@ -23,9 +23,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from decentnode.errors import UsageError
 
-MODULE = "torch.nn.modules.module.Module"
-"""Known by its name, because looking at a config does not import torch."""
-
 
 class Settings(pydantic.BaseModel):
     """A frozen group of typed keys: unknown keys, booleans for numbers, NaN and infinity are errors."""
@@ -197,7 +194,8 @@ class Section:
         chosen = load_class(name, self.table, self.kind)
         found = getattr(chosen, "Config", None)
         if not (isinstance(found, type) and issubclass(found, Config)):
-            raise UsageError(f"{self.kind} {name!r} {_what_to_add(name, chosen, self.kind)}")
+            raise UsageError(f"{self.kind} {name!r} must name a class whose Config is a component.Config, such as one "
+                             "derived from decentnode's own")  # fmt: skip
         return found
 
     def validate(self, value: Any) -> Config:
@@ -254,25 +252,6 @@ class Section:
         pattern = {"type": "string", "pattern": r"^[\w.]+:\w+$", "description": "package.module:Class"}
         alternatives.append({"type": "object", "properties": {"name": pattern}, "required": ["name"]})
         return {"anyOf": alternatives}
-
-
-def _what_to_add(name: str, chosen: type[Any], kind: str) -> str:
-    """What a class lacks to be a component, with the lines to write where it is a plain torch module."""
-    if kind != "model" or not any(f"{base.__module__}.{base.__name__}" == MODULE for base in chosen.__mro__):
-        return "must name a class whose Config is a component.Config, such as one derived from decentnode's own"
-    module, _, _ = name.partition(":")
-    made = chosen.__name__
-    return (
-        f"must name a class that makes the module, got the module itself; add to {module}.py\n"
-        f"\n"
-        f"        from decentnode.models.base import Model\n"
-        f"\n"
-        f"        class {made}Model(Model):\n"
-        f"            def __init__(self, config): pass\n"
-        f"            def make(self, data): return {made}()\n"
-        f"\n"
-        f"    and name it {module}:{made}Model"
-    )
 
 
 def _summary(owner: type[Any]) -> str:

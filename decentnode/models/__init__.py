@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-MODELS: dict[str, str] = {
+from decentnode.config.component import Table
+
+MODELS = Table({
     "mlp": "decentnode.models.mlp:Mlp",
     "logistic": "decentnode.models.logistic:Logistic",
     "gn_lenet": "decentnode.models.gn_lenet:GnLenet",
@@ -17,4 +19,4 @@ MODELS: dict[str, str] = {
     "shakespeare_lstm": "decentnode.models.shakespeare_lstm:ShakespeareLstm",
     "reddit_rnn": "decentnode.models.reddit_rnn:RedditRnn",
     "matrix_factorization": "decentnode.models.matrix_factorization:MatrixFactorization",
-}
+}, adapt="decentnode.models.own:adapted")

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import abc
 import math
+from pathlib import Path
 
 from torch import nn
 
 from decentnode.config.component import Component, Config
 from decentnode.errors import UsageError
 from decentnode.samples import DataSpec
+
+
+class ModelConfig(Config):
+    """Base of every model's Config."""
+
+    init: Path | None = None
+    """A .safetensors file with the weights to start from: the state_dict of such a model, as runs leave it in their
+    folder models. Default: drawn from the run's seed."""
 
 
 class Model(Component, abc.ABC):

@@ -7,11 +7,11 @@ from typing import ClassVar
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.samples import DataSpec
 
 
-class CelebaCnnConfig(Config):
+class CelebaCnnConfig(ModelConfig):
     name: str = "celeba_cnn"
 
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.models.norms import Norm, make_norm
 from decentnode.samples import DataSpec
 
 
-class GnLenetConfig(Config):
+class GnLenetConfig(ModelConfig):
     name: str = "gn_lenet"
     norm: Norm = "group"
     """group: two groups, 89,834 parameters. batch: BN-LeNet, as many. none: 89,578, the LeNet that Hsieh et al. compare

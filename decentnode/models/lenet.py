@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.samples import DataSpec
 
 
-class LenetConfig(Config):
+class LenetConfig(ModelConfig):
     name: str = "lenet"
     variant: Literal["lenet5", "caffe"] = "lenet5"
     """lenet5: convolutions of 6 and 16 channels, linear layers of 120 and 84 units, 61,706 parameters on 1x28x28 and

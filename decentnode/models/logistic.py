@@ -8,11 +8,11 @@ from typing import ClassVar
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, outputs_of
+from decentnode.models.base import Model, ModelConfig, outputs_of
 from decentnode.samples import DataSpec
 
 
-class LogisticConfig(Config):
+class LogisticConfig(ModelConfig):
     name: str = "logistic"
 
 

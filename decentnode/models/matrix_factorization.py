@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from decentnode.config.component import Config
 from decentnode.errors import UsageError
-from decentnode.models.base import Model
+from decentnode.models.base import Model, ModelConfig
 from decentnode.samples import DataSpec
 
 
-class MatrixFactorizationConfig(Config):
+class MatrixFactorizationConfig(ModelConfig):
     name: str = "matrix_factorization"
     factors: int = Field(20, ge=1)
     """Numbers that stand for a user, and for an item."""

@@ -10,13 +10,13 @@ from pydantic import PositiveInt
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, outputs_of
+from decentnode.models.base import Model, ModelConfig, outputs_of
 from decentnode.samples import DataSpec
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
 
 
-class MlpConfig(Config):
+class MlpConfig(ModelConfig):
     name: str = "mlp"
     hidden: tuple[PositiveInt, ...] = (64,)
     """Widths of the hidden layers. On 3x32x32 inputs and 10 classes, [325] has 1,001,985 parameters and

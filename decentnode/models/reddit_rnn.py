@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, tokens_of
+from decentnode.models.base import Model, ModelConfig, tokens_of
 from decentnode.samples import DataSpec
 
 
-class RedditRnnConfig(Config):
+class RedditRnnConfig(ModelConfig):
     name: str = "reddit_rnn"
     embedding: int = Field(200, ge=1)
     """Numbers that stand for a token; token 0 is padding and stands for zeros."""

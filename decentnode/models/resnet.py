@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.models.norms import Norm, he_normal, make_norm
 from decentnode.samples import DataSpec
 
@@ -23,7 +23,7 @@ SHAPES: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
 """Depth -> widths and blocks of the stages; every stage but the first halves the image."""
 
 
-class ResnetConfig(Config):
+class ResnetConfig(ModelConfig):
     name: str = "resnet"
     depth: Literal[8, 18, 20, 32, 34, 44, 56, 110] = 20
     """20, 32, 44, 56, 110: three stages of 16, 32 and 64 channels, for CIFAR (He et al., section 4.2): 269,722

@@ -8,13 +8,13 @@ from pydantic import Field
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.models.norms import Norm, he_normal
 from decentnode.models.resnet import ResnetConfig, ResnetModule
 from decentnode.samples import DataSpec
 
 
-class RnetConfig(Config):
+class RnetConfig(ModelConfig):
     name: str = "rnet"
     norm: Norm = "batch"
     """group has no running statistics; both have the same number of parameters."""

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, tokens_of
+from decentnode.models.base import Model, ModelConfig, tokens_of
 from decentnode.samples import DataSpec
 
 
-class ShakespeareLstmConfig(Config):
+class ShakespeareLstmConfig(ModelConfig):
     name: str = "shakespeare_lstm"
     embedding: int = Field(8, ge=1)
     """Numbers that stand for a token."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import nn
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.models.norms import Norm, he_normal, make_norm
 from decentnode.samples import DataSpec
 
@@ -19,7 +19,7 @@ STAGES: dict[int, tuple[int, ...]] = {
 WIDTHS = (64, 128, 256, 512, 512)
 
 
-class VggConfig(Config):
+class VggConfig(ModelConfig):
     name: str = "vgg"
     depth: Literal[11, 13, 16, 19] = 16
     """Layers with weights: 9,756,426 parameters at 11 and 15,253,578 at 16, with norm: batch or group, 3x32x32 and 10

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decentnode.config.component import Config
-from decentnode.models.base import Model, image_shape, outputs_of
+from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.models.norms import Norm, he_normal, make_norm
 from decentnode.samples import DataSpec
 
 
-class WideResnetConfig(Config):
+class WideResnetConfig(ModelConfig):
     name: str = "wide_resnet"
     depth: int = Field(28, ge=10)
     """6 n + 4: layers with weights."""

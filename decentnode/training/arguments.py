@@ -9,7 +9,8 @@ from typing import Any
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from decentnode.config.component import Config, nearest
+from decentnode.config.component import Config, load_class, nearest
+from decentnode.errors import UsageError
 
 
 class ArgumentsConfig(Config):
@@ -30,15 +31,28 @@ def problem_at(key: str, text: str, value: Any) -> pydantic.ValidationError:
     )
 
 
-def chosen(name: str, table: Mapping[str, type[Any]]) -> type[Any]:
-    """Returns the class of that name. Raises ValidationError that suggests the nearest name."""
+def chosen(name: str, table: Mapping[str, type[Any]], kind: str, base: type[Any] = object) -> type[Any]:
+    """Returns the class of that name, or "package.module:Class" derived from `base`. Raises ValidationError that
+    suggests the nearest name."""
+    if ":" in name:
+        return _own(name, kind, base)
     if name not in table:
         hint = nearest(name, table)
         raise problem_at(
-            "name", f"must be one of {', '.join(sorted(table))}, got {name!r}"
+            "name", f"must be one of {', '.join(sorted(table))}, or 'package.module:Class', got {name!r}"
             + (f"; did you mean '{hint}'?" if hint else ""), name,
         )
     return table[name]
+
+
+def _own(name: str, kind: str, base: type[Any]) -> type[Any]:
+    try:
+        found = load_class(name, {}, kind)
+    except UsageError as error:
+        raise problem_at("name", str(error), name) from error
+    if not issubclass(found, base):
+        raise problem_at("name", f"must name a class derived from {base.__module__}.{base.__name__}, got {name}", name)
+    return found
 
 
 def check_arguments(

@@ -26,11 +26,12 @@ class LossConfig(ArgumentsConfig):
     """`{name: huber, delta: 0.5}`: further keys are the arguments of the torch.nn class."""
 
     name: str
-    """cross_entropy (torch.nn.CrossEntropyLoss), nll, mse, l1, smooth_l1 or huber."""
+    """cross_entropy (torch.nn.CrossEntropyLoss), nll, mse, l1, smooth_l1 or huber; or package.module:Class, whose
+    instances give the mean loss of a batch for its outputs and targets."""
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> LossConfig:
-        found = chosen(self.name, LOSSES)
+        found = chosen(self.name, LOSSES, "loss")
         check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: found(**given))
         return self
 
@@ -40,7 +41,7 @@ class Loss:
 
     def __init__(self, config: LossConfig, label_smoothing: float = 0.0) -> None:
         """label_smoothing: of the cross entropy in training; evaluation has what the config itself says."""
-        made = LOSSES[config.name]
+        made = chosen(config.name, LOSSES, "loss")
         smoothed = {"label_smoothing": label_smoothing} if label_smoothing else {}
         self.mean = made(**{**config.arguments(), **smoothed})
         self._plain = made(**config.arguments())

@@ -39,12 +39,16 @@ LR_SCHEDULES: dict[str, type[Any]] = {
 RESERVED = ("optimizer", "last_epoch", "verbose", "scale_fn")
 
 
+def _class_of(name: str) -> type[Any]:
+    return chosen(name, LR_SCHEDULES, "lr_schedule", lr_scheduler.LRScheduler)
+
+
 class ScheduleConfig(ArgumentsConfig):
     """`{name: cosine, T_max: 60}`: further keys are the arguments of the torch.optim.lr_scheduler class."""
 
     name: str = "constant"
     """constant, cosine (CosineAnnealingLR), cosine_warm_restarts, cyclic, exponential, linear, multistep,
-    one_cycle, polynomial or step."""
+    one_cycle, polynomial or step; or package.module:Class, derived from torch's LRScheduler."""
     every: Literal["round", "step"] = "round"
     """What one tick of the schedule is: a round (all its local steps have one learning rate) or an optimizer step.
     All lengths (T_max, step_size, milestones, warmup ...) count ticks."""
@@ -55,7 +59,7 @@ class ScheduleConfig(ArgumentsConfig):
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> ScheduleConfig:
-        found = chosen(self.name, LR_SCHEDULES)
+        found = _class_of(self.name)
         optimizer = trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
         check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: found(optimizer, **given))
         return self
@@ -84,7 +88,7 @@ class LearningRateSchedule:
         for group, initial in zip(groups, self._initial, strict=True):
             group["lr"] = initial
             group.pop("initial_lr", None)  # what an earlier schedule left: torch would start from it
-        found, arguments = LR_SCHEDULES[self._config.name], self._config.arguments()
+        found, arguments = _class_of(self._config.name), self._config.arguments()
         with warnings.catch_warnings():
             # torch warns when a schedule ticks before the first step, as a resumed one does, and of a step method
             # that an earlier schedule has wrapped.

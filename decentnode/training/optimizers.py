@@ -29,17 +29,22 @@ def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     return {name: it for name, it in found.items() if name not in REFUSED} | ours
 
 
+def _class_of(name: str) -> Any:
+    return chosen(name, _optimizers(), "optimizer", torch.optim.Optimizer)
+
+
 class OptimizerConfig(ArgumentsConfig):
     """`{name: sgd, lr: 0.1, momentum: 0.9}`: further keys are the arguments of the torch.optim class."""
 
     name: str = "sgd"
-    """Class of torch.optim in lower case: sgd, adam, adamw, adagrad, rmsprop, nadam ...; or accumadam, accumadamw."""
+    """Class of torch.optim in lower case: sgd, adam, adamw, adagrad, rmsprop, nadam ...; or accumadam, accumadamw; or
+    package.module:Class, derived from torch.optim.Optimizer."""
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> OptimizerConfig:
         if self.name in REFUSED:
             raise problem_at("name", f"must be another optimizer than {self.name}: {REFUSED[self.name]}", self.name)
-        found: Any = chosen(self.name, _optimizers())
+        found = _class_of(self.name)
         check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: trial(found, given))
         return self
 
@@ -66,7 +71,7 @@ def trial(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> torch.o
 
 def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
     """Returns the configured optimizer for one number."""
-    return trial(_optimizers()[config.name], config.arguments())
+    return trial(_class_of(config.name), config.arguments())
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -74,7 +79,7 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) 
 
     Fused: one pass over parameter, gradient and state instead of one per operation.
     """
-    found: Any = _optimizers()[config.name]
+    found: Any = _class_of(config.name)
     arguments = _as_tuples(config.arguments())
     optimizer: torch.optim.Optimizer
     supported = inspect.signature(found).parameters

@@ -14,6 +14,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
 from decentnode.experiment.tree import Experiment
 from decentnode.models import MODELS
+from decentnode.models.weights import check_weights
 from decentnode.samples import DataSpec
 from decentnode.sharing.parameters import named, problems_of
 from decentnode.tasks.base import Task
@@ -72,6 +73,8 @@ def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
         return
     try:
         module = _on_meta(experiment, spec)
+        if getattr(experiment.model, "init", None) is not None:
+            check_weights(module, experiment.base_dir / experiment.model.init)  # type: ignore[attr-defined]
         with contextlib.suppress(UsageError):  # reported by task_suits_the_data
             task = experiment.make_task()
             outputs = _outputs_on_meta(module, spec)

@@ -1,0 +1,55 @@
+"""Any torch module as a model: `model: {name: package.module:Class, ...}`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, ClassVar
+
+from torch import nn
+
+from decentnode.config import component
+from decentnode.config.signature import arguments, config_of
+from decentnode.errors import UsageError
+from decentnode.models.base import Model, ModelConfig
+from decentnode.samples import FACTS, DataSpec
+
+
+class OwnModel(Model):
+    """Makes modules of a class that knows nothing of decentnode. Its constructor gets the remaining keys, and what is
+    known of the data under the names input_shape, num_classes, vocabulary, users and items, where it takes them."""
+
+    Config: ClassVar[type[component.Config]] = ModelConfig
+    of: ClassVar[type[nn.Module]]
+    """The class of the module."""
+
+    def __init__(self, config: component.Config) -> None:
+        self.config = config
+
+    def make(self, data: DataSpec) -> nn.Module:
+        made, given = type(self).of, arguments(self.config, type(self).of)
+        known = data.facts()
+        for name, parameter in inspect.signature(made).parameters.items():
+            if name in given or name not in FACTS:
+                continue
+            if name in known:
+                given[name] = known[name]
+            elif parameter.default is parameter.empty:
+                raise UsageError(f"{name} must be given: {made.__name__} takes it, and this data has none")
+        try:
+            module: nn.Module = made(**given)
+        except Exception as error:  # a constructor of the user's own may raise anything
+            written = ", ".join(f"{key}={value!r}" for key, value in given.items())
+            raise UsageError(f"making {made.__name__}({written}) raised {error!r}") from error
+        return module
+
+
+@functools.cache
+def adapted(chosen: type[Any]) -> type[Model] | None:
+    """The model that makes modules of a class; None of a class that is no module."""
+    if not issubclass(chosen, nn.Module):
+        return None
+    filled = FACTS & inspect.signature(chosen).parameters.keys()
+    config = config_of(chosen, ModelConfig, filled)
+    return type(chosen.__name__, (OwnModel,), {"Config": config, "of": chosen, "__doc__": chosen.__doc__,
+                                               "__module__": chosen.__module__})  # fmt: skip

@@ -1,0 +1,44 @@
+"""Weights to start from: a .safetensors file with the state_dict of a module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from decentnode.errors import UsageError
+
+MOST_NAMED = 4
+"""Tensors that a message names."""
+
+
+def check_weights(module: nn.Module, path: Path) -> None:
+    """Raises UsageError unless the file has a tensor of the right shape for every one of the module, and no other. The
+    module may be on the meta device; no value is read."""
+    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    try:
+        with safe_open(path, "pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"init must be a .safetensors file, {path} is none: {error}") from error
+    wrong = [f"{name} is {list(found[name])} instead of {list(shape)}" for name, shape in expected.items()
+             if name in found and found[name] != shape]  # fmt: skip
+    for names, what in ((expected.keys() - found, "it lacks"), (found.keys() - expected, "it has besides")):
+        if names:
+            wrong.append(f"{what} {_few(sorted(names))}")
+    if wrong:
+        raise UsageError(f"init must hold the weights of this model, {path} does not: {'; '.join(wrong[:MOST_NAMED])}")
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Copy the values of the file into the module, in place. Raises UsageError as `check_weights` does."""
+    check_weights(module, path)
+    with safe_open(path, "pt") as file, torch.no_grad():
+        for name, value in module.state_dict().items():
+            value.copy_(file.get_tensor(name))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")

@@ -1,0 +1,91 @@
+"""Losses, optimizers and schedules of one's own, by `package.module:Class`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decentnode.training.supervised import SupervisedConfig
+from tests.training.contract import check_resume, check_rounds
+from tests.training.small import make
+
+
+class Focal(nn.Module):
+    """Gives the mean alone, as a loss without `reduction` does."""
+
+    def __init__(self, gamma: float = 2.0) -> None:
+        super().__init__()
+        self.gamma = gamma
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        likelihood = outputs.log_softmax(1).gather(1, targets[:, None])[:, 0]
+        return -((1 - likelihood.exp()) ** self.gamma * likelihood).mean()
+
+
+class Signed(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float, decay: float = 0.0) -> None:
+        if decay < 0:
+            raise ValueError(f"decay must be at least 0, got {decay}")
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * (p.grad.sign() + group["decay"] * p))
+
+
+class Halving(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer: torch.optim.Optimizer, every: int = 2) -> None:
+        self.ticks = every
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [base * 0.5 ** (self.last_epoch // self.ticks) for base in self.base_lrs]
+
+
+OWN: dict[str, Any] = {
+    "loss": {"name": f"{__name__}:Focal", "gamma": 1.0},
+    "optimizer": {"name": f"{__name__}:Signed", "lr": 0.01},
+    "lr_schedule": {"name": f"{__name__}:Halving"},
+}
+
+
+def test_they_train_repeat_and_resume() -> None:
+    def made(uid: int) -> Any:
+        return make(uid, batch_size=4, local_steps=3, **OWN)
+
+    check_rounds(made)
+    check_resume(made)
+    training = made(0)
+    rates = []
+    for round in range(5):
+        rates.append(training.learning_rate)
+        training.local_update(round)
+    assert rates == pytest.approx([0.01, 0.01, 0.005, 0.005, 0.0025])
+
+
+def test_the_loss_is_evaluated_as_the_mean_over_samples() -> None:
+    training = make(0, **OWN)
+    source, members = training._splits["test"]
+    inputs, targets = source.take(members)
+    expected = float(Focal(1.0)(training.model.module(inputs), targets).detach())
+    assert training.evaluate("test").metrics["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("key", "value", "text"), [
+    ("loss", {"name": f"{__name__}:Focla"}, "did you mean 'Focal'"),
+    ("loss", {"name": f"{__name__}:Focal", "gama": 1}, "must be an argument of .*did you mean 'gamma'"),
+    ("optimizer", {"name": f"{__name__}:Focal"}, r"must name a class derived from torch\.optim"),
+    ("optimizer", {"name": f"{__name__}:Signed"}, "needs 'lr' beside it"),
+    ("optimizer", {"name": f"{__name__}:Signed", "lr": 0.1, "decay": -1}, "decay must be at least 0, got -1"),
+    ("optimizer", {"name": "nowhere_such:Signed"}, "no module named 'nowhere_such'"),
+    ("lr_schedule", {"name": f"{__name__}:Signed"}, r"must name a class derived from torch\.optim\.lr_scheduler"),
+])  # fmt: skip
+def test_wrong_names_and_arguments_are_told(key: str, value: dict[str, Any], text: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=text):
+        SupervisedConfig.model_validate({"batch_size": 4, key: value})
