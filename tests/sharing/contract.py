@@ -331,12 +331,26 @@ def matrix_reference(graph: Topology, models: list[Tensor], rounds: int) -> np.n
     return x
 
 
+def check_other_neighbors_than_the_graphs_are_declared(make_rule: Make) -> None:
+    """Transports connect the graph's neighbors alone, unless a rule says that it overrides the topology."""
+    rules = bound(make_rule, draw(6, 30))
+    needs = rules[0].requirements
+    graph, strangers = make("line" if needs.tree else "ring", nodes=6), set()
+    for r in range(6):
+        for uid, each in enumerate(rules):
+            known = {*graph.neighbors(uid, 0), *graph.sources(uid, 0)}
+            for phase in range(needs.phases):
+                planned = each.plan(replace(rule_view(each, graph, uid, r, 1), phase=phase))
+                strangers |= {*planned.neighbors, *planned.sources} - known
+    assert needs.overrides_topology == bool(strangers)
+
+
 CHECKS = [
     check_identical_stay_identical, check_mean_is_kept, check_alone_nothing_happens, check_alone_is_local_training,
     check_slices_equal_the_whole, check_schema_fits,
     check_missing_neighbors_leave_a_convex_combination, check_a_missing_neighbor_does_not_last,
     check_nan_stays_visible, check_repeats_bit_for_bit,
-    check_state_round_trip,
+    check_state_round_trip, check_other_neighbors_than_the_graphs_are_declared,
 ]  # fmt: skip
 
 __all__ = ["CHECKS", "RULES", "RoundView", "draw", "gossip", "matrix_reference", "rule"]
