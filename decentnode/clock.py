@@ -92,6 +92,11 @@ def cpu() -> float:
     return time.process_time()
 
 
+def thread_cpu() -> float:
+    """Returns the seconds of CPU that the calling thread has used."""
+    return time.thread_time()
+
+
 @contextlib.contextmanager
 def use(clock: C) -> Iterator[C]:
     """Within it, this clock is the process's."""

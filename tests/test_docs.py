@@ -146,7 +146,7 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
         entries = re.findall(r"^   \* - (``.*)$", page.read_text(), re.M)
         named = {name for entry in entries for name in re.findall(r"``([\w./-]+)``", entry)}
         missing = {name for name in named if not (folder / "runs" / "quickstart" / "latest" / name).exists()}
-        absent = {"code/", "nodes/000/events.jsonl"}  # no module of the user's own, no transport that has events
+        absent = {"code/", "checkpoints/", "nodes/000/events.jsonl"}  # no own module, nor a transport that has events
         assert len(named) > 10 and missing <= absent, missing
 
 

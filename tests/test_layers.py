@@ -14,7 +14,7 @@ FLOORS: list[list[str]] = [
     ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock"],
     ["config", "mixing", "metrics"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks"],
-    ["sharing", "training", "communication"],
+    ["sharing", "training", "communication", "checkpoint"],
     ["node", "parallel"],
     ["experiment"],
     ["build", "compat", "describe"],

@@ -67,6 +67,25 @@ def options(function: F) -> F:
     return function
 
 
+def resuming(function: F) -> F:
+    """Decorator: adds the option --resume."""
+    option = click.option("--resume", is_flag=False, flag_value="", default=None, metavar="[RUN]",
+                          help="Go on from the checkpoints of RUN, or of the latest run of this name.")  # fmt: skip
+    return option(function)
+
+
+def resumed(config: str | None, resume: str | None) -> tuple[str | None, str | None]:
+    """Returns (config, run to resume) of what was typed: the run's own config where none was given, the run itself
+    where it stands in the config's place, and a file that --resume took for a run in its own."""
+    if resume is None:
+        return config, None
+    if config is None and resume:
+        return (resume, "") if os.path.isfile(resume) else (resume, resume)
+    if config is not None and not resume and os.path.isdir(config):
+        return config, config
+    return config, resume
+
+
 def all_overrides(overrides: Sequence[str], run_dir: str | None, name: str | None, seed: int | None) -> list[str]:
     """Returns the shorthand options as assignments, followed by those of --set."""
     short = {"run.dir": run_dir, "name": name, "seed": seed}

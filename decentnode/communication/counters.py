@@ -58,6 +58,8 @@ class Counters:
 
     edges: dict[int, EdgeCounters] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+    earlier: dict[str, int] = field(default_factory=dict)
+    """Totals of the run that this one goes on from, as `totals` returned them."""
     on_event: Callable[[str, int | None, str], None] = lambda _kind, _peer, _detail: None
     """Any thread: called with (kind, peer, detail) for every fault and for what happens to connections."""
 
@@ -93,12 +95,19 @@ class Counters:
 
     @property
     def saved_bytes(self) -> int:
-        return sum(edge.saved_bytes for _, edge in self.known())
+        return self.earlier.get("saved", 0) + sum(edge.saved_bytes for _, edge in self.known())
 
     def bytes_sent(self) -> dict[Purpose, int]:
         """To all peers, by purpose. Any thread."""
-        edges = self.known()
-        return {purpose: sum([getattr(edge, f"{purpose}_bytes_sent") for _, edge in edges]) for purpose in PURPOSES}
+        edges, earlier = self.known(), self.earlier
+        return {purpose: earlier.get(purpose, 0) + sum([getattr(edge, f"{purpose}_bytes_sent") for _, edge in edges])
+                for purpose in PURPOSES}  # fmt: skip
+
+    def totals(self) -> dict[str, int]:
+        """Returns what a checkpoint keeps: bytes by purpose, saved ones, and faults."""
+        faults = self.earlier.get("faults", 0) + sum(self.faults.values())
+        return {**{str(purpose): sent for purpose, sent in self.bytes_sent().items()}, "saved": self.saved_bytes,
+                "faults": faults}  # fmt: skip
 
 
 def purpose_of(key: str) -> Purpose:

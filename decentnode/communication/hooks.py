@@ -59,6 +59,16 @@ class Hooks(Generic[ConfigT]):
         """(uids, `clock.now()` of when the wait began) that a call of this moment waits for; any thread."""
         return None
 
+    # -- a run that goes on from a checkpoint
+
+    @property
+    def run_id(self) -> bytes:
+        """By what all nodes know the run, once it has begun; empty where nobody gave it an id."""
+        return b""
+
+    def begin_at(self, round: int) -> None:
+        """Before the first round: rounds below `round` are over."""
+
     # -- mixing in the background: another thread takes in arrivals while the training thread makes its local steps
 
     concurrent: ClassVar[bool] = False

@@ -26,6 +26,8 @@ class Hub:
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
+        self.run_id = b""
+        """Set by whoever starts the run."""
         self.payloads: dict[ExchangeKey, Payload] = {}
         self.means: dict[str, dict[int, Tensor]] = {}
         self.taken: dict[str, int] = {}
@@ -169,6 +171,13 @@ class Inproc(Communication[CommunicationConfig]):
         self.taken = Generation(0, tuple(range(hub.num_nodes)))
         """The generation that this node takes part in."""
         self._position, self._fresh = 0, False
+
+    @property
+    def run_id(self) -> bytes:
+        return self.hub.run_id
+
+    def begin_at(self, round: int) -> None:
+        self._position = round
 
     def start(self, timeout_seconds: float) -> None:
         """Nobody to wait for: all nodes of the process are there."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.build import build_in_process
+from decentnode.communication.inproc import Inproc
 from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment, load
 from decentnode.launch.messages import Finished, NodeJoined, StopRun, Task
@@ -16,6 +17,7 @@ from decentnode.launch.node_files import Reporter, save_node
 from decentnode.launch.node_process import describe_failure, set_up
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
+from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
 from decentnode.node.node import Node
 
@@ -59,10 +61,15 @@ def run_task(task: Task, channel: Pipe) -> int:
         def ready(nodes: list[Node]) -> None:
             threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()
             for node in nodes:
+                assert isinstance(node.communication, Inproc)
+                node.communication.hub.run_id = bytes.fromhex(task.run_id)
+                attach(node, experiment, task, reporters[node.uid])
                 channel.send(NodeJoined(node.uid))
 
         nodes = run_in_process(experiment, lambda uid, record: reporters[uid].record(record), ready)
         for node in reversed(nodes):
+            if node.checkpoints is not None:
+                node.checkpoints.close(node.communication.config.timeout_seconds)
             if task.run_dir:
                 save_node(node, Path(task.run_dir))
             reporters[node.uid].close()

@@ -18,6 +18,8 @@ class Request:
     in_process: bool = False
     join: bool = False
     """Whether the run has begun already, and this machine's nodes ask to join it (node.missing: regroup)."""
+    resume: str | None = None
+    """The run to go on from: its folder, or "" for the latest of the experiment's name; None for a new run."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ class Facts:
     """What the run's task measures: `TaskMetrics.plain`."""
     inputs: dict[str, str] = field(default_factory=dict)
     """Files that are copied into the run directory: name there -> path."""
+    resume: list[str] | None = None
+    """Folders of runs in whose checkpoints nodes look for theirs; None for a new run."""
+    resume_runs: list[str] = field(default_factory=list)
+    """Ids of these runs."""
+    finished: str = ""
+    """Of a run that is asked to go on and has nothing left to do: a sentence that says so."""
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -91,6 +99,9 @@ class Task:
     """Whether the run has begun already."""
     endpoints: list[str] = field(default_factory=list)
     """Endpoints of the node before it was started again; empty the first time."""
+    resume: list[str] | None = None
+    """As `Facts.resume`."""
+    resume_runs: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

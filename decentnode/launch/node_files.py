@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from decentnode import clock
 from decentnode.errors import EnvironmentFault
 from decentnode.launch.messages import ChildMessage, Progress
+from decentnode.metrics.reader import read
 from decentnode.metrics.summary import write_atomic
 from decentnode.metrics.writer import MetricsWriter, encode, finite
 from decentnode.node.node import Node
@@ -53,6 +54,17 @@ class Reporter:
                 if each is not None:
                     self._send(Progress(self.uid, finite(each)))
         self._unsent = None
+
+    def take_over(self, path: Path, round: int) -> None:
+        """Write, and do not send, the records that another run's metrics.jsonl has of the rounds below `round`. Without
+        such a file nothing happens."""
+        if self._writer is None:
+            return
+        with contextlib.suppress(OSError):
+            for record in read(path):
+                last = record.get("round", 0) - (0 if record.get("kind") == "round" else 1)
+                if last < round:
+                    self._writer.write(record)
 
     def close(self) -> None:
         if self._writer is not None:

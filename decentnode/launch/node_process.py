@@ -41,6 +41,7 @@ from decentnode.launch.messages import (
 from decentnode.launch.node_files import Reporter, StatusWriter, save_node
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
+from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
 from decentnode.mapping.hosts import endpoint
 from decentnode.metrics.events import EventLog
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 PEERS_SECONDS = 300.0
 """Longest wait for the supervisor to name the other local nodes; the supervisor gives up first."""
 ABSENT_SECONDS = 1.0
+CLOSE_SECONDS = 2.0
+"""After a failure: how long a checkpoint may still be written; the supervisor ends the process soon after."""
 
 
 class Commands:
@@ -195,11 +198,14 @@ def run_node(task: Task, link: Link) -> int:
             events = node.communication.counters.on_event = EventLog(folder / "events.jsonl", uid)
             live = StatusWriter(node, folder / "status.json")
             live.start()
+        attach(node, experiment, task, reporter)
         give_back_memory()
         _join(node, experiment, task, link)
         if events is not None:
             events("joined")
         node.run()
+        if node.checkpoints is not None:
+            node.checkpoints.close(node.communication.config.timeout_seconds)
         if task.run_dir:
             save_node(node, Path(task.run_dir))
         node.communication.close()
@@ -293,6 +299,8 @@ def _fail(
             if not failed.follower:
                 node.communication.fail(uid, failed.title)
             node.communication.close()
+        if node is not None and node.checkpoints is not None:
+            node.checkpoints.close(CLOSE_SECONDS)
         if reporter is not None:
             reporter.close()
     traceback.print_exception(error)  # last: the terminal of a node in the foreground may take none

@@ -83,6 +83,16 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbse
     return f"{told or 'the word to start to reach every node'} ({waited:.0f} s)"
 
 
+def resumed_notice(record: Mapping[str, Any]) -> str:
+    """Returns the sentence for a record of kind "resumed"."""
+    without = record.get("without", [])
+    what = f"goes on after round {record['round']}"
+    if not without:
+        return what
+    return f"{what}; without a checkpoint, from the mean of the others' models: node {names(without)}; " \
+           "the sharing rule begins anew"  # fmt: skip
+
+
 def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     """Returns the sentence for a record of kind "generation"."""
     members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))

@@ -48,6 +48,8 @@ class Ledger:
     """Local nodes that the others went on without."""
     restarts: dict[int, int] = field(default_factory=dict)
     """How often each node was started again."""
+    resumed: Mapping[str, Any] | None = None
+    """The record of kind "resumed" of the first node that had one."""
     _members: dict[int, list[int]] = field(default_factory=dict)
     """uid -> members of the last generation that this node took part in, the latest report last."""
     _earlier: Counter[str] = field(default_factory=Counter)
@@ -152,6 +154,10 @@ def summary(
         found["lost"] = {str(uid): failed.title for uid, failed in sorted(ledger.lost.items())}
         found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
         found["members"] = members
+    if ledger.resumed is not None:
+        record = ledger.resumed
+        found["resumed"] = {"runs": [Path(each).name for each in facts.resume or ()], "round": record.get("round"),
+                            "without": record.get("without", []), "rule": record.get("rule")}  # fmt: skip
     if failure is not None:
         found["failure"] = {"node": failure.uid, "title": failure.title, "exit_code": failure.exit_code}
     return found

@@ -9,9 +9,10 @@ import torch
 import yaml
 
 from decentnode.build import threads_of
-from decentnode.errors import DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
+from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment, load
 from decentnode.graph.file import format_edges
+from decentnode.launch import resume
 from decentnode.launch.header import header, other_code
 from decentnode.launch.messages import Facts, Failed, Header, Request
 from decentnode.launch.pipe import Pipe
@@ -28,7 +29,8 @@ def answer(request: Request, channel: Pipe) -> int:
         experiment = load(request.config, request.overrides, request.environ)
         torch.set_num_threads(1)
         channel.send(facts(experiment, request))
-        lines = [*header(experiment), *other_code(experiment), *doubts(experiment, request)]
+        lines = [*resumed(experiment, request), *header(experiment), *other_code(experiment),
+                 *doubts(experiment, request)]  # fmt: skip
         channel.send(Header(lines, local_modules()))
     except DecentnodeError as error:
         channel.send(Failed(-1, error.exit_code, type(error).__name__, str(error)))
@@ -37,6 +39,16 @@ def answer(request: Request, channel: Pipe) -> int:
         channel.send(Failed(-1, NodeFailed.exit_code, repr(error), traceback.format_exc()))
         return NodeFailed.exit_code
     return 0
+
+
+def resumed(experiment: Experiment, request: Request) -> list[list[str]]:
+    """Returns a line about the checkpoints that the run goes on from."""
+    if request.resume is None:
+        return []
+    found = resume.find(experiment, request.resume)
+    if found is None:
+        return [["resume", "no checkpoint on this machine: its nodes take the mean of the others' models"]]
+    return [["resume", f"{found.run}, newest checkpoint here after round {found.newest.cut.round}"]]
 
 
 def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
@@ -86,6 +98,10 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         machine, machines = 0, [list(range(graph.num_nodes))]
     elif unreachable_here := unreachable(mapping, machine)[0]:
         raise EnvironmentFault(f"{request.config}: {unreachable_here}")
+    found = None if request.resume is None else resume.find(experiment, request.resume)
+    if request.resume is not None and found is None and len(machines) == 1:
+        raise CheckpointError(f"{request.config}: no checkpoint of a run named {experiment.name} in "
+                              f"{experiment.run_dir}; node.checkpoint (such as {{every: 20}}) makes them")  # fmt: skip
     inputs, kept = keep(experiment)
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     communication, lists = experiment.communication, getattr(graph, "lists", None)
@@ -110,6 +126,9 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         restarts=experiment.node.restarts,
         task=experiment.measured().plain(),
         inputs=inputs,
+        resume=None if request.resume is None else [] if found is None else [str(each) for each in found.folders],
+        resume_runs=[] if found is None else list(found.runs),
+        finished="" if found is None or len(machines) > 1 else resume.finished(found, experiment),
     )
 
 

@@ -29,7 +29,7 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
-from decentnode.launch.observer import Observer, generation_notice, names, waiting_for
+from decentnode.launch.observer import Observer, generation_notice, names, resumed_notice, waiting_for
 from decentnode.launch.outcome import Durations, Ledger, Outcome, first_cause, summary
 from decentnode.launch.provenance import usable_cores
 from decentnode.launch.run_dir import Records, node_dir
@@ -115,6 +115,7 @@ class Run:
             run_dir=str(self.directory) if self.directory else None, threads=facts.threads.get(str(uids[0]), share),
             run_id=self._run_id, in_process=facts.in_process, progress_seconds=max(0.25, len(local) / 50),
             socket_dir=self._sockets.path, join=join, endpoints=self.endpoints.get(str(uids[0]), []),
+            resume=None if join else facts.resume, resume_runs=facts.resume_runs,
         )  # fmt: skip
 
     def _enter(self, phase: str) -> None:
@@ -168,6 +169,8 @@ class Run:
             self.observer.progress(message.uid, message.record)
             if message.record.get("kind") == "generation":
                 self._on_generation(message.record)
+            elif message.record.get("kind") == "resumed":
+                self._on_resumed(message.uid, message.record)
         elif isinstance(message, Bound):
             worker.bound.add(message.uid)
             self.endpoints[str(message.uid)] = [message.control, message.bulk]
@@ -258,6 +261,14 @@ class Run:
         for uid in record.get("joined", []):
             self.ledger.lost.pop(uid, None)
         self.observer.notice(generation_notice(record, self.facts.num_nodes))
+
+    def _on_resumed(self, uid: int, record: Mapping[str, Any]) -> None:
+        """A node goes on from a checkpoint: the observer hears of the first, and of all that could not be used."""
+        for problem in record.get("problems", []):
+            self.observer.notice(f"node {uid}: {problem}")
+        if self.ledger.resumed is None:
+            self.ledger.resumed = record
+            self.observer.notice(resumed_notice(record))
 
     # -- failures and signals ---------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from decentnode import clock
 from decentnode.launch import forkserver
 from decentnode.launch.messages import Request
@@ -11,6 +13,7 @@ from decentnode.launch.run import Command, Run
 from decentnode.launch.run_dir import Records
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.workers import Loader
+from decentnode.metrics import summary as summaries
 
 
 def supervise(
@@ -29,6 +32,10 @@ def supervise(
         run: Run | None = None
         try:
             facts = loader.facts(observer, signals)
+            if facts.finished and facts.resume:
+                observer.notice(facts.finished)
+                run_dir = Path(facts.resume[0])
+                return Outcome(0, run_dir, summaries.read(run_dir / "summary.json"))
             records = None if dry_run else Records(facts, request.config, command)
             observer.facts(facts, records.directory if records else None)
             run = Run(Command(request, observer, signals, started), facts, records)

@@ -83,6 +83,10 @@ def _total(values: Sequence[float]) -> int:
     return round(math.fsum(values))
 
 
+def _sum(values: Sequence[float]) -> float | None:
+    return math.fsum(values) if values else None
+
+
 def _rounds(values: Sequence[float]) -> int:
     return int(min(values, default=0))
 
@@ -111,6 +115,16 @@ FIGURES = (
     Figure("rounds_without_total", "rounds", "that nodes finished without the payload of a neighbor, which came too "
            "late or not at all, added over the nodes; `losses` has them by neighbor", "Node.finish_round",
            "rounds without", digits=0, of=("rounds_without",), how=_total),
+    Figure("checkpoints", "checkpoints", "that every node wrote", "node/checkpoints.py", "checkpoints", digits=0,
+           of=("checkpoints",), how=_least),
+    Figure("bytes_checkpoints_total", "bytes", "of all checkpoints that all nodes wrote", "node/checkpoints.py",
+           "checkpoint MB", 1e-6, of=("bytes_checkpoints",), how=_total),
+    Figure("checkpoint_copy_seconds", "s", "in which the training thread copied its state, of the node with the most",
+           "node/checkpoints.py", "checkpoint copy s", digits=3, of=("checkpoint_copy_seconds",), how=_most),
+    Figure("checkpoint_wait_seconds", "s", "in which the training thread waited for the disk, likewise",
+           "node/checkpoints.py", "checkpoint wait s", digits=3, of=("checkpoint_wait_seconds",), how=_most),
+    Figure("checkpoint_cpu_seconds", "s", "of CPU time of the threads that write checkpoints, all nodes together",
+           "checkpoint/writer.py", "checkpoint CPU s", digits=3, of=("checkpoint_cpu_seconds",), how=_sum),
     Figure("bytes_sent_per_node", "bytes", "bytes_sent_total / nodes", "report/compare.py", "payload MB/node", 1e-6),
     Figure("bytes_metadata_per_node", "bytes", "bytes_metadata_total / nodes", "report/compare.py",
            "metadata MB/node", 1e-6),

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from decentnode.checkpoint.config import CheckpointConfig
 from decentnode.config.component import Settings
 
 
@@ -41,6 +42,9 @@ class NodeConfig(Settings):
     of all nodes; the average of variances is too small where nodes hold different data."""
     check_finite: bool = True
     """Stop the run with exit code 6 when a model holds NaN or infinity after its local steps."""
+    checkpoint: CheckpointConfig | None = None
+    """Keep the whole state of all nodes on the disk, every so many rounds or minutes and after the last round, so that
+    `--resume` goes on from there; nothing is kept when not given."""
 
     @model_validator(mode="after")
     def _behind_what(self) -> Self:

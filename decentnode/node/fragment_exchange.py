@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,6 +117,15 @@ class FragmentExchange:
         self._outgoing: dict[int, Payload] = {}
         self._refused: frozenset[int] = frozenset()
         self._exchange: Exchange | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of what is kept between rounds, of which a turn may have several; no exchange is under way."""
+        return {"rule": self.rule.state_dict(), "in_turn": self._in_turn, "losses": list(self._losses)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned. Raises ValueError for the state of another rule."""
+        self.rule.load_state_dict(state["rule"])
+        self._in_turn, self._losses = bool(state["in_turn"]), [float(loss) for loss in state["losses"]]
 
     def enter(self, round: int, views: Sequence[RoundView]) -> None:
         """A round begins. views: of the phases of the turn that the round belongs to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from decentnode.graph.base import Graph
 from decentnode.graph.base import parts as connected_parts
 from decentnode.metrics.figures import packed_counts
 from decentnode.node.buffers import BufferExchange
+from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.config import NodeConfig
 from decentnode.node.evaluation import Evaluator, steps_until_ready
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
@@ -95,12 +96,16 @@ class Node:
         shared are this node's own."""
         self.reports: dict[int, dict[str, float | int | str]] = {}
         """On the lowest uid after the run: every node's closing figures."""
+        self.checkpoints: Checkpoints | None = None
+        """Set before the first step where the run has a folder."""
+        self.evaluation: dict[str, float] = {}
+        """The figures of the last evaluation."""
+        self.evaluated = -1
+        """After how many rounds it was; -1 before the first."""
         self.doing = "joining"
         """What the node does now, in a few words, for status.json."""
         self._stop_asked = False
         self._edges: dict[int, tuple[int, int, int, int, float]] = {}
-        self._evaluation: dict[str, float] = {}
-        self._evaluated = -1
         self._round_seconds: list[float] = []
         self._train_seconds = 0.0
         self._wait_seconds = 0.0
@@ -177,9 +182,13 @@ class Node:
         generation = self.communication.generation
         if generation is not None and generation.name != self.generation.name:
             yield from self._take_part(generation)
+        if self.checkpoints is not None and self.checkpoints.resuming:
+            yield from self.checkpoints.resume()
         if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._stopping():
-            yield from self._evaluate_between()
+            yield from self.evaluate_between()
         while self.round < self.config.rounds and not self._stopping():
+            if self.checkpoints is not None:
+                yield from self.checkpoints.between_rounds()
             self.communication.enter(self.round)
             self.begin_round(self.round)
             yield
@@ -190,7 +199,9 @@ class Node:
             self.round += 1
             every = self.config.evaluate_every
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
-                yield from self._evaluate_between()
+                yield from self.evaluate_between()
+        if self.checkpoints is not None and self.round >= self.config.rounds:
+            self.checkpoints.after_the_last()
         if self._stopping():
             planners = {id(each): each for each in (*self._planners, self._buffer_planner)}.values()
             now = self.generation, self.training.learning_rate
@@ -199,6 +210,8 @@ class Node:
         # Always, and by everybody: whether an evaluation of this round was finished before a stop or given up because
         # of it differs from node to node, and who had one would leave the others waiting in the closing one.
         yield from self.evaluate(closing=True)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
         self.communication.report(self.figures())
         yield
         self.reports = self.communication.reports(self.communication.config.timeout_seconds)
@@ -225,12 +238,19 @@ class Node:
         """Go on as a member of `generation`, with the present model; fresh members get the mean of the others'
         first."""
         before, self.generation = self.generation, generation
+        first_round = min(generation.first_round, self.config.rounds)
         if generation.fresh:
             self.doing = "getting a model" if self.uid in generation.fresh else "giving a model"
-            yield from self._give_models(generation)
-        self.round = min(generation.first_round, self.config.rounds)
-        assert self._renew is not None
-        self._take_rules(self._renew())
+            yield from self.give_models(generation.fresh, "generation/model")
+        if self.uid in generation.fresh:
+            if self.checkpoints is not None:
+                self.checkpoints.take_own(first_round)
+            self.training.skip_to(first_round)
+            self.communication.caught_up()
+        if self.checkpoints is not None:
+            self.checkpoints.begin_generation()
+        self.round = first_round
+        self.renew_rules()
         then, now = {*before.members}, {*generation.members}
         self.record({
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
@@ -243,20 +263,25 @@ class Node:
                 for part in connected_parts(graph, generation.members, min(graph.period or 16, 16))[1:]:
                     logger.warning("the graph no longer joins nodes %s to the others", sorted(part))
 
-    def _give_models(self, generation: Generation) -> Iterator[None]:
-        """Give the mean of the other members' models to fresh members; the models of the others stay as they are, and
-        so do parameters that are not shared."""
+    def renew_rules(self) -> None:
+        """Let the sharing rules begin anew."""
+        assert self._renew is not None
+        self._take_rules(self._renew())
+
+    def give_models(self, to: frozenset[int], key: str) -> Iterator[None]:
+        """Give the mean of the other members' models to those of `to`; the models of the others stay as they are, and
+        so do parameters that are not shared. key: names the mean, the same on all nodes."""
         model, shared = self.training.model, self.shared
         own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)])
-        fresh = self.uid in generation.fresh
-        pending = self.communication.mean("generation/model", torch.zeros_like(own) if fresh else own, closing=True)
+        fresh = self.uid in to
+        pending = self.communication.mean(key, torch.zeros_like(own) if fresh else own, closing=True)
         yield from steps_until_ready(pending, self.sharing.requirements.phases)
         mean, contributors = pending.wait(self.communication.config.timeout_seconds)
         if fresh:
-            mean = (mean * (contributors / (contributors - len(generation.fresh)))).to(own.device)
-            model.parameters[:shared].copy_(mean[:shared])
-            model.buffers.copy_(mean[shared:])
-            self.communication.caught_up()
+            mean = (mean * (contributors / (contributors - len(to)))).to(own.device)
+            with torch.no_grad():
+                model.parameters[:shared].copy_(mean[:shared])
+                model.buffers.copy_(mean[shared:])
 
     # -- one round --------------------------------------------------------------------------------------------
 
@@ -356,7 +381,7 @@ class Node:
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
-    def _evaluate_between(self) -> Iterator[None]:
+    def evaluate_between(self) -> Iterator[None]:
         """Evaluate before the run's end; a stop cuts it short. The evaluation before round 0 shows where curves
         begin."""
         try:
@@ -371,8 +396,8 @@ class Node:
         members = self.generation.members
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
         found = yield from self._evaluator.evaluate(key, closing, (members.index(self.uid), len(members)))
-        self.merged, self._evaluation, self._evaluated = found.merged, found.figures, self.round
-        self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self._evaluation})
+        self.merged, self.evaluation, self.evaluated = found.merged, found.figures, self.round
+        self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
 
     def figures(self) -> dict[str, float | int | str]:
         """Returns the node's closing figures, by the names of summary.json."""
@@ -381,15 +406,46 @@ class Node:
         waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
         ordered = sorted(self._round_seconds)
         return {
-            "uid": self.uid, "rounds": self.round, **self._evaluation,
-            **({"evaluated_round": self._evaluated} if self._evaluation else {}),
+            "uid": self.uid, "rounds": self.round, **self.evaluation,
+            **({"evaluated_round": self.evaluated} if self.evaluation else {}),
             "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
             "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
             "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(ordered)),
             **{f"bytes_{purpose}": sent for purpose, sent in counters.bytes_sent().items()},
             "bytes_saved": counters.saved_bytes,
             "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
-            "faults": sum(counters.faults.values()),
+            "faults": sum(counters.faults.values()) + counters.earlier.get("faults", 0),
             "rounds_without": self._rounds_without,
             **({"without": packed_counts(self._without)} if self._without else {}),
+            **(self.checkpoints.closing_figures() if self.checkpoints is not None else {}),
         }
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def sharing_state(self) -> list[dict[str, Any]]:
+        """Returns copies of all that the fragments' rules and exchanges keep between rounds."""
+        return [fragment.state_dict() for fragment in self.schedule.fragments]
+
+    def load_sharing_state(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restores what `sharing_state` returned. Raises ValueError for the state of other rules or fragments."""
+        for fragment, each in zip(self.schedule.fragments, state, strict=True):
+            fragment.load_state_dict(each)
+
+    def progress(self) -> dict[str, Any]:
+        """Returns figures and counters of the rounds so far, which a resumed run goes on from."""
+        counters = self.communication.counters
+        return {
+            "round_seconds": torch.tensor(self._round_seconds, dtype=torch.float64),
+            "train_seconds": self._train_seconds, "wait_seconds": self._wait_seconds, "overlaps": self._overlaps,
+            "evaluation": dict(self.evaluation), "evaluated": self.evaluated, "counters": counters.totals(),
+            "rounds_without": self._rounds_without, "without": dict(self._without),
+        }
+
+    def load_progress(self, state: Mapping[str, Any]) -> None:
+        """Restores what `progress` returned."""
+        self._round_seconds = state["round_seconds"].tolist()
+        self._train_seconds, self._wait_seconds = state["train_seconds"], state["wait_seconds"]
+        self._overlaps = state["overlaps"]
+        self.evaluation, self.evaluated = dict(state["evaluation"]), state["evaluated"]
+        self.communication.counters.earlier = dict(state["counters"])
+        self._rounds_without, self._without = state["rounds_without"], Counter(state["without"])

@@ -28,7 +28,8 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
         traffic += f"; {plural(rounds, 'round')} of {duration(summary['round_seconds_median'])}"
     others = ("evaluation", "protocol", "control")
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}" for purpose in others)
-    return [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"]), *_losses(summary)]
+    found = [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
+    return [*found, *_losses(summary), *_checkpoints(summary)]
 
 
 def _main_metric(summary: Mapping[str, Any]) -> str:
@@ -69,4 +70,15 @@ def _waiting(waiting: Mapping[str, Any]) -> list[str]:
     return [
         f"waiting  {100 * waiting['share']:.0f} % of the nodes' time; longest was node {waiting['node']} "
         f"for node {waiting['for']}: {duration(waiting['seconds'])} in all"
+    ]
+
+
+def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
+    if not summary.get("checkpoints"):
+        return []
+    waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
+    return [
+        f"kept     {plural(round(summary['checkpoints']), 'checkpoint')} per node, "
+        f"{size(summary['bytes_checkpoints_total'])} in all; training waited {duration(waited)} for them, "
+        f"writing took {duration(summary['checkpoint_cpu_seconds'])} of CPU time"
     ]

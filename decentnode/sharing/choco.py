@@ -182,14 +182,14 @@ class Choco(Sharing):
         found = {name: tensor.clone() for name in ("public", "pull") if (tensor := getattr(self, name)) is not None}
         return {**found, "copies": {str(uid): copy.clone() for uid, copy in self.copies.items()},
                 "pulled": {str(uid): weight for uid, weight in self.pulled.items()},
-                "asked": sorted(self.asked), "started": self.started}  # fmt: skip
+                "asked": sorted(self.asked), "started": self.started, "start": self._start}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("public", "pull"):
             setattr(self, name, state[name].clone() if name in state else None)
         self.copies = {int(uid): copy.clone() for uid, copy in state["copies"].items()}
         self.pulled = {int(uid): float(weight) for uid, weight in state["pulled"].items()}
-        self.asked, self.started = set(state["asked"]), bool(state["started"])
+        self.asked, self.started, self._start = set(state["asked"]), bool(state["started"]), int(state["start"])
 
 
 def _all_at_once(models: Tensor, public: Tensor, pull: Tensor, step: float, compress: Compress) -> None:

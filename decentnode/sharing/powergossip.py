@@ -84,6 +84,7 @@ class PowerGossip(Sharing):
         draws = rng.stream(view.seed, low, view.purpose(f"powergossip {high}"), turn)
         return [
             torch.linalg.qr(torch.from_numpy(draws.standard_normal((m.rows if turn % 2 else m.columns, self.rank)))).Q
+            .contiguous()
             for m in self.matrices
         ]
 
@@ -147,7 +148,8 @@ class PowerGossip(Sharing):
             if float(r.diagonal().abs().min()) <= 1e-12 * max(1e-300, float(r.diagonal().abs().max())):
                 drawn = self._factors(uid, view, edge.turn + 1) if drawn is None else drawn
                 q = drawn[index].to(q)
-            fresh.append(q.to(model.dtype))
+            # In rows, as a checkpoint gives it back: last bits of a product may depend on how factors lie in memory.
+            fresh.append(q.to(model.dtype).contiguous())
         self.edges[uid] = EdgeFactors(edge.turn + 1, fresh)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:

@@ -74,8 +74,10 @@ class PushSum(Sharing):
 
     def state_dict(self) -> dict[str, Any]:
         back = [{"x": p.tensors["x"].clone(), "w": p.scalars["w"]} for p in self._back]
-        return {"weight": self.weight, "back": back}
+        start = {} if self._start is None else {"start": self._start.clone()}
+        return {"weight": self.weight, "back": back, **start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.weight = float(state["weight"])
+        self._start = state["start"].clone() if "start" in state else None
         self._back = [Payload({"x": each["x"].clone()}, {"w": float(each["w"])}) for each in state["back"]]

@@ -102,6 +102,10 @@ class Training(Component, abc.ABC):
     def has_validation(self) -> bool:
         """Whether there is a "validation" split."""
 
+    def skip_to(self, round: int) -> None:
+        """Let the learning-rate schedule and the order of samples be those before `round`, without training: for a node
+        that comes to a run in that round. Does nothing for a training that has neither."""
+
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, schedule and data position: what a resumed run needs besides the model."""

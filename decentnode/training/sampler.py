@@ -57,6 +57,12 @@ class Sampler:
             self.cursor = stop
         return np.concatenate(parts) if parts else np.empty(0, np.int64), [len(part) for part in parts]
 
+    def skip(self, steps: int) -> None:
+        """Go on by so many steps, at most those that are left of the epoch (`steps_left`), without their samples."""
+        if steps and self.cursor >= self.usable:
+            self.epoch, self.cursor = self.epoch + 1, 0
+        self.cursor = min(self.cursor + steps * self.batch, self.usable)
+
     def _epoch_order(self) -> np.ndarray:
         if self._order[0] != self.epoch:
             if self._shuffle:

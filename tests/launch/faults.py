@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from decentnode.checkpoint import tensor_file
 from decentnode.communication.zeromq.link_sender import LinkSender
 from decentnode.communication.zeromq.reconfigure import Reconfiguration
 from decentnode.config.component import Config
@@ -87,6 +88,28 @@ class Slow(Supervised):
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         time.sleep(0.02)
+        return super().local_update(round, direction)
+
+
+class MarkerConfig(SupervisedConfig):
+    marker: Path = Path("killed")
+
+
+class DiesWriting(Supervised):
+    """Everything is killed in the middle of node 2's writing a checkpoint, after round 5, the first time."""
+
+    Config: ClassVar[type[Config]] = MarkerConfig
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        marker: Path = self.config.marker  # type: ignore[attr-defined]
+        if self._uid == UID and round == 5 and not marker.exists():
+            marker.write_text("")
+
+            def half(file: int, data: memoryview, _: object) -> None:
+                os.write(file, data[: len(data) // 2])
+                os.killpg(os.getpgid(0), signal.SIGKILL)
+
+            tensor_file._put = half
         return super().local_update(round, direction)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -277,12 +277,22 @@ def check_state_round_trip(make_rule: Make) -> None:
         if r == 3:
             file = io.BytesIO()
             torch.save([each.state_dict() for each in b], file)
+            for tensor in tensors_in([each.state_dict() for each in b]):
+                assert tensor.is_contiguous(), "files have tensors in rows"
             states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             b = bound(make_rule, cut)
             for each, state in zip(b, states, strict=True):
                 each.load_state_dict(state)
         one_round(b, cut, graph, r)
     assert all(torch.equal(x, y) for x, y in zip(straight, cut, strict=True))
+
+
+def tensors_in(state: object) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from tensors_in(value)
 
 
 def one_round(

@@ -43,6 +43,11 @@ class Generations:
         with self._driver.lock:
             self.reconfiguration.enter(round)
 
+    def begin_at(self, round: int) -> None:
+        """As `Reconfiguration.begin_at`."""
+        with self._driver.lock:
+            self.reconfiguration.begin_at(round)
+
     def caught_up(self) -> None:
         """As `Reconfiguration.caught_up`."""
         with self._driver.lock:

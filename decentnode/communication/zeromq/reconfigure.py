@@ -129,6 +129,10 @@ class Reconfiguration:
             self.facts.raise_if_over()
             self.membership.position = round + 1
 
+    def begin_at(self, round: int) -> None:
+        """Rounds below `round` are over: a generation without this node's peers begins no earlier one."""
+        self.membership.position = round
+
     def caught_up(self) -> None:
         """This node has a model."""
         self.membership.fresh = False

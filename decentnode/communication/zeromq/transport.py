@@ -284,6 +284,10 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         else:
             self._generations.suspect(uids, reason)
 
+    def begin_at(self, round: int) -> None:
+        if self._generations is not None:
+            self._generations.begin_at(round)
+
     def caught_up(self) -> None:
         if self._generations is not None:
             self._generations.caught_up()

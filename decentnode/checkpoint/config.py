@@ -1,0 +1,63 @@
+"""The section `node.checkpoint`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from decentnode.config.component import Settings
+
+FIGURE = re.compile(r"\w+_(mean|merged)|consensus_(distance|rms)")
+"""Figures of an evaluation that all nodes have alike."""
+
+
+class BestConfig(Settings):
+    """Which checkpoint is kept as the best."""
+
+    figure: str
+    """A figure of the evaluations that all nodes have alike: `<metric>_mean` over the nodes, `<metric>_merged` of the
+    merged model, `consensus_distance` or `consensus_rms`."""
+    better: Literal["higher", "lower"] | None = None
+    """Which values are better; when not given as the metric says, and lower ones of consensus_distance and
+    consensus_rms."""
+
+    @pydantic.field_validator("figure")
+    @classmethod
+    def _alike(cls, value: str) -> str:
+        if not FIGURE.fullmatch(value):
+            raise ValueError("must be <metric>_mean, <metric>_merged, consensus_distance or consensus_rms, which all "
+                             "nodes have alike")  # fmt: skip
+        return value
+
+    @property
+    def metric(self) -> str:
+        """The metric of the task that it is a figure of; "" of the distances to consensus."""
+        found = re.fullmatch(r"(\w+)_(mean|merged)", self.figure)
+        return found[1] if found else ""
+
+
+def _of_figure(value: Any) -> Any:
+    return {"figure": value} if isinstance(value, str) else value
+
+
+class CheckpointConfig(Settings):
+    """What a node keeps of itself, so that its run can be resumed (docs/howto/resume.rst)."""
+
+    every: int | None = Field(None, ge=1)
+    """Rounds between two checkpoints."""
+    minutes: float | None = Field(None, gt=0)
+    """Minutes between two checkpoints, in place of `every` or beside it: the lowest node sees that they are over, and
+    names a coming round for all."""
+    keep: int = Field(2, ge=1)
+    """How many checkpoints a node keeps, the newest ones; further ones until all nodes have written a newer one."""
+    best: Annotated[
+        BestConfig, pydantic.BeforeValidator(_of_figure, json_schema_input_type=BestConfig | str)
+    ] | None = None
+    """Beside them, the one whose evaluation was the best by this figure: its name, or {figure: ..., better: ...}."""
+    recent: int = Field(20, ge=0)
+    """With `missing: regroup`: a node that comes back goes on from its own newest checkpoint where that is at most so
+    many rounds older than the round that the others go on from, else from the mean of their models. 0: always from the
+    mean."""

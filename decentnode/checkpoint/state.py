@@ -1,0 +1,94 @@
+"""A node's state as JSON and named tensors, and back: nothing is pickled, and every number keeps its bits.
+
+The state is a tree of dicts, lists, tuples, tensors, NumPy arrays, numbers, texts and None. What JSON does not have
+becomes an object with the single key "#": a tensor's name, a tuple, a dict whose keys are not text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decentnode.errors import CheckpointError
+
+MARK = "#"
+
+
+def encode(state: Any, name: str, tensors: dict[str, Tensor], *, copy: bool) -> Any:
+    """Returns the JSON tree of `state`; its tensors go to `tensors`, named by their place below `name`.
+
+    The tensors are on the CPU and contiguous. copy: whether `state` goes on changing; a tensor that nobody else holds
+    is taken as it is. Raises CheckpointError for a value that cannot be stored, with its place.
+    """
+    if isinstance(state, Tensor):
+        plain, kind = state.detach(), "tensor"
+        if plain.is_complex():  # which the files do not have
+            plain, kind = torch.view_as_real(plain.resolve_conj()), "complex"
+        if plain.device.type != "cpu":
+            plain = plain.to("cpu")
+        elif copy or not plain.is_contiguous():
+            plain = plain.clone(memory_format=torch.contiguous_format)
+        tensors[name] = plain.contiguous()
+        return {MARK: [kind, name]}
+    if isinstance(state, np.ndarray):
+        tensors[name] = torch.from_numpy(np.array(state, order="C"))
+        return {MARK: ["array", name]}
+    if isinstance(state, Mapping):
+        if all(isinstance(key, str) for key in state) and MARK not in state:
+            return {key: encode(value, f"{name}.{key}", tensors, copy=copy) for key, value in state.items()}
+        pairs = [[_number_or_text(key, name), encode(value, f"{name}.{key}", tensors, copy=copy)]
+                 for key, value in state.items()]  # fmt: skip
+        return {MARK: ["dict", pairs]}
+    if isinstance(state, tuple):
+        return {MARK: ["tuple", _each(state, name, tensors, copy=copy)]}
+    if isinstance(state, list):
+        return _each(state, name, tensors, copy=copy)
+    return _number_or_text(state, name)
+
+
+def _each(values: Iterable[Any], name: str, tensors: dict[str, Tensor], *, copy: bool) -> list[Any]:
+    return [encode(value, f"{name}.{index}", tensors, copy=copy) for index, value in enumerate(values)]
+
+
+def _number_or_text(value: Any, name: str) -> Any:
+    """A plain value for JSON, whose floats Python writes so that reading gives the same bits."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {MARK: ["float", repr(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(f"{name} must be tensors, numbers, texts, lists and dicts to be kept in a checkpoint, "
+                          f"got {type(value).__name__}")  # fmt: skip
+
+
+def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns the state that `encode` took; its tensors are those of `tensors`. Raises CheckpointError."""
+    if isinstance(tree, list):
+        return [decode(value, tensors) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if MARK not in tree:
+        return {key: decode(value, tensors) for key, value in tree.items()}
+    try:
+        kind, value = tree[MARK]
+        if kind == "tensor":
+            return tensors[value]
+        if kind == "complex":
+            return torch.view_as_complex(tensors[value])
+        if kind == "array":
+            return tensors[value].numpy()
+        if kind == "tuple":
+            return tuple(decode(value, tensors))
+        if kind == "float":
+            return float(value)
+        if kind == "dict":
+            return {decode(key, tensors): decode(each, tensors) for key, each in value}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"a checkpoint's state must be what was encoded, got {tree[MARK]!r}") from error
+    raise CheckpointError(f"a checkpoint's state has a value of the unknown kind {kind!r}")

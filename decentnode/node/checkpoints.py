@@ -1,0 +1,429 @@
+"""When the nodes of a run make checkpoints, all after the same round, and how they go on from them together."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from decentnode import clock
+from decentnode.checkpoint import agreement, store
+from decentnode.checkpoint.config import FIGURE, CheckpointConfig
+from decentnode.checkpoint.store import Cut, Manifest
+from decentnode.checkpoint.writer import Writer, Written
+from decentnode.communication.base import Pending
+from decentnode.errors import CheckpointError, Interrupted, PeerLost, UsageError
+from decentnode.node.evaluation import steps_until_ready
+from decentnode.node.snapshot import Restored, capture
+
+if TYPE_CHECKING:
+    from decentnode.node.node import Node
+
+logger = logging.getLogger(__name__)
+
+POLLS_PER_PERIOD = 32
+"""By minutes: the lowest node looks at its clock at least so many times between two checkpoints, where rounds allow."""
+MOST_ROUNDS_BETWEEN_POLLS = 1 << 20
+MOST_UNKNOWN = 4
+"""Checkpoints beyond `keep` that wait for the other nodes to have them, too."""
+
+
+@dataclass(frozen=True)
+class ResumeFrom:
+    """Where a run looks for the checkpoints that it goes on from."""
+
+    folders: tuple[Path, ...]
+    """checkpoints/ of runs."""
+    runs: frozenset[str] | None = None
+    """Ids of the runs whose cuts count; all when None."""
+
+
+@dataclass
+class CheckpointFigures:
+    """What checkpoints have cost this node, for its closing figures."""
+
+    count: int = 0
+    bytes: int = 0
+    copy_seconds: float = 0.0
+    """The training thread's: copying the state."""
+    wait_seconds: float = 0.0
+    """The training thread's: waiting for the checkpoint before to be written."""
+    cpu_seconds: float = 0.0
+    """The writing thread's."""
+
+
+class Checkpoints:
+    """The checkpoints of one node. Everything runs on its training thread but the writing (checkpoint/writer.py).
+
+    Every member of a generation makes a checkpoint after the same rounds. With `every` they follow from the round. With
+    `minutes` the lowest member decides: after a round that all know, everybody contributes to a mean that carries its
+    word, and takes it in one round later. Nobody waits for a message that may come too late, and nobody waits at all
+    unless it is a whole round ahead of somebody.
+
+    A checkpoint is removed when there are `keep` newer ones, except the newest that all nodes are known to have: with
+    each, nodes tell each other in a mean whether the one before is on their disks.
+    """
+
+    def __init__(
+        self, node: Node, folder: Path, identity: Mapping[str, Any], resume: ResumeFrom | None = None,
+        resumed: Callable[[Manifest | None, int], None] = lambda _manifest, _round: None,
+    ) -> None:
+        """folder: checkpoints/ of the run. identity: of the experiment (experiment/identity.py). resumed: called once
+        the node has what it goes on from, with its checkpoint (None: it took the mean of the others) and the round."""
+        self.node = node
+        self.config = node.config.checkpoint or CheckpointConfig.model_validate({})
+        self.enabled = node.config.checkpoint is not None
+        self.figures = CheckpointFigures()
+        self.resuming = resume is not None
+        self._folder, self._identity, self._resume, self._resumed = folder, identity, resume, resumed
+        self._writer = Writer(folder, node.uid)
+        found, _ = store.scan([folder], node.uid)
+        self._cuts = [manifest.cut for manifest in found]
+        """Of this node, on the disk or being written."""
+        self._copies: dict[Cut, tuple[float, float]] = {}
+        """(copy_seconds, wait_seconds) of those being written."""
+        self._whole: set[Cut] = set()
+        self._known_to_all: Cut | None = None
+        """The newest that every node is known to have."""
+        self._best: float | None = None
+        self._best_cut: Cut | None = None
+        self.begin_generation()
+
+    def closing_figures(self) -> dict[str, float | int]:
+        """Returns what checkpoints have cost, by the names of summary.json; nothing without any."""
+        found = self.figures
+        return {} if not found.count else {
+            "checkpoints": found.count, "bytes_checkpoints": found.bytes,
+            "checkpoint_copy_seconds": found.copy_seconds, "checkpoint_wait_seconds": found.wait_seconds,
+            "checkpoint_cpu_seconds": found.cpu_seconds,
+        }  # fmt: skip
+
+    # -- while rounds go on -----------------------------------------------------------------------------------
+
+    def begin_generation(self) -> None:
+        """Forget what was under way with the members of another generation."""
+        self._last_round = -1
+        self._before: Cut | None = None
+        """The checkpoint before, made by the same members."""
+        self._told: tuple[Pending, Cut | None] | None = None
+        self._poll: Pending | None = None
+        self._poll_at = -1
+        """The round after which the lowest member says whether a checkpoint is due; -1: the next one."""
+        self._polled: tuple[float, int] | None = None
+        self._since = clock.now()
+
+    def between_rounds(self) -> Iterator[None]:
+        """To be called before every round: makes a checkpoint where one is due. Blocking for a copy of the state, and
+        for the one before where that is still being written."""
+        if not self.enabled:
+            return
+        self._collect()
+        round = self.node.round
+        due = yield from self._due_by_minutes()
+        if round and round != self._last_round:
+            due = due or bool(self.config.every and round % self.config.every == 0)
+            best = self._is_best()
+            if due:
+                yield from self._tell_all()
+            if due or best:
+                self._cut(regular=due, best=best)
+        if self.config.minutes and self._poll_at in (-1, round):
+            self._begin_poll()
+
+    def after_the_last(self) -> None:
+        """Make the checkpoint that a longer run goes on from."""
+        if self.enabled and self.node.round and self.node.round != self._last_round:
+            self._collect()
+            self._cut(regular=True, best=False)
+
+    def finish(self) -> None:
+        """After the closing evaluation. Blocking until all is written, for half of the time-out at most."""
+        if not self.enabled:
+            return
+        if self._is_best() and self._cuts and self._cuts[0].round == self.node.round:
+            self._mark_best(self._cuts[0])
+        self.close(self.node.communication.config.timeout_seconds / 2)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Blocking until what was given to the writer is on the disk. Idempotent."""
+        if not self._writer.close(timeout_seconds):
+            logger.warning("a checkpoint is still being written after %.0f s and is given up", timeout_seconds)
+        self._collect()
+
+    def _due_by_minutes(self) -> Generator[None, None, bool]:
+        """What the lowest member said one round ago."""
+        poll, self._poll = self._poll, None
+        if poll is None:
+            return False
+        word = yield from self._taken(poll)
+        if word is None:
+            self._poll_at = -2  # nobody asks any more
+            return False
+        due, rounds = word
+        self._poll_at = self.node.round + rounds
+        return bool(due)
+
+    def _begin_poll(self) -> None:
+        """The lowest member says whether a checkpoint is due after the coming round, and after how many further rounds
+        it is to be asked again."""
+        node, now, word = self.node, clock.now(), torch.zeros(2, dtype=torch.float64)
+        if node.uid == node.generation.members[0]:
+            assert self.config.minutes is not None
+            period = 60.0 * self.config.minutes
+            left = period - (now - self._since)
+            due = left <= 0
+            if self._polled is None or node.round <= self._polled[1]:
+                rounds = 1
+            else:
+                per_round = max(1e-9, (now - self._polled[0]) / (node.round - self._polled[1]))
+                rounds = int(max(period / POLLS_PER_PERIOD, (period if due else left) / 2) / per_round)
+            self._polled = now, node.round
+            word[0], word[1] = float(due), min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
+        self._poll = node.communication.mean(f"checkpoint/due-{node.round}", word)
+
+    def _tell_all(self) -> Iterator[None]:
+        """Tell everybody whether the checkpoint before is on this node's disk, and take in what they said last time."""
+        waited = clock.now()
+        self._writer.wait(self.node.communication.config.timeout_seconds / 2)
+        self.figures.wait_seconds += clock.now() - waited
+        self._collect()
+        told, before = self._told, self._before
+        whole = before is not None and before in self._whole
+        mean = torch.tensor([float(whole)], dtype=torch.float64)
+        self._told = self.node.communication.mean(f"checkpoint/whole-{self.node.round}", mean), before
+        if told is not None:
+            everybody = yield from self._taken(told[0], of_all=True)
+            if everybody and told[1] is not None:
+                self._known_to_all = told[1]
+
+    def _taken(self, pending: Pending, *, of_all: bool = False) -> Generator[None, None, list[int] | None]:
+        """Returns the sums of what everybody contributed (of_all: 1 where all contributed 1, else 0), None where the
+        run is stopping, or goes on without a node that did not contribute."""
+        node = self.node
+        if not pending.ready:
+            yield from steps_until_ready(pending, node.sharing.requirements.phases)
+        try:
+            mean, contributors = pending.wait(node.communication.config.timeout_seconds)
+        except Interrupted:
+            return None
+        except PeerLost as lost:
+            if node.config.missing != "return_weight":
+                raise
+            logger.warning("nodes agree on no checkpoint by minutes any more: %s", lost)
+            return None
+        if of_all:
+            return [1] if float(mean[0]) * contributors > contributors - 0.5 else []
+        return agreement.gathered(mean.view(1, -1), contributors)[0]
+
+    def _cut(self, *, regular: bool, best: bool) -> None:
+        """Copy the state and give it to the writer. regular: whether all nodes make one now. best: whether this round's
+        evaluation is the best so far."""
+        node, waited = self.node, clock.now()
+        free = self._writer.wait(node.communication.config.timeout_seconds / 2)
+        started = clock.now()
+        self.figures.wait_seconds += started - waited
+        self._last_round, self._since = node.round, started
+        if not free:
+            logger.warning("no checkpoint after round %d: the one before is still being written", node.round)
+            return
+        cut = self.cut
+        snapshot = capture(node, cut, self._identity)
+        copied = clock.now() - started
+        self.figures.copy_seconds += copied
+        self._copies[cut] = copied, started - waited
+        self._cuts = [cut, *(each for each in self._cuts if each != cut)]
+        self._writer.give(snapshot)
+        if best:
+            self._mark_best(cut)
+        if regular:
+            self._before = cut
+        gone = self._surplus()
+        self._cuts = [each for each in self._cuts if each not in gone]
+        self._whole.intersection_update(self._cuts)
+        self._writer.do(*(functools.partial(store.remove, self._folder, each.folder, node.uid) for each in gone))
+
+    def _surplus(self) -> list[Cut]:
+        """Returns the checkpoints that are to be removed: never the best, nor the newest that all are known to have,
+        nor those after it. Of these there are more than MOST_UNKNOWN only where another node cannot write its own."""
+        known = self._known_to_all
+        newer = sum(known is None or each.age > known.age for each in self._cuts)
+        protected = {each for each in (known, self._best_cut) if each is not None}
+        return store.surplus(self._cuts, max(self.config.keep, min(newer, self.config.keep + MOST_UNKNOWN)), protected)
+
+    @property
+    def cut(self) -> Cut:
+        """The cut that a checkpoint made now belongs to."""
+        node = self.node
+        now = node.generation
+        return Cut(node.communication.run_id.hex(), node.round, now.number, now.origin.hex(), tuple(now.members))
+
+    def _is_best(self) -> bool:
+        """Whether this round's evaluation is the best so far; then it is noted as such. Raises UsageError."""
+        best, node = self.config.best, self.node
+        if best is None or node.evaluated != node.round:
+            return False
+        value = node.evaluation.get(best.figure)
+        if value is None:
+            known = ", ".join(name for name in node.evaluation if FIGURE.fullmatch(name))
+            raise UsageError(f"node.checkpoint.best must be a figure of the evaluations ({known}), got {best.figure!r}")
+        better = best.better or next((each.better for each in node.training.task.measured().metrics
+                                      if each.name == best.metric), "lower")  # fmt: skip
+        if value != value or (self._best is not None and not (value > self._best if better == "higher" else
+                                                              value < self._best)):  # fmt: skip
+            return False
+        self._best = value
+        return True
+
+    def _mark_best(self, cut: Cut) -> None:
+        best, value = self.config.best, self._best
+        if best is None or value is None or self._best_cut == cut:
+            return
+        self._best_cut = cut
+        self._writer.do(functools.partial(store.mark_best, self._folder, self.node.uid, cut, best.figure, value))
+
+    def _collect(self) -> None:
+        """Note and record what was written since the last time."""
+        for each in self._writer.results():
+            self._note(each)
+
+    def _note(self, written: Written) -> None:
+        copied, waited = self._copies.pop(written.cut, (0.0, 0.0))
+        if written.problem:
+            self._cuts = [cut for cut in self._cuts if cut != written.cut]
+            self.node.record({"kind": "checkpoint", "round": written.cut.round, "problem": written.problem})
+            return
+        self._whole.add(written.cut)
+        figures = self.figures
+        figures.count += 1
+        figures.bytes += written.bytes
+        figures.cpu_seconds += written.cpu_seconds
+        self.node.record({
+            "kind": "checkpoint", "round": written.cut.round, "time": clock.wall(), "bytes": written.bytes,
+            "copy_seconds": copied, "wait_seconds": waited, "write_seconds": written.seconds,
+            "writer_cpu_seconds": written.cpu_seconds, "best": written.cut == self._best_cut,
+        })  # fmt: skip
+
+    # -- going on ---------------------------------------------------------------------------------------------
+
+    def resume(self) -> Iterator[None]:
+        """Go on from the newest cut that all of its members have whole, as steps (`Node.steps`). Blocking while nodes
+        agree and read.
+
+        A node without any checkpoint, or that was no member at the cut, takes the mean of the others' models. Sharing
+        rules go on where every node has its state, else all begin anew. Raises CheckpointError where there is no cut.
+        """
+        assert self._resume is not None
+        node = self.node
+        node.doing = "reading checkpoints"
+        if node.round:
+            raise PeerLost(f"node {node.uid}: the others went on while it read its checkpoint; start it again")
+        manifests, problems = store.scan(self._resume.folders, node.uid, self._resume.runs)
+        for attempt in range(agreement.MOST_CUTS + 1):
+            chosen = yield from self._agreed([each.cut for each in manifests], attempt)
+            if chosen is None:
+                raise CheckpointError(self._nothing(manifests, problems))
+            round, key = chosen
+            mine = next((each for each in manifests if each.cut.key == key), None)
+            restored = None
+            if mine is not None:
+                try:
+                    restored = Restored(mine)
+                    restored.put_training(node)
+                except CheckpointError as error:
+                    problems.append(str(error))
+                    manifests.remove(mine)
+            evaluated = int(restored.progress["evaluated"]) + 1 if restored is not None else 0
+            rows = yield from self._gathered(f"resume/read-{attempt}", [int(restored is not None),
+                                             int(mine is not None and restored is None), evaluated], 3)  # fmt: skip
+            if not any(row[1] for row in rows):
+                break
+        for problem in problems:
+            logger.warning("%s", problem)
+        without = [uid for uid in node.generation.members if not rows[uid][0]]
+        yield from self._go_on(restored, round, without)
+        node.record({
+            "kind": "resumed", "round": round, "time": clock.wall(), "without": without, "problems": problems[:20],
+            "rule": "anew" if without else "restored",
+        })  # fmt: skip
+        evaluated = max(row[2] for row in rows) - 1
+        every = node.config.evaluate_every
+        if every and round % every == 0 and evaluated != round and round < node.config.rounds:
+            yield from node.evaluate_between()  # the interrupted run had not come to it
+        if restored is not None:
+            restored.put_streams(node)
+
+    def _agreed(self, cuts: Sequence[Cut], attempt: int) -> Generator[None, None, tuple[int, int] | None]:
+        """Returns (round, key) of the newest cut that all of its members have, the same on all nodes."""
+        numbers = agreement.offers(cuts)
+        rows = yield from self._gathered(f"resume/offers-{attempt}", numbers, agreement.MOST_CUTS)
+        without = [uid for uid, row in enumerate(rows) if not any(row)]
+        found = agreement.complete(cuts, rows, without)
+        votes = yield from self._gathered(f"resume/votes-{attempt}", agreement.vote(found), 3)
+        return agreement.chosen(votes)
+
+    def _gathered(self, key: str, values: Sequence[int], width: int) -> Generator[None, None, list[list[int]]]:
+        """Returns everybody's values by uid. Blocking."""
+        node = self.node
+        pending = node.communication.mean(key, agreement.row(values, node.uid, node.graph.num_nodes, width))
+        yield from steps_until_ready(pending, node.sharing.requirements.phases)
+        config = node.communication.config
+        mean, contributors = pending.wait(max(config.timeout_seconds, config.start_timeout_seconds))
+        return agreement.gathered(mean, contributors)
+
+    def _nothing(self, manifests: Sequence[Manifest], problems: Sequence[str]) -> str:
+        own = ", ".join(str(each.cut.round) for each in manifests) or "none"
+        text = f"node {self.node.uid}: there is no round that all nodes have a whole checkpoint of; its own: {own}"
+        return "\n".join([text, *problems])
+
+    def _go_on(self, restored: Restored | None, round: int, without: Sequence[int]) -> Iterator[None]:
+        """Take the place that the node had, once its model is read."""
+        node = self.node
+        if without:
+            if node.uid in without:
+                logger.warning("no checkpoint of this node: it goes on from the mean of the others' models")
+            yield from node.give_models(frozenset(without), "resume/model")
+            node.renew_rules()
+        elif restored is not None:
+            restored.put_rule(node)
+        if restored is None:
+            node.training.skip_to(round)
+        else:
+            restored.put_progress(node)
+            self._adopt(restored.manifest)
+        node.round = self._last_round = round
+        node.communication.begin_at(round)
+        self.resuming = False
+        self._resumed(None if restored is None else restored.manifest, round)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        """Keep the checkpoint beside those that will follow."""
+        try:
+            store.adopt(manifest, self._folder)
+        except OSError as error:
+            logger.warning("the checkpoint that this run goes on from could not be kept: %s", error)
+            return
+        cut = manifest.cut
+        self._cuts = [cut, *(each for each in self._cuts if each != cut)]
+        self._known_to_all = cut
+        self._whole.add(cut)
+
+    def take_own(self, first_round: int) -> bool:
+        """After the node's process was started again: take the model and the training's state of the newest checkpoint
+        of this run, where it is recent enough for a node that goes on in `first_round`. Returns whether it was."""
+        run = self.node.communication.run_id.hex()
+        for manifest in store.scan([self._folder], self.node.uid, {run})[0] if self.enabled else ():
+            if not 0 <= first_round - manifest.cut.round <= self.config.recent:
+                continue
+            try:
+                Restored(manifest).put_training(self.node)
+            except CheckpointError as error:
+                logger.warning("%s", error)
+                continue
+            logger.info("goes on from its own checkpoint after round %d", manifest.cut.round)
+            return True
+        return False

@@ -1,0 +1,137 @@
+"""What a node is between two rounds, as one value: taken for a checkpoint, and put back bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decentnode.checkpoint.state import decode, encode
+from decentnode.checkpoint.store import Cut, Manifest, Snapshot
+from decentnode.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from decentnode.node.node import Node
+
+
+def capture(node: Node, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
+    """Returns a copy of the node's whole state. Blocking for one copy of its memory.
+
+    The sharing rule's `state_dict` has copies already. What flies nowhere: between two rounds every payload of this
+    node was delivered or given up, and every one that came is mixed, under every schedule.
+    Raises CheckpointError for a state that cannot be stored.
+    """
+    tensors: dict[str, Tensor] = {}
+    training = node.training
+    tree = {
+        "model": encode(module_state(training.model.module), "model", tensors, copy=True),
+        "training": encode(training.state_dict(), "training", tensors, copy=True),
+        "sharing": encode(node.sharing_state(), "sharing", tensors, copy=False),
+        "streams": encode(streams(training.model.device), "streams", tensors, copy=False),
+        "progress": encode(node.progress(), "progress", tensors, copy=False),
+    }
+    return Snapshot(node.uid, cut, identity, tree, tensors)
+
+
+class Restored:
+    """A checkpoint of a node whose tensors are read and found to be whole."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Raises CheckpointError where the tensors are not those that were written."""
+        self.manifest = manifest
+        self._tensors = manifest.load()
+
+    def _part(self, name: str) -> Any:
+        try:
+            return decode(self.manifest.tree[name], self._tensors)
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.manifest.path} lacks {name!r}") from error
+
+    def put_training(self, node: Node) -> None:
+        """Put back the model, its buffers and all that the training keeps. Raises CheckpointError."""
+        load_module_state(node.training.model.module, self._part("model"), str(self.manifest.path))
+        node.training.load_state_dict(self._part("training"))
+
+    def put_rule(self, node: Node) -> None:
+        """Put back what the sharing rule keeps between rounds. Raises CheckpointError."""
+        try:
+            node.load_sharing_state(self._part("sharing"))
+        except (KeyError, ValueError, TypeError) as error:
+            path, rule = self.manifest.path, type(node.sharing).__name__
+            raise CheckpointError(f"{path}: the state of the sharing rule does not fit {rule}: {error}") from error
+
+    def put_progress(self, node: Node) -> None:
+        """Put back figures and counters."""
+        node.load_progress(self._part("progress"))
+
+    def put_streams(self, node: Node) -> None:
+        """Put back the process's random streams; the last thing before the node goes on."""
+        load_streams(self._part("streams"), node.training.model.device)
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._part("progress")
+        return found
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Returns by name all parameters and buffers, those that are not trained or not in `state_dict` among them, and
+    the extra state of submodules that have one. Its tensors are the module's own."""
+    found: dict[str, Any] = {f"p/{name}": value for name, value in module.named_parameters()}
+    found |= {f"b/{name}": value for name, value in module.named_buffers()}
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            found[f"x/{name}"] = part.get_extra_state()
+    return found
+
+
+def load_module_state(module: nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Copy what `module_state` returned into a module, in place. Raises CheckpointError unless names and shapes are the
+    module's own."""
+    own = module_state(module)
+    if own.keys() != state.keys():
+        odd = sorted(name.partition("/")[2] for name in own.keys() ^ state.keys())
+        raise CheckpointError(f"{source} is of another model: it differs in {', '.join(odd[:5])}")
+    parts = dict(module.named_modules())
+    with torch.no_grad():
+        for name, value in state.items():
+            if name.startswith("x/"):
+                parts[name[2:]].set_extra_state(value)
+            elif own[name].shape != value.shape or own[name].dtype != value.dtype:
+                what = f"{list(value.shape)} {value.dtype}, the model has {list(own[name].shape)} {own[name].dtype}"
+                raise CheckpointError(f"{source} is of another model: {name[2:]} is {what}")
+            else:
+                own[name].copy_(value)
+
+
+def streams(device: torch.device) -> dict[str, Any]:
+    """Returns the state of the process-wide random generators: those of torch, NumPy and Python.
+
+    The project's own draws follow from (seed, uid, purpose, round) and need none of them; a dataset or a model of the
+    user's own may draw from them.
+    """
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, np.asarray(keys, np.int64), *rest],
+        "python": [version, np.array(words, np.int64), gauss],
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def load_streams(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restores what `streams` returned. A generator of a device that is not used now is left as it is."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(word) for word in words), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,185 @@
+"""Whole runs that are resumed: by processes and in one, from other machines' files, and those that are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from decentnode.cli import start
+from decentnode.errors import DecentnodeError
+from decentnode.launch.messages import Request
+from decentnode.launch.observer import Observer
+from decentnode.launch.outcome import Outcome
+from decentnode.launch.supervisor import supervise
+from decentnode.metrics.reader import read, read_kind
+from tests.launch.faults import experiment
+
+
+class Told(Observer):
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+class Folder:
+    """A folder of runs, and the commands there."""
+
+    def __init__(self, path: Path, **sections: Any) -> None:
+        self.path, self.told = path, Told()
+        path.mkdir(exist_ok=True)
+        given = {"communication": {"name": "inproc"}, "node": {"rounds": 8, "evaluate_every": 4}, **sections}
+        (path / "tiny.yaml").write_text(yaml.safe_dump(experiment(**given)))
+
+    def run(self, *overrides: str, resume: str | None = None) -> Outcome:
+        request = Request(str(self.path / "tiny.yaml"), [f"run.dir={self.path / 'runs'}", *overrides], resume=resume)
+        self.told = Told()
+        return supervise(request, self.told, command="decentnode run tiny.yaml")
+
+    def done(self, *overrides: str, resume: str | None = None) -> Path:
+        outcome = self.run(*overrides, resume=resume)
+        assert outcome.exit_code == 0 and outcome.run_dir is not None, outcome
+        return outcome.run_dir
+
+
+def models(run: Path) -> dict[str, torch.Tensor]:
+    return {f"{path.stem}/{name}": tensor for path in sorted((run / "models").glob("*.safetensors"))
+            for name, tensor in load_file(path).items()}  # fmt: skip
+
+
+def check_same(one: Path, other: Path) -> None:
+    before, after = models(one), models(other)
+    assert before.keys() == after.keys() and len(before) == 10
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+CASES = {
+    "auto": ["communication=auto", "node.schedule=overlapped", "training.optimizer={name: adam, lr: 0.01}"],
+    "zeromq": ["communication=zeromq", "sharing={name: choco, compression: {name: int8, unbiased: true}}"],
+    "collective": ["communication=collective", "sharing=push_sum", "node.schedule=overlapped"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_processes_goes_on_where_one_process_stopped(tmp_path: Path, case: str) -> None:
+    """And the other way round: a checkpoint does not know how its payloads came."""
+    transport, *others = CASES[case]
+    folder = Folder(tmp_path)
+    straight = folder.done(*others)
+    keep = "node.checkpoint={every: 3}"
+    folder.done(*others, "name=a", "node.rounds=5", keep)
+    by_processes = folder.done(*others, "name=a", transport, keep, resume="")
+    check_same(straight, by_processes)
+    assert folder.told.notices == ["goes on after round 5"]
+    folder.done(*others, "name=b", "node.rounds=5", transport, keep)
+    check_same(straight, folder.done(*others, "name=b", keep, resume=""))
+    found = json.loads((by_processes / "summary.json").read_text())
+    plain = json.loads((straight / "summary.json").read_text())
+    assert found["resumed"]["round"] == 5 and found["rounds"] == 8 and len(found["resumed"]["runs"]) == 1
+    assert found["bytes_sent_total"] == plain["bytes_sent_total"] and found["accuracy_mean"] == plain["accuracy_mean"]
+    assert found["checkpoints"] == 2 and found["checkpoint_copy_seconds"] > 0 and found["checkpoint_cpu_seconds"] > 0
+
+
+def test_the_metrics_of_the_rounds_before_are_taken_over(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, node={"rounds": 8, "evaluate_every": 4, "checkpoint": {"every": 3}})
+    first = folder.done()
+    for place in (first / "checkpoints").glob("0*"):
+        if not place.name.startswith("00000006"):
+            shutil.rmtree(place)
+    (first / "summary.json").unlink()
+    second = folder.done(resume="")
+    for uid in range(4):
+        name = f"nodes/{uid:03d}/metrics.jsonl"
+        assert [each["round"] for each in read_kind(second / name, "round")] == list(range(8))
+        assert [each["round"] for each in read_kind(second / name, "evaluation")] == [0, 4, 8]
+        kinds = [each["kind"] for each in read(second / name)]
+        assert kinds.index("resumed") > kinds.index("round") and kinds.count("resumed") == 1
+        losses = [[each["loss"] for each in read_kind(run / name, "round")] for run in (first, second)]
+        assert losses[0] == losses[1]
+    check_same(first, second)
+
+
+def test_a_finished_run_says_so_and_goes_on_with_more_rounds(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, node={"rounds": 4, "evaluate_every": 0, "checkpoint": {"every": 9}})
+    first = folder.done()
+    outcome = folder.run(resume="")
+    assert outcome.exit_code == 0 and outcome.run_dir == first and outcome.summary["rounds"] == 4
+    assert folder.told.notices == [f"{first} is finished: it has done 4 of 4 rounds; --set node.rounds=N goes on to N"]
+    assert len([path for path in first.parent.iterdir() if not path.is_symlink()]) == 1
+    more = folder.done("node.rounds=6", resume="")
+    straight = folder.done("node={rounds: 6, evaluate_every: 0}", "name=other")
+    check_same(straight, more)
+    check_same(straight, folder.done("node.rounds=6", resume=str(first)))  # named, though it is not the latest
+
+
+def test_files_of_another_machine_s_share_are_found(tmp_path: Path) -> None:
+    """Two machines have a folder each, of another name; one machine goes on with all nodes."""
+    folder = Folder(tmp_path)
+    straight = folder.done()
+    first = folder.done("name=a", "node.rounds=5", "node.checkpoint={every: 3}")
+    other = first.with_name(f"{first.name}-machine1")
+    for path in sorted((first / "checkpoints").glob("0*/00[23].*")):
+        moved = other / path.relative_to(first)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(moved)
+    check_same(straight, folder.done("name=a", resume=str(first)))
+
+
+def test_nodes_without_files_are_named(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, node={"rounds": 4, "evaluate_every": 0, "checkpoint": {"every": 2}})
+    first = folder.done()
+    for path in (first / "checkpoints").glob("0*/003.*"):
+        path.unlink()
+    (next(iter((first / "checkpoints").glob("00000004-*"))) / "001.safetensors").write_text("damaged")
+    outcome = folder.run("node.rounds=6", resume="")
+    assert outcome.exit_code == 0 and outcome.summary["resumed"]["without"] == [3]
+    assert "must have" in folder.told.notices[1] and "001.safetensors" in folder.told.notices[1]
+    mean = "without a checkpoint, from the mean of the others' models: node 3; the sharing rule begins anew"
+    assert folder.told.notices[0] == f"goes on after round 2; {mean}"
+
+
+def test_another_experiment_is_refused_by_the_names_of_its_keys(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, node={"rounds": 2, "checkpoint": {"every": 2}})
+    folder.done()
+    keys = ["training.optimizer.lr=0.2", "graph={name: complete, nodes: 4}", "seed=7"]
+    with pytest.raises(DecentnodeError) as refused:
+        folder.run(*keys, "node.rounds=9", resume="")
+    text = str(refused.value)
+    assert refused.value.exit_code == 2 and "training.optimizer.lr: 0.05 in the checkpoint, 0.2 now" in text
+    assert all(key in text for key in ("graph (edges)", "graph.name", "seed")) and "rounds" not in text
+    same = ["node.rounds=3", "node.evaluate_every=2", "communication.timeout_seconds=33", "node.checkpoint={every: 1}",
+            "mapping={nodes_per_machine: 4, threads: 1}", "node.missing=return_weight"]  # fmt: skip
+    folder.done(*same, resume="")
+
+
+def test_without_checkpoints_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, node={"rounds": 2})
+    with pytest.raises(DecentnodeError, match="no checkpoint of a run named tiny") as refused:
+        folder.run(resume="")
+    assert refused.value.exit_code == 7
+    folder.done()
+    with pytest.raises(DecentnodeError, match=r"node\.checkpoint \(such as {every: 20}\) makes them"):
+        folder.run(resume="tiny")
+    with pytest.raises(DecentnodeError, match="no run in nowhere"):
+        folder.run(resume="nowhere")
+
+
+def test_what_may_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("")
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    assert start.resumed("a.yaml", None) == ("a.yaml", None)
+    assert start.resumed("a.yaml", "") == ("a.yaml", "")
+    assert start.resumed("a.yaml", "runs/a") == ("a.yaml", "runs/a")
+    assert start.resumed(None, "a.yaml") == ("a.yaml", "")  # run --resume a.yaml
+    assert start.resumed(None, "runs/a") == ("runs/a", "runs/a")
+    assert start.resumed("runs/a", "") == ("runs/a", "runs/a")
+    assert start.resumed(None, "") == (None, "")
