@@ -149,14 +149,14 @@ class SupervisedConfig(Config):
             return f"the number of training samples {why}, got 1; choose another partition"
         return ""
 
-    def most_ticks(self, rounds: int, samples: int, *, needs_two: bool = False) -> int:
+    def most_ticks(self, rounds: int, samples: int) -> int:
         """Returns how often the learning-rate schedule ticks in so many rounds of a node with a share of so many
-        samples. needs_two: whether the model cannot train on a batch of one sample, so that epochs leave it out."""
+        samples."""
         if self.lr_schedule.every == "round":
             return rounds
         if self.validation is not None and self.validation.source == "train":
             samples -= self.validation.aside(samples)
-        return rounds * self.steps_per_round(samples - (needs_two and self.leaves_one(samples)))
+        return rounds * self.steps_per_round(samples)
 
 
 class Supervised(Training):
