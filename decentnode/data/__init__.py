@@ -17,6 +17,7 @@ DATASETS = Table({
     "celeba": "decentnode.data.leaf:Celeba",
     "shakespeare": "decentnode.data.leaf_text:Shakespeare",
     "movielens": "decentnode.data.movielens:Movielens",
+    "text": "decentnode.data.text:Text",
     "tiny_imagenet": "decentnode.data.tiny_imagenet:TinyImagenet",
     "npz": "decentnode.data.npz:Npz",
     "synthetic": "decentnode.data.synthetic:Synthetic",

@@ -80,6 +80,13 @@ class Dataset(Component, abc.ABC):
         """The test samples at `indices` [M] int64, in that order."""
         return self.test().take(indices)
 
+    def check_private(self) -> None:
+        """Raises DataError where each node reading files of its own would give nodes another `spec` than the others."""
+        known = getattr(getattr(self, "config", None), "num_classes", 0)
+        if known is None and self.spec.num_classes is not None:
+            raise DataError("data.num_classes must be given where each node has private files: those of one need not "
+                            "have all classes")  # fmt: skip
+
     def train_keys(self) -> np.ndarray | None:
         """[N] int64 natural owner of each training sample (writer, speaker, user), or None."""
         return None

@@ -52,6 +52,9 @@ class Movielens(Dataset):
         notes = self.index.notes
         return DataSpec(self.input_shape, inputs="ids", task="rating", users=notes["users"], items=notes["items"])
 
+    def check_private(self) -> None:
+        raise DataError("data.folder must be one for all nodes: users and films are numbered by its file")
+
     def train_targets(self) -> None:
         return None
 

@@ -54,9 +54,8 @@ class OpenedData:
         """Raises DataError where keys contradict each other."""
         if self.private and self.test != "own":
             raise DataError(f"data.test must be own where each node has private files, got {self.test}")
-        if self.private and getattr(self.config, "num_classes", 0) is None and self.spec.num_classes is not None:
-            raise DataError("data.num_classes must be given where each node has private files: those of one need not "
-                            "have all classes")  # fmt: skip
+        if self.private:
+            self.dataset().check_private()
 
     def dataset(self, uid: int | None = None) -> Dataset:
         """The dataset that a node reads; None: any that is readable here. Raises DataError."""

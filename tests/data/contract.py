@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from decentnode.data.base import Dataset, Partition, Samples
+from decentnode.samples import Rows
 
 
 def check_dataset(dataset: Dataset) -> None:
@@ -22,18 +23,20 @@ def check_dataset(dataset: Dataset) -> None:
     chosen = np.array([count - 1, 0, count // 2, 0])  # any order, with a repetition
     some = dataset.train(chosen)
     check_samples(some, dataset)
-    assert np.array_equal(some.inputs, everything.inputs[chosen])
-    assert np.array_equal(some.targets, everything.targets[chosen])
+    assert same(some.inputs, everything.inputs[chosen]) and same(some.targets, everything.targets[chosen])
     none = dataset.train(np.empty(0, np.int64))
-    assert len(none) == 0 and none.inputs.shape == (0, *spec.input_shape)
+    assert len(none) == 0 and (isinstance(none.inputs, Rows) or none.inputs.shape == (0, *spec.input_shape))
     taken = everything.take(chosen)
-    assert np.array_equal(taken.inputs, some.inputs) and (taken.scale, taken.offset) == (some.scale, some.offset)
+    assert same(taken.inputs, some.inputs) and (taken.scale, taken.offset) == (some.scale, some.offset)
     for keys, length in ((dataset.train_keys(), count), (dataset.test_keys(), len(test))):
         assert keys is None or (keys.shape == (length,) and keys.dtype.kind in "iu")
 
 
 def check_samples(samples: Samples, dataset: Dataset) -> None:
     spec = dataset.spec
+    if isinstance(samples.inputs, Rows):
+        check_rows(samples, dataset)
+        return
     assert samples.inputs.shape == (len(samples), *spec.input_shape)
     assert samples.targets.shape == (len(samples), *spec.target_shape)
     assert samples.targets.dtype == (np.float32 if spec.task in ("rating", "regression") else np.int64)
@@ -46,6 +49,20 @@ def check_samples(samples: Samples, dataset: Dataset) -> None:
     assert samples.inputs.dtype in (np.uint8, np.float32)
     ready = samples.inputs.astype(np.float32) * samples.scale + samples.offset
     assert np.isfinite(ready).all() and np.abs(ready).max(initial=0) < 100
+
+
+def check_rows(samples: Samples, dataset: Dataset) -> None:
+    """What holds of rows, each of which may be shorter than the longest."""
+    spec, inputs, targets = dataset.spec, samples.inputs, samples.targets
+    assert isinstance(inputs, Rows) and len(inputs) == len(targets) and inputs.longest <= spec.input_shape[0]
+    assert samples.ids and spec.inputs == "ids" and spec.vocabulary is not None
+    assert (inputs.padded() < spec.vocabulary).all() and (spec.target_shape != ()) == isinstance(targets, Rows)
+
+
+def same(one: np.ndarray | Rows, other: np.ndarray | Rows) -> bool:
+    if isinstance(one, Rows) and isinstance(other, Rows):
+        one, other = one.padded(), other.padded()
+    return np.array_equal(one, other)  # type: ignore[arg-type]
 
 
 def check_split(

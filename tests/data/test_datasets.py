@@ -15,6 +15,7 @@ from decentnode.errors import DataError
 
 from . import files
 from .contract import check_dataset
+from .test_text import PLAY
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -33,6 +34,9 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
     elif name == "femnist":
         files.write_femnist(tmp_path / "d")
         section["folder"] = "d"
+    elif name == "text":
+        (tmp_path / "d.txt").write_text(PLAY)
+        section |= {"file": "d.txt", "window": 16, "predict": "last" if packed else "each"}
     elif name in ("shakespeare", "movielens"):
         (files.write_shakespeare if name == "shakespeare" else files.write_movielens)(tmp_path / "d")
         section["folder"] = "d"

@@ -17,7 +17,7 @@ from decentnode.samples import Samples
 from . import files
 
 
-def opened(folder: Path, machines: list[int], seed: int = 1, **section: Any) -> OpenedData:
+def opened(folder: Path, machines: list[int], seed: int = 1, /, **section: Any) -> OpenedData:
     config = load_class(section["name"], DATASETS, "data").Config.model_validate(section)
     return OpenedData(config, DATASETS, folder, machines, seed)
 
@@ -126,3 +126,10 @@ def test_data_without_classes_is_dealt_by_number(tmp_path: Path) -> None:
     assert arrays(data.of(0).train)[1].dtype == np.float32
     with pytest.raises(DataError, match="partition shards deals by classes, which this data has not"):
         opened(tmp_path, [0, 0], name="npz", file="r.npz", partition="shards").shares()
+
+
+def test_data_that_is_numbered_by_its_file_is_never_private(tmp_path: Path) -> None:
+    for uid in range(2):
+        files.write_movielens(tmp_path / f"m{uid}")
+    with pytest.raises(DataError, match=r"data\.folder must be one for all nodes"):
+        opened(tmp_path, [0, 0], name="movielens", folder="m{uid}", cache="cache").check()

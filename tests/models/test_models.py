@@ -30,6 +30,7 @@ def make(name: str, **keys: Any) -> Model:
 
 
 OF_IDS = {
+    "lstm": DataSpec((6,), "ids", "next_token", vocabulary=9),
     "shakespeare_lstm": DataSpec((7,), "ids", "next_token", vocabulary=9),
     "reddit_rnn": DataSpec((5,), "ids", "next_token", vocabulary=30),
     "matrix_factorization": DataSpec((2,), "ids", "rating", users=5, items=8),
@@ -50,6 +51,17 @@ CHECKED: list[tuple[str, dict[str, Any]]] = [
 
 def test_all_models_are_checked() -> None:
     assert {name for name, _ in CHECKED} | set(OF_IDS) == set(MODELS)
+
+
+def test_an_lstm_tells_every_place_from_what_stands_before_it() -> None:
+    torch.manual_seed(0)
+    module = make("lstm", hidden=8).make(DataSpec((6,), "ids", "next_token", vocabulary=9, target_shape=(6,)))
+    tokens = torch.randint(0, 9, (3, 6))
+    outputs, changed = module(tokens), tokens.clone()
+    changed[:, 4] = (tokens[:, 4] + 1) % 9
+    assert outputs.shape == (3, 6, 9) and torch.equal(module(changed)[:, :4], outputs[:, :4])
+    assert not torch.equal(module(changed)[:, 4:], outputs[:, 4:])
+    assert torch.allclose(module(tokens[:, :3]), outputs[:, :3], atol=1e-6), "rows may be shorter"
 
 
 @pytest.mark.parametrize("name", OF_IDS)

@@ -12,6 +12,7 @@ import torch
 
 from decentnode.build import build_in_process, step_all
 from decentnode.data.opened import OpenedData
+from decentnode.data.text import speeches
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
 from decentnode.metrics import summary
@@ -111,3 +112,23 @@ def test_a_model_whose_outputs_do_not_suit_the_task_is_refused_before_the_run(tm
     )
     with pytest.raises(ConfigError, match="task rating needs one output"):
         load(tmp_path / "b.yaml")
+
+
+def test_a_text_is_learned_character_by_character(tmp_path: Path) -> None:
+    """Far fewer bits than those of the frequencies of its characters, which is the best without looking back."""
+    draw = np.random.default_rng(1)
+    words = ["the king ", "my lord ", "and so ", "it was ", "farewell "]
+    play = "".join(f"Speaker {number % 4}:\n{''.join(draw.choice(words, 60))}\n\n" for number in range(8))
+    (tmp_path / "play.txt").write_text(play)
+    (tmp_path / "a.yaml").write_text(
+        "graph: {name: ring, nodes: 4}\ndata: {name: text, file: play.txt, window: 20, test: both, partition: by_key}\n"
+        "model: {name: lstm, hidden: 32, layers: 1}\ntraining: {local_steps: 5, optimizer: {name: adam, lr: 0.02}}\n"
+        "node: {rounds: 16, evaluate_every: 0}\n"
+    )
+    experiment, _, found = ran(tmp_path / "a.yaml")
+    said = "".join("".join(parts) for parts in speeches(play).values())
+    shares = np.array([said.count(character) for character in set(said)]) / len(said)
+    entropy = float(-(shares * np.log2(shares)).sum())
+    assert experiment.measured().main.name == "perplexity"
+    assert found["bits_per_character_merged"] < 0.6 * entropy and found["own_accuracy_mean"] > 0.4
+    assert found["perplexity_merged"] == pytest.approx(2 ** found["bits_per_character_merged"], rel=1e-6)

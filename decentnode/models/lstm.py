@@ -1,0 +1,58 @@
+"""Long short-term memory that tells at every place of a sequence which token follows."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from decentnode.config.component import Config
+from decentnode.errors import UsageError
+from decentnode.models.base import Model, ModelConfig
+from decentnode.samples import DataSpec
+
+
+class LstmConfig(ModelConfig):
+    name: str = "lstm"
+    embedding: int = Field(8, ge=1)
+    """Numbers that stand for a token."""
+    hidden: int = Field(256, ge=1)
+    """Units of a layer."""
+    layers: int = Field(2, ge=1)
+    """Layers, one above the other."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Between layers."""
+
+
+class Lstm(Model):
+    """A linear layer looks at the state of each place, which knows what stands before. Rows may be of any length; where
+    the target is one token behind the row alone, the last place tells it."""
+
+    Config: ClassVar[type[Config]] = LstmConfig
+
+    def __init__(self, config: LstmConfig) -> None:
+        self.config = config
+
+    def make(self, data: DataSpec) -> nn.Module:
+        if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1:
+            raise UsageError(f"model lstm needs sequences of tokens, got {data.task} of samples of shape "
+                             f"{list(data.input_shape)}")  # fmt: skip
+        return LstmModule(self.config, data.vocabulary, last=data.target_shape == ())
+
+
+class LstmModule(nn.Module):
+    """Maps tokens [B, T] to a value per token of the vocabulary: [B, V], or [B, T, V]."""
+
+    def __init__(self, config: LstmConfig, vocabulary: int, last: bool) -> None:
+        """last: whether the last place alone is asked; then all rows have one length."""
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, config.embedding)
+        self.lstm = nn.LSTM(config.embedding, config.hidden, config.layers, batch_first=True, dropout=config.dropout)
+        self.output = nn.Linear(config.hidden, vocabulary)
+        self._last = last
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(tokens))
+        values: Tensor = self.output(states[:, -1] if self._last else states)
+        return values
