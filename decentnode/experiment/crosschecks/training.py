@@ -159,7 +159,7 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
     training = experiment.training
     if not isinstance(training, SupervisedConfig) or (most := training.lr_schedule.most_ticks()) is None:
         return
-    samples, rounds, every = 0, experiment.node.rounds, training.lr_schedule.every
+    sizes, rounds, every, two = [0], experiment.node.rounds, training.lr_schedule.every, False
     if every == "step" and training.local_epochs is not None:
         graph = graph_of(experiment)
         if graph is None:
@@ -168,8 +168,9 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
             parts = experiment.open_data().shares()
         except UsageError:
             return
-        samples = max(map(len, parts.values()))
-    ticks = training.most_ticks(rounds, samples)
+        sizes, spec = [len(part) for part in parts.values()], spec_of(experiment)
+        two = spec is not None and _needs_two_samples(experiment, spec)
+    ticks = max(training.most_ticks(rounds, size, needs_two=two) for size in sizes)
     if ticks > most:
         length = training.lr_schedule.arguments()
         key = ("total_steps",) if "total_steps" in length else ("epochs",) if "epochs" in length else ()
