@@ -125,7 +125,7 @@ def test_a_run_is_repeated_with_other_values_and_what_follows_from_them(tmp_path
     first = resolved("tiny.yaml")
     changes = ["--set", "sharing.fraction=0.02", "--set", "graph.nodes=6"]
     repeated, fresh = resolved("runs/tiny", *changes), resolved("tiny.yaml", *changes)
-    assert first["derived"] == repeated["derived"] == ["mapping", "sharing.step_size"]
+    assert first["derived"] == repeated["derived"] == ["mapping", "task", "sharing.step_size"]
     assert repeated["sharing"] == fresh["sharing"] != first["sharing"]
     assert repeated["mapping"] == fresh["mapping"] != first["mapping"]
 
