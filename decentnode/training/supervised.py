@@ -412,6 +412,20 @@ class Supervised(Training):
 
     # -- state ------------------------------------------------------------------------------------------------
 
+    def skip_to(self, round: int) -> None:
+        self._deal(0)
+        self._sampler.epoch, self._sampler.cursor, total = 0, 0, 0
+        for _ in range(round):
+            self._deal(self._sampler.upcoming)
+            steps = self.steps_per_round
+            total += steps
+            while steps:
+                self._deal(self._sampler.upcoming)
+                some = min(steps, self._sampler.steps_left)
+                self._sampler.skip(some)
+                steps -= some
+        self._schedule.restore(round if self.config.lr_schedule.every == "round" else total)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state; its tensors are not copies, and the next round changes them."""
         return {
@@ -423,11 +437,21 @@ class Supervised(Training):
         """Raises CheckpointError when the state is not that of such a training."""
         try:
             self._optimizer.load_state_dict(state["optimizer"])
+            self._keep_memory_formats()
             self._schedule.restore(int(state["ticks"]))
             self._deal(int(state["epoch"]))
             self._sampler.epoch, self._sampler.cursor = int(state["epoch"]), int(state["cursor"])
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error
+
+    def _keep_memory_formats(self) -> None:
+        """Let the optimizer's state lie in memory as its parameters do: a file has it in rows, and fused steps take
+        parameter and state in the order in which they lie."""
+        for p in self._parameters:
+            state = self._optimizer.state.get(p, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
+                    state[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _add(total: Tensor, mean: Tensor, units: int | Tensor) -> None:
