@@ -64,3 +64,19 @@ def test_validation_samples_are_not_trained_on() -> None:
     with pytest.raises(ConfigError, match=r"must have validation\.source: test with sampling: resample"):
         load(QUICKSTART, [*SETS, "training.validation={source: train}"])
     load(QUICKSTART, [*SETS, "training.validation={source: test}"])
+
+
+@pytest.mark.parametrize("steps", ["local_steps: 3", "local_epochs: 2"])
+def test_who_comes_in_a_round_has_the_share_of_that_round(steps: str) -> None:
+    keys = f"training={{batch_size: 100, {steps}, sampling: resample, optimizer: {{name: sgd, lr: 0.1}}}}"
+    shares = "data.partition={name: dirichlet, alpha: 0.5, balanced: false}"
+    trained, skipped = (make(keys, shares)[1] for _ in range(2))
+    for round in range(4):
+        trained.local_update(round)
+    skipped.skip_to(4)
+    names = ("ticks", "epoch", "cursor")
+    assert [skipped.state_dict()[name] for name in names] == [trained.state_dict()[name] for name in names]
+    skipped.model.parameters.copy_(trained.model.parameters)
+    skipped.local_update(4)
+    trained.local_update(4)
+    assert torch.equal(skipped.model.parameters, trained.model.parameters)

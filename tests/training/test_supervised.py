@@ -231,3 +231,21 @@ def test_a_convex_problem_is_solved() -> None:
     for round in range(60):
         training.local_update(round)
     assert training.evaluate("train").metrics["loss"] < 0.5 * before
+
+
+@pytest.mark.parametrize("keys", [
+    {"local_steps": 3}, {"local_epochs": 2, "drop_last": True}, {"local_steps": 0},
+    {"local_steps": 2, "lr_schedule": {"name": "step", "step_size": 3, "every": "step"}},
+])  # fmt: skip
+@pytest.mark.parametrize("rounds", [0, 1, 4, 5, 9])
+def test_who_comes_in_a_round_has_the_samples_and_the_learning_rate_of_that_round(
+    keys: dict[str, Any], rounds: int
+) -> None:
+    trained, skipped = make(batch_size=5, **keys), make(batch_size=5, **keys)
+    for round in range(rounds):
+        trained.local_update(round)
+    skipped.skip_to(7)
+    skipped.skip_to(rounds)
+    names = ("ticks", "epoch", "cursor")
+    assert [skipped.state_dict()[name] for name in names] == [trained.state_dict()[name] for name in names]
+    assert skipped.learning_rate == trained.learning_rate

@@ -1,0 +1,79 @@
+"""What a checkpoint costs the training thread, in copies of the state, and the thread that writes it.
+
+python eval/benchmarks/checkpoints.py [HIDDEN] [CHECKPOINTS]
+
+A node with Adam and an MLP with HIDDEN units in two layers: a state of three times its parameters. A copy of the state
+is what cloning each of its tensors takes, in the same process right after each checkpoint. While a checkpoint is
+written, the training goes on: its rounds are timed with and without.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from decentnode import clock
+from decentnode.build import build_in_process
+from decentnode.checkpoint.store import Cut
+from decentnode.checkpoint.writer import Writer
+from decentnode.experiment import load
+from decentnode.node.node import Node
+from decentnode.node.snapshot import capture
+from decentnode.tensors import keep_freed_memory
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def node_of(hidden: int) -> Node:
+    """A node whose optimizer has its state."""
+    keys = ["graph={name: ring, nodes: 3}", "mapping={nodes_per_machine: 3}", "communication=inproc", "weights=null",
+            f"model={{name: mlp, hidden: [{hidden}, {hidden}]}}", "training.optimizer={name: adam}"]  # fmt: skip
+    node = build_in_process(load(CONFIG, keys))[0]
+    node.training.local_update(0)
+    return node
+
+
+def main(hidden: int = 2048, checkpoints: int = 8) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    node = node_of(hidden)
+    cut = Cut("", node.round, 0, "", node.generation.members)
+    copies, captures, cpu, writing, rounds = [], [], [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        writer = Writer(Path(folder), node.uid)
+        for number in range(checkpoints):
+            began = clock.now()
+            snapshot = capture(node, cut, {})
+            captures.append(clock.now() - began)
+            began = clock.now()
+            clones = [tensor.clone() for tensor in snapshot.tensors.values()]
+            copies.append(clock.now() - began)
+            size = snapshot.nbytes
+            began = clock.now()
+            node.training.local_update(1)
+            alone = clock.now() - began
+            writer.give(snapshot)
+            del snapshot, clones
+            began = clock.now()
+            node.training.local_update(1)
+            rounds.append((clock.now() - began) / alone)
+            writer.wait(60)
+            (written,) = writer.results()
+            assert not written.problem, written.problem
+            cpu.append(written.cpu_seconds)
+            writing.append(written.seconds)
+            if number == 0:
+                print(f"state {size / 1e6:.1f} MB; the first: {captures[0] / copies[0]:.2f} copies")
+        writer.close(60)
+    ratio = statistics.median(a / b for a, b in zip(captures[1:], copies[1:], strict=True))
+    print(f"the training thread waits {1e3 * statistics.median(captures[1:]):.1f} ms, {ratio:.2f} copies of the state")
+    print(f"the writer takes {statistics.median(writing):.3f} s, {statistics.median(cpu):.3f} s of them CPU time")
+    print(f"a round beside the writer takes {statistics.median(rounds):.2f} times as long as one without")
+
+
+if __name__ == "__main__":
+    main(*(int(each) for each in sys.argv[1:]))
