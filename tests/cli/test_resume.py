@@ -6,7 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from tests.cli.test_run import run, started, write
+from tests.conftest import free_ports
 from tests.launch.faults import experiment
 from tests.launch.test_resume import Folder, check_same
 
@@ -27,3 +31,22 @@ def test_a_run_that_was_killed_in_the_middle_of_writing_goes_on(tmp_path: Path) 
     os.chdir(tmp_path)
     straight = Folder(tmp_path / "straight", node={**node, "checkpoint": None}).done()
     check_same(straight, latest)
+
+
+def test_two_machines_go_on_where_one_stopped(tmp_path: Path) -> None:
+    node = {"rounds": 8, "evaluate_every": 0, "checkpoint": {"every": 3}}
+    folder = Folder(tmp_path, node=node)
+    straight = folder.done("name=straight")
+    folder.done("node.rounds=5")
+    mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"]}
+    config = write(tmp_path, node=node, mapping={**mapping, "base_port": free_ports(8)})
+    with started(tmp_path, "launch", config, "--machine", "0", "--plain", "--resume") as zero:
+        code, out, err = run(tmp_path, "launch", config, "--machine", "1", "--plain", "--resume")
+        assert code == 0 and "goes on after round 5" in out, out + err
+        out, err = zero.communicate(timeout=200)
+        assert zero.returncode == 0 and "goes on after round 5" in out, out + err
+    runs = tmp_path / "runs" / "tiny"
+    for name in ("003", "merged"):
+        place = runs / ("latest" if name == "merged" else "latest-machine1") / "models" / f"{name}.safetensors"
+        before, after = load_file(straight / "models" / f"{name}.safetensors"), load_file(place)
+        assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
