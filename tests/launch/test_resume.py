@@ -160,6 +160,12 @@ def test_another_experiment_is_refused_by_the_names_of_its_keys(tmp_path: Path) 
     folder.done(*same, resume="")
 
 
+def test_the_best_must_be_a_figure_of_the_task(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, node={"rounds": 2, "checkpoint": {"best": "bleu_mean"}})
+    with pytest.raises(DecentnodeError, match=r"checkpoint\.best must be one of accuracy_mean, .*got 'bleu_mean'"):
+        folder.run()
+
+
 def test_without_checkpoints_there_is_nothing_to_resume(tmp_path: Path) -> None:
     folder = Folder(tmp_path, node={"rounds": 2})
     with pytest.raises(DecentnodeError, match="no checkpoint of a run named tiny") as refused:

@@ -28,6 +28,7 @@ from decentnode.experiment.crosschecks.sharing import (
 )
 from decentnode.experiment.crosschecks.training import (
     batches_suit_the_model,
+    best_is_a_metric,
     data_can_be_opened,
     every_node_gets_data,
     model_takes_the_data,
@@ -48,6 +49,7 @@ CHECKS: tuple[Check, ...] = (
     patterns_match_the_model,
     batches_suit_the_model,
     schedule_lasts,
+    best_is_a_metric,
     sharing_is_a_rule,
     sharing_suits_the_graph,
     groups_suit_the_graph,

@@ -178,3 +178,18 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
         message = f": {training.lr_schedule.name} ends after {most} {every}s{warmup} but the run has {ticks}"
         hint = f"total_steps: {ticks - training.lr_schedule.warmup} would do"
         yield Problem(("training", "lr_schedule", *key), message, hint, other=("node", "rounds"))
+
+
+def best_is_a_metric(experiment: Experiment) -> Iterator[Problem]:
+    """The figure by which the best checkpoint is kept is measured by the task."""
+    checkpoint = experiment.node.checkpoint
+    if checkpoint is None or checkpoint.best is None or not checkpoint.best.metric or spec_of(experiment) is None:
+        return
+    try:
+        known = [each.name for each in experiment.make_task().measured().metrics]
+    except UsageError:
+        return
+    if checkpoint.best.metric not in known:
+        figures = ", ".join(f"{name}_{of}" for name in known for of in ("mean", "merged"))
+        message = f"must be one of {figures}, consensus_distance, consensus_rms, got {checkpoint.best.figure!r}"
+        yield Problem(("node", "checkpoint", "best"), message, other=("task",))
