@@ -56,7 +56,7 @@ def command(
         request=request, uids=[uid], machine=-1, run_dir=str(directory), threads=facts.threads[str(uid)], run_id="",
         in_process=False, progress_seconds=1.0, socket_dir="", join=join,
     )
-    ledger, told = Ledger(), _Teller(uid, facts, quiet or as_json, join)
+    ledger, told = Ledger(directory), _Teller(uid, facts, quiet or as_json, join)
 
     def send(message: ChildMessage) -> None:
         told.tell(message)

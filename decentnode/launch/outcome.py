@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.launch.messages import Facts, Failed, Finished
+from decentnode.launch.run_dir import node_dir
+from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import PURPOSES, TaskMetrics, packed_counts, unpacked_counts
 
@@ -38,8 +41,13 @@ def first_cause(failures: list[Failed]) -> Failed | None:
 
 @dataclass
 class Ledger:
-    """What the local nodes have reported so far."""
+    """What the local nodes have reported so far.
 
+    Not all records of rounds reach the supervisor, because nodes send one now and then; their files have them all.
+    """
+
+    directory: Path | None = None
+    """The run directory, whose metrics.jsonl files have what did not reach the supervisor; None: there are none."""
     latest: dict[int, Figures] = field(default_factory=dict)
     """Last known figures by uid, from evaluations and rounds: the only ones of a node that dies."""
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -54,12 +62,38 @@ class Ledger:
     """uid -> members of the last generation that this node took part in, the latest report last."""
     _earlier: Counter[str] = field(default_factory=Counter)
     """Bytes by figure that earlier processes of restarted nodes had sent."""
+    _before: dict[int, tuple[int, Figures]] = field(default_factory=dict)
+    """Of restarted nodes: how many records earlier processes left in metrics.jsonl, and the figures until then."""
 
     def restarted(self, uid: int) -> None:
         """Note that a node is started again: its new process counts bytes from 0."""
+        records = self._catch_up(uid)
         self.restarts[uid] = self.restarts.get(uid, 0) + 1
         known = self.latest.get(uid, {})
         self._earlier.update({key: known.pop(key) for key in BYTES if key in known})
+        self._before[uid] = records, dict(known)
+
+    def catch_up(self) -> None:
+        """Take from their files the last figures of nodes that have not reported closing ones."""
+        for uid in self.latest.keys() - self.finished.keys():
+            self._catch_up(uid)
+
+    def _catch_up(self, uid: int) -> int:
+        """Replace the figures of a node by those of its metrics.jsonl, unless these are older, as on a full disk.
+        Returns how many records the file has."""
+        count, (known_records, before) = 0, self._before.get(uid, (0, {"uid": uid, "rounds": 0}))
+        found = dict(before)
+        with contextlib.suppress(OSError):
+            if self.directory is not None:
+                for record in reader.read(node_dir(self.directory, uid) / "metrics.jsonl"):
+                    count += 1
+                    if count > known_records:
+                        _add(found, record)
+        known = self.latest.get(uid, {})
+        newer = all(found.get(key, -1) >= known.get(key, -1) for key in ("rounds", "evaluated_round"))
+        if count > known_records and newer:
+            self.latest[uid] = found
+        return count
 
     def bytes_beside(self) -> Counter[str]:
         """Returns last known bytes that are in no node's closing figures: of earlier processes, and of nodes that
@@ -84,19 +118,10 @@ class Ledger:
 
     def progress(self, uid: int, record: Mapping[str, Any]) -> None:
         """Keep the figures of a record, for nodes that report no closing figures."""
-        known = self.latest.setdefault(uid, {"uid": uid, "rounds": 0})
-        if record.get("kind") == "round":
-            known["rounds"] = record.get("round", -1) + 1
-            known |= {f"bytes_{purpose}": record.get(f"{purpose}_bytes_sent", 0) for purpose in PURPOSES}
-            if lost := record.get("lost", []):
-                known["rounds_without"] = known.get("rounds_without", 0) + 1
-                known["without"] = packed_counts(Counter(unpacked_counts(known.get("without"))) + Counter(lost))
-        elif record.get("kind") == "generation":
+        _add(self.latest.setdefault(uid, {"uid": uid, "rounds": 0}), record)
+        if record.get("kind") == "generation":
             self._members.pop(uid, None)
             self._members[uid] = record.get("members", [])
-        elif record.get("kind") == "evaluation":
-            known |= {key: record[key] for key in record if key not in ("kind", "round", "time")}
-            known["evaluated_round"] = record.get("round")
 
     def figures(self) -> dict[int, Figures]:
         """Returns by uid the closing figures of every node that has reported them, else the last known ones."""
@@ -120,6 +145,19 @@ class Ledger:
         return any(finished.stopped for finished in self.finished.values())
 
 
+def _add(known: Figures, record: Mapping[str, Any]) -> None:
+    """Bring a node's figures up to a record of its metrics.jsonl, in place."""
+    if record.get("kind") == "round":
+        known["rounds"] = record.get("round", -1) + 1
+        known |= {f"bytes_{purpose}": record.get(f"{purpose}_bytes_sent", 0) for purpose in PURPOSES}
+        if lost := record.get("lost", []):
+            known["rounds_without"] = known.get("rounds_without", 0) + 1
+            known["without"] = packed_counts(Counter(unpacked_counts(known.get("without"))) + Counter(lost))
+    elif record.get("kind") == "evaluation":
+        known |= {key: record[key] for key in record if key not in ("kind", "round", "time")}
+        known["evaluated_round"] = record.get("round")
+
+
 @dataclass(frozen=True)
 class Durations:
     """Seconds since the command."""
@@ -133,7 +171,8 @@ class Durations:
 def summary(
     facts: Facts, ledger: Ledger, exit_code: int, run_dir: Path | None, durations: Durations
 ) -> dict[str, Any]:
-    """Returns the contents of summary.json."""
+    """Returns the contents of summary.json. Of nodes without closing figures it has what their files tell."""
+    ledger.catch_up()
     failure = first_cause(ledger.failures)
     status = "finished" if exit_code == 0 else "failed" if failure is not None else "interrupted"
     found: dict[str, Any] = {

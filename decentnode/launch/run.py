@@ -80,7 +80,7 @@ class Run:
         self.signals = command.signals
         self.started = command.started
         self.phase = "starting"
-        self.ledger = Ledger()
+        self.ledger = Ledger(self.directory)
         self.workers: list[Worker] = []
         self.endpoints: dict[str, list[str]] = {}
         self.start_seconds: float | None = None

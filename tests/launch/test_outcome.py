@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from decentnode.launch.messages import Failed, Finished
 from decentnode.launch.outcome import Durations, Ledger, first_cause, summary
+from decentnode.launch.run_dir import node_dir
+from decentnode.metrics.writer import MetricsWriter
 from tests.launch.facts import FACTS, FINISHED
 
 
@@ -66,3 +69,40 @@ def test_the_summary_of_a_stop_has_all_nodes_that_closed_wherever() -> None:
         ledger.finished[uid] = Finished(uid, {"uid": uid, "rounds": 4 + uid}, True)
     found = summary(FACTS, ledger, 130, None, Durations(1.0, 2.0))
     assert found["members"] == [0, 1, 5] and sorted(found["nodes"]) == ["0", "1", "5"]
+
+
+def records(folder: Path, uid: int, rounds: range, data: int) -> list[dict[str, Any]]:
+    """Writes the records of these rounds, in each of which the node's process sends `data` bytes and misses node 3."""
+    node_dir(folder, uid).mkdir(parents=True, exist_ok=True)
+    writer = MetricsWriter(node_dir(folder, uid) / "metrics.jsonl")
+    made = [{"kind": "round", "round": r, "data_bytes_sent": data * (i + 1), "lost": [3]} for i, r in enumerate(rounds)]
+    for record in made:
+        writer.write(record)
+    writer.close()
+    return made
+
+
+def test_files_tell_what_did_not_reach_the_supervisor(tmp_path: Path) -> None:
+    """Also of a node that was started again, whose second process counts bytes from 0 and sends more than the first."""
+    ledger = Ledger(tmp_path)
+    ledger.progress(0, records(tmp_path, 0, range(9), 100)[0])
+    ledger.progress(1, records(tmp_path, 1, range(3), 100)[0])
+    ledger.restarted(1)
+    ledger.progress(1, records(tmp_path, 1, range(5, 8), 1000)[0])
+    ledger.failures.append(Failed(1, 8, "boom", "..."))
+    found = summary(FACTS, ledger, 8, tmp_path, Durations(1.0, 2.0))
+    assert (found["rounds"], found["rounds_without_total"], found["losses"]) == (8, 9 + 3 + 3, {"3": 15})
+    assert found["bytes_sent_total"] == 9 * 100 + 3 * 100 + 3 * 1000
+    assert summary(FACTS, ledger, 8, tmp_path, Durations(1.0, 2.0)) == found
+
+
+def test_what_came_counts_where_files_are_older_or_damaged(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    records(tmp_path, 0, range(2), 100)  # then the disk was full
+    ledger.progress(0, {"kind": "round", "round": 6, "data_bytes_sent": 700})
+    ledger.progress(1, {"kind": "round", "round": 4, "data_bytes_sent": 500})
+    ledger.progress(2, {"kind": "round", "round": 4, "data_bytes_sent": 500})
+    node_dir(tmp_path, 2).mkdir()
+    (node_dir(tmp_path, 2) / "metrics.jsonl").write_bytes(b'{"kind": "rou')
+    ledger.catch_up()
+    assert [ledger.latest[uid]["bytes_data"] for uid in range(3)] == [700, 500, 500]

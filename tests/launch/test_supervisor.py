@@ -20,6 +20,8 @@ from decentnode.launch.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 from decentnode.launch.workers import LoadError
 from decentnode.metrics.reader import read_kind
+from decentnode.report.closing import closing
+from decentnode.report.words import size
 from tests.conftest import scale
 from tests.launch.faults import experiment
 
@@ -99,7 +101,7 @@ def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
     merged = load_file(directory / "models" / "merged.safetensors")
     for name, tensor in merged.items():
         assert tensor == pytest.approx(sum(model[name] for model in models) / 4, abs=1e-6)
-    assert [label for label, _ in witness.lines] == ["versions", "graph", "data", "model", "sharing"]
+    assert [label for label, _ in witness.lines] == ["versions", "graph", "data", "task", "model", "sharing"]
     assert {uid for uid, _ in witness.records} == {0, 1, 2, 3}
 
 
@@ -146,6 +148,19 @@ def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path, monkeypa
     assert "a bug in my model" in (witness.logs[0] / "stderr.txt").read_text()
     assert outcome.run_dir is not None
     assert json.loads((outcome.run_dir / "summary.json").read_text())["failure"]["node"] == 2
+
+
+@pytest.mark.parametrize("fault", ["Raises", "Dies"])
+def test_a_failed_run_closes_with_what_the_nodes_files_tell(tmp_path: Path, fault: str) -> None:
+    """Of the rounds of a quick run only the first reaches the supervisor."""
+    outcome = run(tmp_path, **faulty(fault), node={"rounds": 8, "evaluate_every": 0})
+    found, of_one = outcome.summary, 3 * 2 * 650 * 4
+    assert (found["status"], found["rounds"], found["nodes"]["2"]["rounds"]) == ("failed", 3, 3)
+    assert found["nodes"]["2"]["bytes_data"] == of_one and found["bytes_sent_total"] >= 4 * of_one
+    first, traffic, *_ = closing(found)
+    assert "failed after round 3 of 8" in first and size(found["bytes_sent_total"]) in traffic
+    assert outcome.run_dir is not None
+    assert json.loads((outcome.run_dir / "summary.json").read_text())["rounds"] == 3
 
 
 def test_a_node_killed_by_a_signal_is_named(tmp_path: Path) -> None:
