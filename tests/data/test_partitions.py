@@ -47,7 +47,7 @@ def test_all_partitions_are_checked() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 7, 16])
-@pytest.mark.parametrize("name, section, covers", CHECKED, ids=str)
+@pytest.mark.parametrize("name, section, covers", CHECKED, ids=lambda value: None if callable(value) else str(value))
 def test_contract(name: str, section: dict[str, Any], covers: Callable[[int], bool], num_nodes: int) -> None:
     targets, keys = labels(1437), labels(1437, 40, seed=1)
     check_split(make(name, **section), targets, num_nodes, covers(num_nodes), keys)
