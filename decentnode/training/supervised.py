@@ -6,29 +6,26 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
-import pydantic
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from decentnode import rng
 from decentnode.config import component
-from decentnode.config.component import Config, Settings
-from decentnode.errors import CheckpointError, DataError, Diverged, UsageError
+from decentnode.errors import CheckpointError, DataError, Diverged
 from decentnode.samples import NodeSamples
 from decentnode.tasks.base import LOSS_SUMS, OWN, Task
 from decentnode.tensors import FlatModel
 from decentnode.training import statistics
-from decentnode.training.arguments import problem_at
 from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Training, Update
-from decentnode.training.losses import Loss, LossConfig
-from decentnode.training.lr_schedules import LearningRateSchedule, ScheduleConfig
-from decentnode.training.optimizers import OptimizerConfig, make_optimizer, trial_of
+from decentnode.training.losses import Loss
+from decentnode.training.lr_schedules import LearningRateSchedule
+from decentnode.training.optimizers import make_optimizer
 from decentnode.training.sampler import Sampler
 from decentnode.training.source import Source
+from decentnode.training.supervised_config import SupervisedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,123 +37,6 @@ GN-LeNet on 1,000 images takes .13 s so and .27 s at eight times the batch, and 
 
 MEASURED_SAMPLES = 4096
 """Most of a node's samples from which statistics are measured anew."""
-
-
-def _by_name(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-class ValidationConfig(Settings):
-    """Samples that are set aside to choose hyperparameters with."""
-
-    source: Literal["train", "test"] = "train"
-    """train: a part of this node's own samples, which it then does not train on. test: a part of the test set, the
-    same on all nodes, which is then not tested on."""
-    fraction: float = Field(0.1, gt=0, lt=1)
-    """Fraction of the samples that is set aside."""
-
-
-    def aside(self, samples: int) -> int:
-        """Returns how many of so many samples are set aside."""
-        return max(1, round(self.fraction * samples))
-
-
-class SupervisedConfig(Config):
-    batch_size: int = Field(16, ge=1)
-    """Samples of one forward and backward pass."""
-    local_steps: int | None = Field(None, ge=0)
-    """Optimizer steps per round; the next round goes on where the epoch stopped. Default: 1, when `local_epochs` is not
-    given either."""
-    local_epochs: int | None = Field(None, ge=1)
-    """Passes over the node's samples per round, instead of local_steps."""
-    accumulate: int = Field(1, ge=1)
-    """Number of batches whose gradients make one optimizer step, which is then that of batch_size * accumulate
-    samples."""
-    clip_norm: float | None = Field(None, gt=0)
-    """Largest 2-norm of the gradient of a step; a longer one is scaled down to it. Default: gradients are not
-    clipped."""
-    optimizer: Annotated[OptimizerConfig, pydantic.BeforeValidator(_by_name)] = Field(
-        default={"name": "sgd", "lr": 0.1}, validate_default=True
-    )
-    """The optimizer: one of torch.optim by its lower-case name, with its own arguments."""
-    lr_schedule: Annotated[ScheduleConfig, pydantic.BeforeValidator(_by_name)] = Field(
-        default={"name": "constant"}, validate_default=True
-    )
-    """How the learning rate changes over the rounds, or over the steps."""
-    reset_optimizer: bool = False
-    """Whether every round starts with a fresh optimizer, as in decentralizepy; otherwise its state, such as momentum,
-    is kept."""
-    validation: ValidationConfig | None = None
-    """Samples set aside for validation. Default: none."""
-    sampling: Literal["fixed", "resample"] = "fixed"
-    """Whose samples a node trains on. fixed: its own share, for the whole run. resample: in each of its epochs all
-    training samples are dealt anew by the partition, so that in time a node sees all of them; papers differ in this.
-    With shares of unequal size nodes begin their epochs at different times, and local_epochs counts the steps of the
-    share that a round begins with."""
-    shuffle: bool = True
-    """Whether every epoch takes the samples in a new random order; otherwise in the stored order."""
-    drop_last: bool = False
-    """Leave out the last, smaller step of an epoch. Without it a last batch of one sample is still left out where the
-    model has batch normalization behind a linear layer, which has no variance of one value to divide by."""
-    loss: Annotated[LossConfig, pydantic.BeforeValidator(_by_name)] | None = None
-    """Function of the model's outputs and the targets, whose mean is minimized: a loss of torch.nn, with its own
-    arguments. When not given, that of the task."""
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Label smoothing of the cross entropy in training; evaluation has none."""
-
-    @pydantic.model_validator(mode="after")
-    def _consistent(self) -> SupervisedConfig:
-        if self.local_steps is not None and self.local_epochs is not None:
-            raise ValueError("must have local_steps or local_epochs, got both")
-        if self.sampling == "resample" and self.validation is not None and self.validation.source == "train":
-            raise ValueError("must have validation.source: test with sampling: resample, which trains on all samples")
-        if self.label_smoothing and self.loss is not None and self.loss.name != "cross_entropy":
-            raise ValueError(f"must have loss cross_entropy with label_smoothing, got {self.loss.name}")
-        try:
-            LearningRateSchedule(self.lr_schedule, trial_of(self.optimizer))
-        except (ValueError, KeyError) as error:  # one_cycle and cyclic move a momentum, which not every optimizer has
-            text = f"must suit optimizer {self.optimizer.name}: {error}"
-            raise problem_at("lr_schedule", text, self.lr_schedule.name) from error
-        return self
-
-    def loss_for(self, default: str) -> LossConfig:
-        """Returns the loss of a task whose own is `default`. Raises UsageError where it has no label smoothing, which
-        was asked for."""
-        found = self.loss or LossConfig(name=default)
-        if self.label_smoothing and found.name != "cross_entropy":
-            raise UsageError(f"training.label_smoothing must be 0 with loss {found.name}, got {self.label_smoothing:g}")
-        return found
-
-    def steps_per_round(self, samples: int) -> int:
-        """Returns the optimizer steps of one round of a node that trains on so many samples."""
-        if self.local_epochs is None:
-            return 1 if self.local_steps is None else self.local_steps
-        whole, rest = divmod(samples, self.batch_size * self.accumulate)
-        return self.local_epochs * (whole + (1 if rest and not self.drop_last else 0))
-
-    def leaves_one(self, samples: int) -> bool:
-        """Returns whether a node with so many samples gets a batch of one sample."""
-        step = self.batch_size * self.accumulate
-        return self.batch_size == 1 or (samples % step % self.batch_size == 1 and not self.drop_last)
-
-    def problem_of_one(self, samples: int) -> str:
-        """Why a node with so many samples cannot train a model that needs two of them in a batch; empty where it can,
-        if need be without its last sample."""
-        why = "must be at least 2 for a model with batch normalization behind a linear layer"
-        if self.batch_size == 1:
-            return f"training.batch_size {why}, got 1"
-        if samples == 1:
-            return f"the number of training samples {why}, got 1; choose another partition"
-        return ""
-
-    def most_ticks(self, rounds: int, samples: int, *, needs_two: bool = False) -> int:
-        """Returns how often the learning-rate schedule ticks in so many rounds of a node with a share of so many
-        samples. needs_two: whether the model cannot train on a batch of one sample, so that epochs leave it out."""
-        if self.lr_schedule.every == "round":
-            return rounds
-        if self.validation is not None and self.validation.source == "train":
-            samples -= self.validation.aside(samples)
-        return rounds * self.steps_per_round(samples - (needs_two and self.leaves_one(samples)))
 
 
 class Supervised(Training):

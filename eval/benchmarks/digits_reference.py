@@ -22,7 +22,8 @@ from decentnode.samples import DataSpec, NodeSamples
 from decentnode.tasks.base import Task
 from decentnode.tensors import FlatModel
 from decentnode.training.sampler import Sampler
-from decentnode.training.supervised import Supervised, SupervisedConfig
+from decentnode.training.supervised import Supervised
+from decentnode.training.supervised_config import SupervisedConfig
 
 NODES, HIDDEN, BATCH, ROUNDS, ALPHA = 16, 32, 16, 1500, 0.1
 LAYERS = ((64, HIDDEN), (HIDDEN,), (HIDDEN, 10), (10,))

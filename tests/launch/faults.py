@@ -22,7 +22,8 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full
 from decentnode.training.base import Direction, Update
-from decentnode.training.supervised import Supervised, SupervisedConfig
+from decentnode.training.supervised import Supervised
+from decentnode.training.supervised_config import SupervisedConfig
 from decentnode.wire.messages import Message
 
 UID, ROUND = 2, 3

@@ -12,7 +12,8 @@ from decentnode.data.base import Samples
 from decentnode.samples import DataSpec, NodeSamples
 from decentnode.tasks.classification import Classification, ClassificationConfig
 from decentnode.tensors import FlatModel
-from decentnode.training.supervised import Supervised, SupervisedConfig
+from decentnode.training.supervised import Supervised
+from decentnode.training.supervised_config import SupervisedConfig
 
 SHAPE = (3, 2)
 

@@ -16,7 +16,7 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.training.lr_schedules import LR_SCHEDULES, LearningRateSchedule, ScheduleConfig
 from decentnode.training.optimizers import OptimizerConfig, make_optimizer
-from decentnode.training.supervised import SupervisedConfig
+from decentnode.training.supervised_config import SupervisedConfig
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "cosine": {"T_max": 5}, "cosine_warm_restarts": {"T_0": 3}, "cyclic": {"base_lr": 0.01, "max_lr": 0.1},
@@ -195,7 +195,7 @@ def test_a_restored_schedule_goes_on_with_the_same_bits(name: str) -> None:
 
 def test_checking_a_config_does_not_import_the_compiler() -> None:
     code = (
-        "import sys; from decentnode.training.supervised import SupervisedConfig;"
+        "import sys; from decentnode.training.supervised_config import SupervisedConfig;"
         "SupervisedConfig.model_validate({'optimizer': 'adam', 'lr_schedule': {'name': 'cosine', 'T_max': 3}});"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

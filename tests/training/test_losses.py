@@ -15,7 +15,8 @@ from decentnode.samples import PADDING, DataSpec, NodeSamples
 from decentnode.tasks.next_token import NextToken, NextTokenConfig
 from decentnode.tensors import FlatModel
 from decentnode.training.losses import LOSSES, Loss, LossConfig
-from decentnode.training.supervised import Supervised, SupervisedConfig
+from decentnode.training.supervised import Supervised
+from decentnode.training.supervised_config import SupervisedConfig
 
 
 @pytest.mark.parametrize("name", LOSSES)

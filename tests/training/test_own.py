@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decentnode.training.supervised import SupervisedConfig
+from decentnode.training.supervised_config import SupervisedConfig
 from tests.training.contract import check_resume, check_rounds
 from tests.training.small import make
 

@@ -19,7 +19,7 @@ from decentnode.samples import DataSpec
 from decentnode.sharing.parameters import named, problems_of
 from decentnode.tasks.base import Task
 from decentnode.training.statistics import needs_two
-from decentnode.training.supervised import SupervisedConfig
+from decentnode.training.supervised_config import SupervisedConfig
 
 
 def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
