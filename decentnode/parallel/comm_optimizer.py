@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,16 @@ class GradientAveraging(DistOptimizer):
         return
 
 
+class UnknownMethod(DistOptimizer):
+    """Stands for a name that is none: it cannot be made, and all ranks are told so."""
+
+    def __init__(self, *_: Any, name: object, **__: Any) -> None:
+        raise ValueError(f"dist_optim_name must be one of {', '.join(DIST_OPTIMIZERS)}, got {name!r}")
+
+    def comm_train_step(self) -> None:
+        return
+
+
 DIST_OPTIMIZERS: dict[str, type[DistOptimizer]] = {
     "EASGD": EASGD, "EAMSGD": EAMSGD, "EASGD+": EASGDPlus, "LSGD": LSGD, "LSGD+": LSGDPlus, "DDP": GradientAveraging,
 }  # fmt: skip
@@ -53,11 +64,12 @@ class CommOptimizer(Optimizer):
         (LSGD: two); not for DDP, whose step needs its gradients.
 
         Blocking: the ranks' parameters are averaged once, into the center. Raises ValueError for unknown names and
-        values out of range.
+        values out of range, AssemblyError naming a rank that raised or has other parameters, another method or period
+        than rank 0: then all ranks raise, and none waits.
         """
-        kind = DIST_OPTIMIZERS.get(dist_optim_name.upper())
-        if kind is None:
-            raise ValueError(f"dist_optim_name must be one of {', '.join(DIST_OPTIMIZERS)}, got {dist_optim_name!r}")
+        kind: Callable[..., DistOptimizer] = DIST_OPTIMIZERS.get(
+            str(dist_optim_name).upper(), partial(UnknownMethod, name=dist_optim_name)
+        )
         self.local_optimizer = optimizer
         self.dist_optimizer = kind(
             optimizer, world_size=world_size, dist_pulling_strength=dist_pulling_strength,

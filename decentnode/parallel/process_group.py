@@ -58,6 +58,7 @@ def together(what: str) -> Iterator[None]:
 
     what: the body's purpose, a verb and its object, for messages. Raises what the body raised on this rank; if it
     raised on other ranks alone, AssemblyError naming the first of them and its error. So no rank waits in vain.
+    Without a process group this process is the only rank.
     """
     failed: Exception | None = None
     try:
@@ -66,7 +67,7 @@ def together(what: str) -> Iterator[None]:
         failed = error
     told = "" if failed is None else f"{type(failed).__name__}: {failed}"[:MAX_REASON]
     try:
-        said = gather_texts(told, device_of_group(), what) if dist.get_world_size() > 1 else [told]
+        said = gather_texts(told, device_of_group(), what) if num_ranks() > 1 else [told]
     except RuntimeError:  # a rank is gone
         if failed is not None:
             raise failed from None
@@ -76,6 +77,11 @@ def together(what: str) -> Iterator[None]:
     for rank, reason in enumerate(said):
         if reason:
             raise AssemblyError(f"rank {rank} could not {what}: {reason}", [rank])
+
+
+def num_ranks() -> int:
+    """The number of ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def device_of_group() -> torch.device:

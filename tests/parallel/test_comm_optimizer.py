@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
@@ -68,6 +71,30 @@ def test_wrong_arguments(options: dict[str, object], says: str) -> None:
     local = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
     with pytest.raises(ValueError, match=says):
         CommOptimizer(local, **{"world_size": 1, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("options", "own"), [
+    ({"comm_period": 0}, "ValueError: comm_period must be"), ({"dist_optim_name": "SGD"}, "ValueError: .*one of EASGD"),
+    ({"dist_optim_name": "EAMSGD"}, "ValueError: EAMSGD needs"), ({"world_size": 3}, "ValueError: world_size must be"),
+    ({"local_world_size": 3}, "ValueError: local_world_size must divide"), ({"periods": 4}, "TypeError: .*'periods'"),
+], ids=str)  # fmt: skip
+def test_a_rank_with_wrong_arguments_is_named_on_all_at_once(options: dict[str, Any], own: str) -> None:
+    """And whatever the ranks do together next meets its like."""
+    results = run_ranks(2, meeting.refused, options, 3, timeout_seconds=60)
+    assert [total for _, total in results] == [2, 2]
+    (other, _), (told, _) = results
+    assert re.search(f"^{own}", told) and other == f"AssemblyError: rank 1 could not make the optimizer: {told}"
+
+
+@pytest.mark.parametrize(("options", "elements", "says"), [
+    ({"dist_optim_name": "EASGD"}, 3, "'EASGD with comm_period 4 and overlap False', rank 0 has 'LSGD with"),
+    ({"comm_period": 3}, 3, "comm_period 3"), ({"overlap": True}, 3, "overlap True"),
+    ({"local_world_size": 1}, 3, "'local_world_size 1', rank 0 has 'local_world_size 2'"),
+    ({}, 4, r"'parameter 0: \(4,\) torch.float32', rank 0 has 'parameter 0: \(3,\)"),
+], ids=str)  # fmt: skip
+def test_a_rank_whose_exchanges_would_not_fit_is_named(options: dict[str, Any], elements: int, says: str) -> None:
+    for told, total in run_ranks(2, meeting.refused, options, elements, timeout_seconds=60):
+        assert total == 2 and re.search(f"AssemblyError: rank 1 has another method than rank 0: .*{says}", told), told
 
 
 def test_alone_and_without_a_loss(caplog: pytest.LogCaptureFixture) -> None:

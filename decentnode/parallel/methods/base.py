@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decentnode.parallel.process_group import check_alike, device_of_group, num_ranks, together
 from decentnode.parallel.shutdown import close_at_exit
 from decentnode.sharing.forces import toward_
 
@@ -31,13 +32,26 @@ class Numbers:
         return [float(each) for each in self.tensors]
 
 
-class DistOptimizer(abc.ABC):
+class MadeTogether(abc.ABCMeta):
+    """The class of classes whose objects all ranks make together: all ranks get theirs, or all raise."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an object, then calls its `begin`. Blocking. Raises what the constructor raised, on other ranks
+        AssemblyError naming the rank and its error."""
+        with together("make the optimizer"):
+            made = super().__call__(*args, **kwargs)
+        made.begin()
+        return made
+
+
+class DistOptimizer(metaclass=MadeTogether):
     """Changes the parameters beside the local optimizer; subclasses define how ranks exchange.
 
     Per step: `before_step` while the parameters are still x(t), the local optimizer's step, then `step`, which pulls
     the parameters (`local_pulling_step`), collects data (`dist_train_step`) and, in every `comm_period`-th step
     exactly, exchanges with the other ranks (`comm_train_step`). Initial parameters are never changed; the center starts
-    at their mean over ranks.
+    at their mean over ranks. A constructor must not wait for other ranks, so that they can be told of its error;
+    `begin`, which is called after all ranks' constructors have succeeded, may.
     """
 
     needs_loss: ClassVar[bool] = False
@@ -46,7 +60,8 @@ class DistOptimizer(abc.ABC):
         self, local_optimizer: Optimizer, world_size: int, dist_pulling_strength: float = 0.1,
         local_pulling_strength: float = 0.0, comm_period: int = 4, overlap: bool = False,
     ) -> None:
-        """Blocking: the ranks' parameters are averaged once. Raises ValueError for values out of range.
+        """Blocking: the ranks' parameters are averaged once. Raises ValueError for values out of range, AssemblyError
+        where another rank raised or has another method, period or list of parameters: all ranks raise, none waits.
 
         overlap: the exchange runs during the next forward and backward pass and takes effect one step later (LSGD: two,
         because the leader has to be known first). The order of operations is the same as without.
@@ -56,7 +71,7 @@ class DistOptimizer(abc.ABC):
         for name, value in (("dist", dist_pulling_strength), ("local", local_pulling_strength)):
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name}_pulling_strength must be in [0, 1], got {value}")
-        if world_size != (dist.get_world_size() if dist.is_initialized() else 1):
+        if world_size != num_ranks():
             raise ValueError(f"world_size must be the process group's, got {world_size}")
         self.local_optimizer, self.world_size = local_optimizer, world_size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -66,10 +81,20 @@ class DistOptimizer(abc.ABC):
         self._losses: deque[float] = deque(maxlen=comm_period)
         self.params: list[Tensor] = [p for group in local_optimizer.param_groups for p in group["params"]]
         self.check_stable()
-        if dist.is_initialized():
-            close_at_exit(self)
         self.center = self.flat_params()
         """[P] the parameters that ranks are pulled to."""
+
+    def describe(self) -> list[str]:
+        """Lines that must be the same on all ranks, whose exchanges would not fit together else."""
+        return [f"{type(self).__name__} with comm_period {self.comm_period} and overlap {bool(self.overlap)}",
+                *(f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(self.params))]
+
+    def begin(self) -> None:
+        """The part of the construction that waits for the other ranks. Blocking. Raises AssemblyError on every rank if
+        their descriptions differ."""
+        if dist.is_initialized():
+            check_alike("method", self.describe(), device_of_group())
+            close_at_exit(self)
         self.mean(self.center)
 
     # -- flat copies ------------------------------------------------------------------------------------------

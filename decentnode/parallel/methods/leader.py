@@ -51,16 +51,11 @@ class LSGD(DistOptimizer):
         """local_world_size: ranks per machine; torchrun's when not given."""
         super().__init__(*args, **kwargs)
         local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
-        if self.world_size % local:
+        if local < 1 or self.world_size % local:
             raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
         first = self.rank // local * local
         self._peers = list(range(first, first + local))
         self._group = None
-        if 1 < local < self.world_size:
-            for start in range(0, self.world_size, local):
-                group = dist.new_group(list(range(start, start + local)))
-                if start == first:
-                    self._group = group
         self._meetings = 0
         self._followed = False
         """Whether `center` is a leader's model, not yet the mean of the start."""
@@ -70,6 +65,18 @@ class LSGD(DistOptimizer):
         self.leader = self.rank
         self._scores: Numbers | None = None
         self._meeting: _Meeting | None = None
+
+    def describe(self) -> list[str]:
+        return [*super().describe(), f"local_world_size {len(self._peers)}"]
+
+    def begin(self) -> None:
+        super().begin()
+        local = len(self._peers)
+        if 1 < local < self.world_size:
+            for start in range(0, self.world_size, local):
+                group = dist.new_group(list(range(start, start + local)))
+                if self.rank in range(start, start + local):
+                    self._group = group
 
     def before_step(self) -> None:
         meeting, scores = self._meeting, self._scores

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from decentnode.errors import AssemblyError
 from decentnode.parallel import CommOptimizer
 from tests.parallel.work.models import batch, flat, model
 
@@ -108,3 +109,18 @@ def diverged(rank: int, n: int, name: str) -> tuple[int, bool]:
     p.grad = torch.zeros(3)
     comm.step(loss=float("nan") if rank == 0 else float(rank))
     return comm.dist_optimizer.leader, bool(p.isfinite().all())  # type: ignore[attr-defined]
+
+
+def refused(rank: int, n: int, options: dict[str, Any], elements: int) -> tuple[str, float]:
+    """Only rank 1 has these options and so many parameters. What ranks come to, and a sum over them that is asked for
+    next."""
+    p = torch.zeros(elements if rank == 1 else 3, requires_grad=True)
+    given = {"dist_optim_name": "LSGD", "world_size": n, **(options if rank == 1 else {})}
+    told = ""
+    try:
+        CommOptimizer(torch.optim.SGD([p], lr=0.1), **given)
+    except (ValueError, TypeError, AssemblyError) as error:
+        told = f"{type(error).__name__}: {error}"
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return told, float(total)
