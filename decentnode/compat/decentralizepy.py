@@ -14,6 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from decentnode.compat.decentralizepy_keys import (
+    CODECS,
+    DATASETS,
+    KEYS,
+    LOSSES,
+    OF_EVERY_DATASET,
+    OF_EVERY_SHARING,
+    SHARINGS,
+    USUAL_LOSS,
+)
 from decentnode.config.component import nearest
 from decentnode.data import DATASETS as READERS
 from decentnode.errors import ConfigError
@@ -67,66 +77,6 @@ def _read(path: Path) -> dict[str, dict[str, str]]:
         raise ConfigError([f"{path}: cannot be read as a config file: {error}"], str(path)) from error
     return {name: dict(parser.items(name)) for name in parser.sections()}
 
-
-KEYS: dict[str, tuple[str, ...]] = {
-    "OPTIMIZER_PARAMS": ("optimizer_package", "optimizer_class"),
-    "TRAIN_PARAMS": ("training_package", "training_class", "rounds", "full_epochs", "batch_size", "shuffle",
-                     "loss_package", "loss_class", "loss"),
-    "COMMUNICATION": ("comm_package", "comm_class", "addresses_filepath", "offset", "recv_timeout"),
-    "NODE": ("graph_package", "graph_class", "graph_degree", "timeout"),
-}  # fmt: skip
-"""The keys of a section that do not depend on a class named in it."""
-
-OF_EVERY_DATASET = ("dataset_package", "dataset_class", "model_class", "train_dir", "test_dir", "sizes", "random_seed",
-                    "only_local", "test_batch_size")  # fmt: skip
-VALIDATION = ("validation_source", "validation_size")
-
-
-@dataclass(frozen=True)
-class _DatasetNames:
-    name: str
-    models: dict[str, Any]
-    keys: tuple[str, ...] = ()
-
-
-DATASETS: dict[str, _DatasetNames] = {
-    "CIFAR10": _DatasetNames("cifar10", {"LeNet": "gn_lenet", "CNN": "cnn", "ResNet8": {"name": "resnet", "depth": 8}},
-                             ("partition_niid", "alpha", "shards", *VALIDATION)),
-    "Femnist": _DatasetNames("femnist", {"LogisticRegression": "logistic", "CNN": "femnist_cnn", "RNET": "rnet"},
-                             VALIDATION),
-    "Celeba": _DatasetNames("celeba", {"CNN": "celeba_cnn"}, ("images_dir",)),
-    "Shakespeare": _DatasetNames("shakespeare", {"LSTM": "shakespeare_lstm"}),
-    "Reddit": _DatasetNames("reddit", {"RNN": "reddit_rnn"}),
-    "MovieLens": _DatasetNames("movielens", {"MatrixFactorization": "matrix_factorization"}),
-}  # fmt: skip
-
-OF_EVERY_SHARING = ("sharing_package", "sharing_class", "compress", "compression_package", "compression_class",
-                    "float_precision")  # fmt: skip
-TOP_K = ("alpha", "dict_ordered", "save_shared", "metadata_cap", "accumulation", "save_accumulated",
-         "change_based_selection", "accumulate_averaging_changes")  # fmt: skip
-WAVELET = ("wavelet", "level")
-SHARINGS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Sharing": ("full", ()),
-    "PlainAverageSharing": ("full", ()),
-    "PartialModel": ("topk", TOP_K),
-    "SubSampling": ("subsample", ("alpha", "dict_ordered", "save_shared", "metadata_cap", "pickle", "layerwise")),
-    "FFT": ("fft", TOP_K),
-    "Wavelet": ("wavelet", (*TOP_K, *WAVELET)),
-    "JWINS": ("jwins", (*TOP_K, *WAVELET, "alpha_list")),
-    "Choco": ("choco", ("step_size", "alpha", "dict_ordered")),
-}
-CODECS: dict[str, tuple[Any, str]] = {
-    "Elias": (None, "indices are always coded here"),
-    "EliasFpzip": (None, "indices are always coded here; values go as they are, where fpzip saved a few percent"),
-    "EliasFpzipLossy": ({"name": "truncate", "bits": 16}, "values in 16 bits, instead of fpzip's precision"),
-    "Quantization": ("float16", "values in 16 bits, as there, but of IEEE's half precision"),
-    "EliasQuantization": ("float16", "values in 16 bits, as there, but of IEEE's half precision"),
-    "Lz4Wrapper": ("lz4", "needs the extra codecs"),
-}
-LOSSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll", "MSELoss": "mse", "L1Loss": "l1",
-          "cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}  # fmt: skip
-USUAL_LOSS = {"movielens": "mse"}
-"""Datasets whose task has another loss than the cross entropy."""
 
 
 class _Reader:

@@ -16,8 +16,9 @@ from decentnode.launch import run_dir
 from decentnode.launch.messages import Task
 from decentnode.launch.node_files import Reporter
 from decentnode.metrics import summary as summaries
-from decentnode.node.checkpoints import Checkpoints, ResumeFrom
+from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.node import Node
+from decentnode.node.resume_agreement import ResumeFrom
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The state of a run on this machine: its nodes as children, what they said, and for whom it waits until when."""
+"""The state of a run on this machine: its nodes as children, what they said, and for whom it waits until when.
+
+One file: its methods answer messages, ends and deadlines of children, and all change the one state.
+"""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from decentnode.checkpoint.writer import Writer, Written
 from decentnode.communication.base import Pending
 from decentnode.errors import CheckpointError, Interrupted, PeerLost, UsageError
 from decentnode.node.evaluation import steps_until_ready
+from decentnode.node.resume_agreement import ResumeFrom, agreed_cut, gathered, no_common_cut
 from decentnode.node.snapshot import Restored, capture
 
 if TYPE_CHECKING:
@@ -31,16 +32,6 @@ POLLS_PER_PERIOD = 32
 MOST_ROUNDS_BETWEEN_POLLS = 1 << 20
 MOST_UNKNOWN = 4
 """Checkpoints beyond `keep` that wait for the other nodes to have them, too."""
-
-
-@dataclass(frozen=True)
-class ResumeFrom:
-    """Where a run looks for the checkpoints that it goes on from."""
-
-    folders: tuple[Path, ...]
-    """checkpoints/ of runs."""
-    runs: frozenset[str] | None = None
-    """Ids of the runs whose cuts count; all when None."""
 
 
 @dataclass
@@ -324,9 +315,9 @@ class Checkpoints:
             raise PeerLost(f"node {node.uid}: the others went on while it read its checkpoint; start it again")
         manifests, problems = store.scan(self._resume.folders, node.uid, self._resume.runs)
         for attempt in range(agreement.MOST_CUTS + 1):
-            chosen = yield from self._agreed([each.cut for each in manifests], attempt)
+            chosen = yield from agreed_cut(node, [each.cut for each in manifests], attempt)
             if chosen is None:
-                raise CheckpointError(self._nothing(manifests, problems))
+                raise CheckpointError(no_common_cut(node.uid, manifests, problems))
             round, key = chosen
             mine = next((each for each in manifests if each.cut.key == key), None)
             restored = None
@@ -338,7 +329,7 @@ class Checkpoints:
                     problems.append(str(error))
                     manifests.remove(mine)
             evaluated = int(restored.progress["evaluated"]) + 1 if restored is not None else 0
-            rows = yield from self._gathered(f"resume/read-{attempt}", [int(restored is not None),
+            rows = yield from gathered(node, f"resume/read-{attempt}", [int(restored is not None),
                                              int(mine is not None and restored is None), evaluated], 3)  # fmt: skip
             if not any(row[1] for row in rows):
                 break
@@ -356,29 +347,6 @@ class Checkpoints:
             yield from node.evaluate_between()  # the interrupted run had not come to it
         if restored is not None:
             restored.put_streams(node)
-
-    def _agreed(self, cuts: Sequence[Cut], attempt: int) -> Generator[None, None, tuple[int, int] | None]:
-        """Returns (round, key) of the newest cut that all of its members have, the same on all nodes."""
-        numbers = agreement.offers(cuts)
-        rows = yield from self._gathered(f"resume/offers-{attempt}", numbers, agreement.MOST_CUTS)
-        without = [uid for uid, row in enumerate(rows) if not any(row)]
-        found = agreement.complete(cuts, rows, without)
-        votes = yield from self._gathered(f"resume/votes-{attempt}", agreement.vote(found), 3)
-        return agreement.chosen(votes)
-
-    def _gathered(self, key: str, values: Sequence[int], width: int) -> Generator[None, None, list[list[int]]]:
-        """Returns everybody's values by uid. Blocking."""
-        node = self.node
-        pending = node.communication.mean(key, agreement.row(values, node.uid, node.graph.num_nodes, width))
-        yield from steps_until_ready(pending, node.sharing.requirements.phases)
-        config = node.communication.config
-        mean, contributors = pending.wait(max(config.timeout_seconds, config.start_timeout_seconds))
-        return agreement.gathered(mean, contributors)
-
-    def _nothing(self, manifests: Sequence[Manifest], problems: Sequence[str]) -> str:
-        own = ", ".join(str(each.cut.round) for each in manifests) or "none"
-        text = f"node {self.node.uid}: there is no round that all nodes have a whole checkpoint of; its own: {own}"
-        return "\n".join([text, *problems])
 
     def _go_on(self, restored: Restored | None, round: int, without: Sequence[int]) -> Iterator[None]:
         """Take the place that the node had, once its model is read."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from decentnode.communication.counters import EVALUATION
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph
 from decentnode.graph.base import parts as connected_parts
-from decentnode.metrics.figures import packed_counts
 from decentnode.node.buffers import BufferExchange
 from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.config import NodeConfig
@@ -26,6 +24,7 @@ from decentnode.node.evaluation import Evaluator, steps_until_ready
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.plan import Planner
 from decentnode.node.schedule import SCHEDULES
+from decentnode.node.totals import RoundTotals
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.training.base import Training, Update
@@ -105,15 +104,7 @@ class Node:
         self.doing = "joining"
         """What the node does now, in a few words, for status.json."""
         self._stop_asked = False
-        self._edges: dict[int, tuple[int, int, int, int, float]] = {}
-        self._round_seconds: list[float] = []
-        self._train_seconds = 0.0
-        self._wait_seconds = 0.0
-        self._overlaps = 0.0
-        self._waits: dict[int, float] = {}
-        self._rounds_without = 0
-        self._without: Counter[int] = Counter()
-        """By neighbor: rounds of this node that went on without its payload."""
+        self._totals = RoundTotals(self.communication.counters)
 
     @property
     def sharing(self) -> Sharing:
@@ -316,46 +307,19 @@ class Node:
         self._account_missing(self.sharing.requirements.phases - 1, mixed)
         times, update = self.schedule.times, self._update
         seconds = clock.now() - self._started
-        self._round_seconds.append(seconds)
-        self._train_seconds += times.train
-        self._wait_seconds += times.wait
-        self._overlaps += times.overlap
-        self._rounds_without += bool(self._lost)
-        self._without.update(self._lost)
+        self._totals.add(seconds, times, self._lost)
         self.record({
             "kind": "round", "round": round, "time": clock.wall(), "seconds": seconds,
             "train_seconds": times.train, "send_seconds": times.send,
             "wait_seconds": times.wait, "mix_seconds": times.mix, "overlap": times.overlap,
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
             **{f"{purpose}_bytes_sent": sent for purpose, sent in self.communication.counters.bytes_sent().items()},
-            "edges": self._edge_deltas(), **self._slowest(),
+            "edges": self._totals.edge_deltas(), **self._totals.slowest(),
             **({"missing": sorted(self._missing)} if self._missing else {}),
             **({"lost": sorted(self._lost)} if self._lost else {}),
             **({"fragments": self.schedule.due} if len(self._fragments) > 1 else {}),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
-
-    def _edge_deltas(self) -> dict[str, list[float]]:
-        """Returns peer -> [bytes of payloads sent, received, chunks sent, resends, seconds waited] in this round."""
-        found = {}
-        for uid, edge in self.communication.counters.known():
-            total = (edge.payload_bytes_sent, edge.payload_bytes_received, edge.frames_sent, edge.resends,
-                     edge.wait_seconds)  # fmt: skip
-            last = self._edges.get(uid, (0, 0, 0, 0, 0.0))
-            if total != last:
-                self._edges[uid] = total
-                found[str(uid)] = [round(now - then, 6) for now, then in zip(total, last, strict=True)]
-        return found
-
-    def _slowest(self) -> dict[str, float]:
-        """Returns the neighbor that this round waited for longest, and for how many seconds; empty without a wait."""
-        longest, whom = 0.0, -1
-        for uid, edge in self.communication.counters.known():
-            waited = edge.wait_seconds - self._waits.get(uid, 0.0)
-            self._waits[uid] = edge.wait_seconds
-            if waited > longest:
-                longest, whom = waited, uid
-        return {"waited_for": whom, "waited_seconds": longest} if whom >= 0 else {}
 
     def _check_finite(self, round: int) -> None:
         if self.config.check_finite and not math.isfinite(float(self.training.model.parameters.sum())):
@@ -402,21 +366,13 @@ class Node:
     def figures(self) -> dict[str, float | int | str]:
         """Returns the node's closing figures, by the names of summary.json."""
         counters = self.communication.counters
-        known = [item for item in counters.known() if item[1].wait_seconds > 0]  # not of sums
-        waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
-        ordered = sorted(self._round_seconds)
         return {
             "uid": self.uid, "rounds": self.round, **self.evaluation,
             **({"evaluated_round": self.evaluated} if self.evaluation else {}),
-            "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
-            "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
-            "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(ordered)),
+            **self._totals.figures(),
             **{f"bytes_{purpose}": sent for purpose, sent in counters.bytes_sent().items()},
             "bytes_saved": counters.saved_bytes,
-            "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
             "faults": sum(counters.faults.values()) + counters.earlier.get("faults", 0),
-            "rounds_without": self._rounds_without,
-            **({"without": packed_counts(self._without)} if self._without else {}),
             **(self.checkpoints.closing_figures() if self.checkpoints is not None else {}),
         }
 
@@ -433,19 +389,13 @@ class Node:
 
     def progress(self) -> dict[str, Any]:
         """Returns figures and counters of the rounds so far, which a resumed run goes on from."""
-        counters = self.communication.counters
         return {
-            "round_seconds": torch.tensor(self._round_seconds, dtype=torch.float64),
-            "train_seconds": self._train_seconds, "wait_seconds": self._wait_seconds, "overlaps": self._overlaps,
-            "evaluation": dict(self.evaluation), "evaluated": self.evaluated, "counters": counters.totals(),
-            "rounds_without": self._rounds_without, "without": dict(self._without),
+            **self._totals.state_dict(), "evaluation": dict(self.evaluation), "evaluated": self.evaluated,
+            "counters": self.communication.counters.totals(),
         }
 
     def load_progress(self, state: Mapping[str, Any]) -> None:
         """Restores what `progress` returned."""
-        self._round_seconds = state["round_seconds"].tolist()
-        self._train_seconds, self._wait_seconds = state["train_seconds"], state["wait_seconds"]
-        self._overlaps = state["overlaps"]
+        self._totals.load_state_dict(state)
         self.evaluation, self.evaluated = dict(state["evaluation"]), state["evaluated"]
         self.communication.counters.earlier = dict(state["counters"])
-        self._rounds_without, self._without = state["rounds_without"], Counter(state["without"])

@@ -1,4 +1,7 @@
-"""DecentralizedDataParallel: data parallel training of any module by gossip instead of all-reduce."""
+"""DecentralizedDataParallel: data parallel training of any module by gossip instead of all-reduce.
+
+One file: it is one module of torch; buckets, plan, exchange and steps of the optimizer have files of their own.
+"""
 
 from __future__ import annotations
 

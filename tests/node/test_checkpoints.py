@@ -19,9 +19,10 @@ from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import CommunicationConfig
 from decentnode.errors import CheckpointError, UsageError
 from decentnode.graph.topology import Topology
-from decentnode.node.checkpoints import Checkpoints, ResumeFrom
+from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
+from decentnode.node.resume_agreement import ResumeFrom
 from decentnode.node.snapshot import load_module_state, module_state
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
