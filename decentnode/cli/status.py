@@ -24,21 +24,30 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
     from rich.live import Live
 
     from decentnode.launch.run_dir import resolve
+    from decentnode.launch.supervisor_file import died
     from decentnode.report.run_status import going, read, table
 
     path = resolve(run)
     found = read(path)
-    if not found:
+    dead = died(path)
+    if not found and not dead:
         raise UsageError(f"{path} has no status of any node: the run has not begun, or wrote none")
     if as_json:
         click.echo(json.dumps({str(uid): status for uid, status in found.items()}, indent=1))
+        if dead:
+            click.echo(dead, err=True)
         return
     console = Console(highlight=False)
     if once or not console.is_terminal or not going(found):
-        console.print(table(found, edges))
+        if found:
+            console.print(table(found, edges))
+        if dead:
+            console.print(dead, style="red", soft_wrap=True)
         return
     with Live(table(found, edges), console=console, refresh_per_second=2) as live:
         while going(found):
             clock.sleep(1.0)
             found = read(path) or found
             live.update(table(found, edges))
+    if dead := died(path):
+        console.print(dead, style="red", soft_wrap=True)

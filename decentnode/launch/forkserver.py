@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from decentnode.launch.signals import SUSPENDING
 from decentnode.launch.sockets import SocketDir
 
-PRELOAD = ["decentnode.launch.preload"]
+PRELOAD = ["decentnode.launch.server_end", "decentnode.launch.preload"]
 
 MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
@@ -63,7 +63,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _take_folder() -> None:
-    """Let the server's socket lie in a folder that the next run removes when this process is killed: multiprocessing's
+    """Let the server's socket lie in a folder that is removed also when this process is killed: multiprocessing's
     own (pymp-...) is removed by an orderly end alone. Nothing is done where the process has such a folder already.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]

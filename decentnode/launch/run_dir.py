@@ -18,7 +18,7 @@ import yaml
 
 from decentnode import clock
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch import provenance
+from decentnode.launch import provenance, supervisor_file
 from decentnode.launch.messages import Facts
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.summary import write_atomic
@@ -138,6 +138,7 @@ class Records:
         """Make the run directory. Raises EnvironmentFault."""
         self.directory = create(Path(facts.runs_dir), facts.name, facts.machine, facts.local)
         write_inputs(self.directory, facts, command)
+        supervisor_file.write(self.directory)
         self.notices: list[str] = []
         self._facts = facts
         self._config_dir = Path(config).absolute().parent
@@ -181,11 +182,12 @@ class Records:
         assert self._thread is not None
         self._thread.join(ENVIRONMENT_SECONDS)
         self._write_modules()
-        if not whole:
-            return True
-        try:
-            summaries.write(self.directory / "summary.json", summary)
-        except OSError as error:
-            self.notices.append(f"summary.json could not be written: {error.strerror}")
-            return False
-        return True
+        written = True
+        if whole:
+            try:
+                summaries.write(self.directory / "summary.json", summary)
+            except OSError as error:
+                self.notices.append(f"summary.json could not be written: {error.strerror}")
+                written = False
+        supervisor_file.remove(self.directory)
+        return written

@@ -1,5 +1,5 @@
-"""Private folders for Unix sockets, of a run and of the fork server, removed at the end, or by the next run when the
-process that made them is killed.
+"""Private folders for Unix sockets, of a run and of the fork server, removed at the end. When the process that made
+them is killed, the fork server removes them as the last process of the run (server_end.py), or else the next run does.
 
 With it go publish buffers in shared memory that bear its name (communication/shared_memory/publish_buffer.py): of nodes
 that were killed early. The folders lie where every user of the machine may make files, so that names, links and owners
@@ -33,15 +33,19 @@ _RANDOM = re.compile(r"[a-z0-9_]{8}")  # what tempfile.mkdtemp puts behind a pre
 _BUFFER = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as `path_of` of publish buffers names them
 
 
+def base_folder() -> Path:
+    """Returns the folder for temporary files, or /tmp where its path is too long for those of sockets."""
+    base = tempfile.gettempdir()
+    return Path("/tmp" if len(os.fsencode(base)) + len(PREFIX) + 10 > MAX_PATH_BYTES else base)
+
+
 class SocketDir:
     """A private folder for Unix sockets. It counts as used while its lock is held; the system releases the lock however
     the process ends."""
 
     def __init__(self) -> None:
-        base = tempfile.gettempdir()
-        if len(os.fsencode(base)) + len(PREFIX) + 10 > MAX_PATH_BYTES:
-            base = "/tmp"
-        remove_stale(Path(base))
+        base = base_folder()
+        remove_stale(base)
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=base)
         # The file is locked before it bears the name by which remove_stale looks for it: there is no moment at which
         # another run that starts could take this one for gone.

@@ -8,15 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from click.testing import CliRunner
 
 import decentnode
+from decentnode.cli import main
 from tests.cli.terminal import wait_until
 from tests.conftest import free_ports
 from tests.launch.faults import experiment
@@ -26,11 +29,11 @@ LONG = {"training": {**experiment()["training"], "name": "tests.launch.faults:Sl
 
 
 @contextlib.contextmanager
-def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """`python -m decentnode ...` in a session of its own; killed with all its children at the end."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    more = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", **(environ or {})}
     process = subprocess.Popen(
-        [sys.executable, "-m", "decentnode", *arguments], cwd=folder, env=environ, text=True,
+        [sys.executable, "-m", "decentnode", *arguments], cwd=folder, env={**os.environ, **more}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
@@ -137,6 +140,32 @@ def test_no_orphan_survives(tmp_path: Path, number: int) -> None:
         process.wait(timeout=200)
         _, alive = psutil.wait_procs(family, timeout=60)
         assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_supervisor_that_is_killed_leaves_no_sockets_and_status_tells_so(frozen: bool) -> None:
+    """Also where a node is frozen at that moment, and makes itself known to be gone later than the others."""
+    with tempfile.TemporaryDirectory(prefix="dn", dir="/tmp") as name:  # paths of sockets are short
+        folder, sockets = Path(name), Path(name, "t")
+        sockets.mkdir()
+        with started(folder, "run", write(folder, **LONG), environ={"TMPDIR": str(sockets)}) as process:
+            wait_for(process, "all connected")
+            assert len(list(sockets.glob("decentnode-*"))) == 2
+            (run,) = (folder / "runs" / "tiny").glob("2*")
+            said = CliRunner().invoke(main, ["status", str(run), "--once"])
+            assert "without a word" not in said.output
+            family = psutil.Process(process.pid).children(recursive=True)
+            if frozen:
+                family[-1].suspend()
+            process.kill()
+            process.wait(timeout=200)
+            if frozen:
+                family[-1].resume()
+            wait_until(lambda: not list(sockets.glob("decentnode-*")), "the end of the folders of sockets")
+            said = CliRunner().invoke(main, ["status", str(run), "--once"])
+            assert said.exit_code == 0, said.output
+            assert f"ended without a word: its supervisor, process {process.pid}, is gone" in said.output
+            psutil.wait_procs(family, timeout=60)
 
 
 def test_two_machines_on_two_addresses(tmp_path: Path) -> None:
