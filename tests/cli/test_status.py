@@ -46,6 +46,13 @@ def test_who_waits_for_whom() -> None:
     assert going(chain) and not going({0: status(0, doing="finished")})
 
 
+def test_who_has_not_entered_a_collective_call() -> None:
+    """Members that have entered wait for all others, because the library does not tell them who has."""
+    clique = {uid: status(uid, waiting_for=sorted({0, 1, 2, 3} - {uid}), waiting_seconds=12.0) for uid in (0, 1, 3)}
+    clique[2] = status(2, doing="local steps")
+    assert blame(clique) == "everything waits for node 2 (local steps; 3 wait for it)"
+
+
 def test_without_a_run(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
     assert result.exit_code == 2
