@@ -81,7 +81,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
     machine = _Machine(memoryview(mapped))
     try:
         return machine.run()
-    except (_Refused, IndexError, UnicodeDecodeError) as error:
+    except (_Refused, IndexError, UnicodeError) as error:
         detail = "ends too early" if isinstance(error, IndexError) else str(error)
         raise DataError(f"{path}: not a batch of CIFAR in Python's format: byte {machine.start}: {detail}") from error
 
@@ -93,6 +93,8 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.copied = 0
+        """Bytes that were made of texts: at most as many as the file has."""
 
     def run(self) -> dict[str, Any]:
         for _ in range(MAX_INSTRUCTIONS):
@@ -110,7 +112,7 @@ class _Machine:
             raise _Refused(f"more than {MAX_INSTRUCTIONS} instructions")
         if len(self.stack) != 1 or not isinstance(self.stack[0], dict) or self.marks:
             raise _Refused("what it holds is not one dict")
-        return {key: _plain(key, value) for key, value in self.stack[0].items()}
+        return {key: self.plain(key, value) for key, value in self.stack[0].items()}
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -204,6 +206,8 @@ class _Machine:
         if not isinstance(function, _Global) or function.name not in _CALLABLE or not isinstance(arguments, tuple):
             raise _Refused("calls something else than what makes an array")
         if function.name == "_codecs encode":  # bytes of Python 3 in the format of Python 2: text of Latin-1 letters
+            if arguments and isinstance(arguments[0], _Bytes):
+                self.count_copied(len(arguments[0].view) // 2)  # a letter beyond ASCII takes two bytes there
             self.stack.append(_encoded(arguments))
         elif function.name == "numpy dtype":
             kind = arguments[0].text() if arguments and isinstance(arguments[0], _Bytes) else ""
@@ -212,6 +216,12 @@ class _Machine:
             self.stack.append(_Array("dtype"))
         else:
             self.stack.append(_Array("array"))
+
+    def count_copied(self, size: int) -> None:
+        """Bound what is copied: a file may name one of its texts as often as it has instructions."""
+        self.copied += size
+        if self.copied > len(self.data):
+            raise _Refused("texts that are copied again and again")
 
     def build(self) -> None:
         state = self.pop()
@@ -231,26 +241,28 @@ class _Machine:
         target.value = np.frombuffer(content.view, np.uint8).reshape(shape)
 
 
+    def plain(self, key: str, value: Any) -> Any:
+        """What a value of the dict is for the caller."""
+        if isinstance(value, _Array) and value.value is not None:
+            return value.value
+        if isinstance(value, _Bytes):
+            return value.text()
+        if isinstance(value, int):
+            return value
+        if isinstance(value, list) and all(type(each) is int for each in value):
+            return value
+        if isinstance(value, list) and all(isinstance(each, _Bytes) for each in value):
+            self.count_copied(sum(min(len(each.view), 4096) for each in value))
+            return [each.text() for each in value]
+        raise _Refused(f"{key[:64]!r} is neither numbers, texts nor an array")
+
+
 def _encoded(arguments: tuple[Any, ...]) -> _Bytes:
     """The bytes that a text stands for, letter by letter."""
     right = len(arguments) == 2 and all(isinstance(each, _Bytes) for each in arguments)
     if not right or arguments[1].text() not in ("latin1", "latin-1"):
         raise _Refused("encodes something else than a text as latin1")
     return _Bytes(memoryview(bytes(arguments[0].view).decode("utf-8").encode("latin-1")))
-
-
-def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, _Array) and value.value is not None:
-        return value.value
-    if isinstance(value, _Bytes):
-        return value.text()
-    if isinstance(value, int):
-        return value
-    if isinstance(value, list) and all(type(each) is int for each in value):
-        return value
-    if isinstance(value, list) and all(isinstance(each, _Bytes) for each in value):
-        return [each.text() for each in value]
-    raise _Refused(f"{key[:64]!r} is neither numbers, texts nor an array")
 
 
 def _pushes(value: Any) -> Callable[[_Machine], None]:

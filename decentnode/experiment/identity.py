@@ -21,12 +21,12 @@ MAY_CHANGE = (
 def identity(experiment: Experiment) -> dict[str, Any]:
     """Returns "section.key" -> value of everything that decides what is computed, as plain data.
 
-    Paths, ports and devices are left out, but the edges that the graph came out with are in it, and the machines where
+    Paths, ports and devices are left out, but the edges that the graphs came out with are in it, and the machines where
     the sharing rule's groups are those.
     """
-    content, edges, weights = json.loads(portable_text(experiment))
+    content, *graphs = json.loads(portable_text(experiment))
     found = {key: value for key, value in _leaves(content, "") if not _may_change(key)}
-    found["graph (edges)"] = hashlib.blake2b(json.dumps([edges, weights]).encode(), digest_size=8).hexdigest()
+    found["graph (edges)"] = hashlib.blake2b(json.dumps(graphs).encode(), digest_size=8).hexdigest()
     mapping = experiment.make_mapping()
     machines = [list(mapping.local(machine)) for machine in range(mapping.num_machines)]
     if make_sharing(experiment.sharing, machines).requirements.groups:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,11 +19,9 @@ from decentnode.checkpoint.writer import Writer, Written
 from decentnode.communication.base import Pending
 from decentnode.errors import CheckpointError, Interrupted, PeerLost, UsageError
 from decentnode.node.evaluation import steps_until_ready
+from decentnode.node.resumable import Resumable
 from decentnode.node.resume_agreement import ResumeFrom, agreed_cut, gathered, no_common_cut
 from decentnode.node.snapshot import Restored, capture
-
-if TYPE_CHECKING:
-    from decentnode.node.node import Node
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, node: Node, folder: Path, identity: Mapping[str, Any], resume: ResumeFrom | None = None,
+        self, node: Resumable, folder: Path, identity: Mapping[str, Any], resume: ResumeFrom | None = None,
         resumed: Callable[[Manifest | None, int], None] = lambda _manifest, _round: None,
     ) -> None:
         """folder: checkpoints/ of the run. identity: of the experiment (experiment/identity.py). resumed: called once
@@ -362,11 +360,12 @@ class Checkpoints:
             node.training.skip_to(round)
         else:
             restored.put_progress(node)
-            self._adopt(restored.manifest)
         node.round = self._last_round = round
         node.communication.begin_at(round)
         self.resuming = False
         self._resumed(None if restored is None else restored.manifest, round)
+        if restored is not None:
+            self._adopt(restored.manifest)  # last: from here on this folder is one that a run can be resumed from
 
     def _adopt(self, manifest: Manifest) -> None:
         """Keep the checkpoint beside those that will follow."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from decentnode.checkpoint import agreement
 from decentnode.checkpoint.store import Cut, Manifest
 from decentnode.node.evaluation import steps_until_ready
-
-if TYPE_CHECKING:
-    from decentnode.node.node import Node
+from decentnode.node.resumable import Resumable
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class ResumeFrom:
     """Ids of the runs whose cuts count; all when None."""
 
 
-def agreed_cut(node: Node, cuts: Sequence[Cut], attempt: int) -> Generator[None, None, tuple[int, int] | None]:
+def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Generator[None, None, tuple[int, int] | None]:
     """Returns (round, key) of the newest cut that all of its members have, the same on all nodes; None where there is
     none. As steps, blocking for the others' answers.
 
@@ -38,7 +35,7 @@ def agreed_cut(node: Node, cuts: Sequence[Cut], attempt: int) -> Generator[None,
     return agreement.chosen(votes)
 
 
-def gathered(node: Node, key: str, values: Sequence[int], width: int) -> Generator[None, None, list[list[int]]]:
+def gathered(node: Resumable, key: str, values: Sequence[int], width: int) -> Generator[None, None, list[list[int]]]:
     """Returns everybody's `width` values by uid, as steps. Blocking for at most the longer one of the transport's
     time-outs."""
     pending = node.communication.mean(key, agreement.row(values, node.uid, node.graph.num_nodes, width))

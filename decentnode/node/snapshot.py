@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from decentnode.checkpoint.state import decode, encode
 from decentnode.checkpoint.store import Cut, Manifest, Snapshot
 from decentnode.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from decentnode.node.node import Node
+from decentnode.node.resumable import Resumable
 
 
-def capture(node: Node, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
+def capture(node: Resumable, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
     """Returns a copy of the node's whole state. Blocking for one copy of its memory.
 
     The sharing rule's `state_dict` has copies already. What flies nowhere: between two rounds every payload of this
@@ -51,12 +49,12 @@ class Restored:
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{self.manifest.path} lacks {name!r}") from error
 
-    def put_training(self, node: Node) -> None:
+    def put_training(self, node: Resumable) -> None:
         """Put back the model, its buffers and all that the training keeps. Raises CheckpointError."""
         load_module_state(node.training.model.module, self._part("model"), str(self.manifest.path))
         node.training.load_state_dict(self._part("training"))
 
-    def put_rule(self, node: Node) -> None:
+    def put_rule(self, node: Resumable) -> None:
         """Put back what the sharing rule keeps between rounds. Raises CheckpointError."""
         try:
             node.load_sharing_state(self._part("sharing"))
@@ -64,11 +62,11 @@ class Restored:
             path, rule = self.manifest.path, type(node.sharing).__name__
             raise CheckpointError(f"{path}: the state of the sharing rule does not fit {rule}: {error}") from error
 
-    def put_progress(self, node: Node) -> None:
+    def put_progress(self, node: Resumable) -> None:
         """Put back figures and counters."""
         node.load_progress(self._part("progress"))
 
-    def put_streams(self, node: Node) -> None:
+    def put_streams(self, node: Resumable) -> None:
         """Put back the process's random streams; the last thing before the node goes on."""
         load_streams(self._part("streams"), node.training.model.device)
 

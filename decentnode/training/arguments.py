@@ -67,7 +67,7 @@ def check_arguments(
     parameters = {
         key: parameter
         for key, parameter in inspect.signature(of).parameters.items()
-        if key not in reserved and parameter.kind is not parameter.VAR_KEYWORD
+        if key not in reserved and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
     for key, value in given.items():
         if key not in parameters:

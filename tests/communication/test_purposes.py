@@ -74,7 +74,7 @@ def test_evaluations_and_headers_are_none_of_the_rule(transport: str) -> None:
     found = sent_of_a_run(transport, {"name": "full"}, "ring")
     assert [each["data"] for each in found] == [ROUNDS * 2 * 4 * (ELEMENTS + BUFFERS)] * N
     assert [each["metadata"] for each in found] == [0] * N
-    per_mean = 4 * (ELEMENTS + BUFFERS) + 8 * 6  # the models, and six figures in double precision
+    per_mean = 4 * (ELEMENTS + BUFFERS) + 8 * 7  # the models, and seven figures in double precision
     tree, evaluations = 2 * (N - 1), 1 + ROUNDS // EVERY  # edges in both directions; one before the first round
     assert sum(each["evaluation"] for each in found) == tree * per_mean * evaluations
 

@@ -93,6 +93,7 @@ def test_programs_are_refused(tmp_path: Path, protocol: int) -> None:
     (b"\x80\x02NNR.", "calls something else than what makes an array"),
     (b"\x80\x02cnumpy\nndarray\n)R.", "calls something else than what makes an array"),
     (b"\x80\x02c_codecs\nencode\nU\x01aU\x05utf-8\x86R.", "encodes something else than a text as latin1"),
+    (b"\x80\x02c_codecs\nencode\nX\x02\x00\x00\x00" + "\u0416".encode() + b"U\x06latin1\x86R.", "latin-1"),
     (b"\x80\x02cnumpy\ndtype\nU\x01O\x85R.", "an array of 'O', where pixels are bytes"),
     (b"\x80\x02cnumpy\ndtype\nU\x02f8\x85R.", "an array of 'f8', where pixels are bytes"),
     (b"c" + b"a" * 100, "a name of more than 64 letters"),
@@ -136,6 +137,12 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                                             for n in range(100)) + b"."  # fmt: skip
     with pytest.raises(DataError, match="not one dict"):  # 2^100 leaves, 200 objects
         read(tmp_path, doubling)
+    text = b"T" + struct.pack("<I", 1000) + b"a" * 1000
+    encoding = b"c_codecs\nencode\nq\x00" + text + b"U\x06latin1\x86q\x01" + b"h\x00h\x01R" * 100 + b"."
+    with pytest.raises(DataError, match="copied again and again"):
+        read(tmp_path, b"\x80\x02" + encoding)
+    with pytest.raises(DataError, match="copied again and again"):
+        read(tmp_path, b"\x80\x02}U\x05names](" + text + b"q\x01" + b"h\x01" * 100 + b"es.")
     monkeypatch.setattr(pickled, "MAX_BYTES", 100)
     with pytest.raises(DataError, match="size must be 1 to 100 bytes, got 101"):
         read(tmp_path, b"x" * 101)

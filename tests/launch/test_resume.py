@@ -88,6 +88,21 @@ def test_a_run_of_processes_goes_on_where_one_process_stopped(tmp_path: Path, ca
     assert found["checkpoints"] == 2 and found["checkpoint_copy_seconds"] > 0 and found["checkpoint_cpu_seconds"] > 0
 
 
+def test_fragments_with_a_graph_of_their_own(tmp_path: Path) -> None:
+    """And the graph of a fragment belongs to what an experiment computes."""
+    def parts(graph: str) -> str:
+        named = f"{{name: {graph}, nodes: 4}}"
+        return f"parameters={{fragments: [{{parameters: '*.weight', graph: {named}}}, {{parameters: '*', every: 2}}]}}"
+
+    folder = Folder(tmp_path)
+    keep = "node.checkpoint={every: 3}"
+    straight = folder.done(parts("complete"))
+    folder.done(parts("complete"), "name=a", "node.rounds=5", keep)
+    check_same(straight, folder.done(parts("complete"), "name=a", keep, resume=""))
+    with pytest.raises(DecentnodeError, match="graph"):
+        folder.run(parts("star"), "name=a", keep, "node.rounds=9", resume="")
+
+
 def test_the_metrics_of_the_rounds_before_are_taken_over(tmp_path: Path) -> None:
     folder = Folder(tmp_path, node={"rounds": 8, "evaluate_every": 4, "checkpoint": {"every": 3}})
     first = folder.done()

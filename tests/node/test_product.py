@@ -27,7 +27,7 @@ from decentnode.communication.parts import Schema
 from decentnode.compression import CODECS, LOSSLESS
 from decentnode.config.component import Config, load_class
 from decentnode.errors import ConfigError
-from decentnode.experiment import Experiment, crosschecks, derived, load
+from decentnode.experiment import Experiment, derived, load
 from decentnode.models.base import Model, outputs_of
 from decentnode.node import background
 from decentnode.payload import Payload
@@ -276,8 +276,8 @@ def pairs(case: Mapping[str, str]) -> set[Any]:
 def small_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """They are mixed in the background, too. A second thread of torch would cost more than it takes over."""
     monkeypatch.setattr(background, "LEAST_ELEMENTS", 1)
-    for module in (crosschecks, derived):  # the search of a step has tests of its own, and takes seconds per codec
-        monkeypatch.setattr(module, "largest_step", lambda *_: 0.5)
+    # the search of a step has tests of its own, and takes seconds per codec
+    monkeypatch.setattr(derived, "largest_step", lambda *_: 0.5)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

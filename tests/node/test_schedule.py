@@ -3,6 +3,7 @@ where its seconds are booked."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from decentnode.communication.base import Arrival, Counters
 from decentnode.errors import PeerLost
 from decentnode.graph.base import averaging_group_of
 from decentnode.node.config import NodeConfig
+from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.schedule import SCHEDULES, Overlapped, RoundTimes, Schedule, Sequential
+from decentnode.node.schedule import SCHEDULES, Overlapped, Schedule, Sequential
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.full import Full
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import flat_schema, nodes
@@ -63,12 +66,21 @@ def made(
     """A schedule of node 0, whose model is zeros and wants to stay there."""
     training = Quadratic(0, elements, lr=0.0)
     training.model.parameters.zero_()
-    return kind(training, sharing or Full(Full.Config()), Transport(exchange))  # type: ignore[arg-type]
+    transport: Any = Transport(exchange)
+    whole = Fragment(0, elements, make("ring", nodes=4))
+    each = FragmentExchange(whole, sharing or Full(Full.Config()), transport)
+    return kind(training, [each], transport)
 
 
-def one_round(plan: Schedule) -> Any:
-    plan.begin(fakes.seen(), lambda: None)
-    return plan.finish(fakes.seen())
+def begin(plan: Schedule, check: Callable[[], None] = lambda: None) -> None:
+    seen = fakes.seen()
+    plan.begin(seen.round, [[seen]], check)
+
+
+def one_round(plan: Schedule) -> Mixed:
+    begin(plan)
+    (outcome,) = plan.finish()
+    return outcome
 
 
 @pytest.mark.parametrize("kind", SCHEDULES.values())
@@ -107,9 +119,9 @@ def test_a_rule_that_cannot_go_on_without_it_ends_the_run_and_names_the_sender()
     sharing.payload_schema(ELEMENTS, torch.float32)
     bad = Payload({"x.q": torch.zeros(ELEMENTS - 1, dtype=torch.uint8), "x.scale": torch.ones(1)})
     plan = made(Sequential, Exchange([Arrival(0, ELEMENTS, {1: bad, 3: bad}, frozenset())]), sharing)
-    plan.begin(fakes.seen(), lambda: None)
+    begin(plan)
     with pytest.raises(PeerLost, match="node 1 sent in round 3 what cannot be read") as lost:
-        plan.finish(fakes.seen())
+        plan.finish()
     assert lost.value.missing == (1,)
 
 
@@ -144,7 +156,7 @@ def test_nothing_is_sent_of_local_steps_that_fail_their_check(kind: type[Schedul
         raise ValueError("not finite")
 
     with pytest.raises(ValueError, match="not finite"):
-        plan.begin(fakes.seen(), check)
+        begin(plan, check)
     assert len(plan.communication.sent) == (kind is Overlapped)  # type: ignore[attr-defined]
 
 
@@ -178,6 +190,6 @@ def test_groups_that_average_as_a_whole_follow_the_graph_from_round_to_round() -
                       record=lambda _: None) for uid, transport in enumerate(transports)]  # fmt: skip
         for node in built:
             for round in range(4):
-                told[node.uid, round] = node._seen(round).averaging_group
+                told[node.uid, round] = node._planners[0].views(round, node.generation, 1.0)[0].averaging_group
     expected = {(uid, round): averaging_group_of(graph, uid, round) for uid in range(4) for round in range(4)}
     assert told == expected and len({told[0, round] for round in range(4)}) > 1

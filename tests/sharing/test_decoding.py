@@ -15,9 +15,11 @@ import torch
 from decentnode.communication.base import Arrival, Exchange
 from decentnode.communication.counters import Counters
 from decentnode.errors import Interrupted, PeerFault
+from decentnode.node.fragment_exchange import FragmentExchange
 from decentnode.node.schedule import Sequential
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.decoding import decode
+from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import rule_view
@@ -67,15 +69,17 @@ class Run:
         self.schema = self.rules[0].payload_schema(ELEMENTS, torch.float32)
         self.graph = suited(self.rules[0], NODES)
         self.line = Line()
-        self.schedule = Sequential(self.trainings[0], self.rules[0], self.line)  # type: ignore[arg-type]
+        each = FragmentExchange(Fragment(0, ELEMENTS, self.graph), self.rules[0], self.line)  # type: ignore[arg-type]
+        self.schedule = Sequential(self.trainings[0], [each], self.line)  # type: ignore[arg-type]
         self.round = 0
 
     def step(self, change: Any = lambda payload, _schema: payload) -> frozenset[int]:
         """One round in which `change` makes of a source's payload what arrives; the sources that were refused."""
         missing: frozenset[int] = frozenset()
-        for phase in range(self.rules[0].requirements.phases):
-            views = [each.plan(replace(rule_view(each, self.graph, uid, self.round, 1), phase=phase))
-                     for uid, each in enumerate(self.rules)]  # fmt: skip
+        phases = range(self.rules[0].requirements.phases)
+        of_phase = [[each.plan(replace(rule_view(each, self.graph, uid, self.round, 1), phase=phase))
+                     for uid, each in enumerate(self.rules)] for phase in phases]  # fmt: skip
+        for phase, views in enumerate(of_phase):
             for uid in range(1, NODES):
                 model = self.trainings[uid].model.parameters
                 if phase == 0:
@@ -85,9 +89,11 @@ class Run:
             out = [{} if uid == 0 else each.outgoing(self.trainings[uid].model.parameters, views[uid])
                    for uid, each in enumerate(self.rules)]  # fmt: skip
             self.line.sent = {uid: change(out[uid][0], self.schema) for uid in views[0].sources}
-            last = phase == self.rules[0].requirements.phases - 1
-            self.schedule.begin(views[0], lambda: None) if phase == 0 else self.schedule.send(views[0])
-            mixed = self.schedule.finish(views[0]) if last else self.schedule.mix(views[0])
+            if phase == 0:
+                self.schedule.begin(self.round, [[each[0] for each in of_phase]], lambda: None)
+            else:
+                self.schedule.send(phase)
+            (mixed,) = self.schedule.finish() if phase == phases[-1] else self.schedule.mix()
             missing |= mixed.missing
             for uid in range(1, NODES):  # the others hear of nobody, which every rule has to stand
                 self.rules[uid].mix(self.trainings[uid].model.parameters, {}, views[uid].without(views[uid].sources))

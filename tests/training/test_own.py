@@ -26,6 +26,13 @@ class Focal(nn.Module):
         return -((1 - likelihood.exp()) ** self.gamma * likelihood).mean()
 
 
+class Plain(nn.Module):
+    """Has the constructor of nn.Module, which says (*args, **kwargs) and takes none."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+
 class Signed(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, decay: float = 0.0) -> None:
         if decay < 0:
@@ -75,6 +82,10 @@ def test_the_loss_is_evaluated_as_the_mean_over_samples() -> None:
     inputs, targets = source.take(members)
     expected = float(Focal(1.0)(training.model.module(inputs), targets).detach())
     assert training.evaluate("test").metrics["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_without_a_constructor_of_its_own() -> None:
+    make(0, batch_size=4, loss={"name": f"{__name__}:Plain"}).local_update(0)
 
 
 @pytest.mark.parametrize(("key", "value", "text"), [

@@ -1,0 +1,47 @@
+"""What checkpoints need of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from decentnode.communication.base import Communication
+from decentnode.graph.base import Graph
+from decentnode.node.config import NodeConfig
+from decentnode.sharing.base import Sharing
+from decentnode.training.base import Training
+from decentnode.wire.generation import Generation
+
+
+class Resumable(Protocol):
+    """A node, as its checkpoints see it; docstrings are those of `Node`."""
+
+    uid: int
+    config: NodeConfig
+    graph: Graph
+    training: Training
+    communication: Communication
+    generation: Generation
+    round: int
+    doing: str
+    evaluation: dict[str, float]
+    evaluated: int
+
+    @property
+    def sharing(self) -> Sharing: ...
+
+    def record(self, record: dict[str, Any], /) -> None: ...
+
+    def renew_rules(self) -> None: ...
+
+    def give_models(self, to: frozenset[int], key: str) -> Iterator[None]: ...
+
+    def evaluate_between(self) -> Iterator[None]: ...
+
+    def sharing_state(self) -> list[dict[str, Any]]: ...
+
+    def load_sharing_state(self, state: Sequence[dict[str, Any]]) -> None: ...
+
+    def progress(self) -> dict[str, Any]: ...
+
+    def load_progress(self, state: Mapping[str, Any]) -> None: ...
