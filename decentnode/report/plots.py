@@ -90,20 +90,27 @@ def plot(
 def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:
     """Draw all panels. Returns the numbers of the lines that appear in some panel."""
     drawn: set[int] = set()
-    for row, (metric, curve) in enumerate(metrics.items()):
-        for column, axis in enumerate(axes):
-            drawn |= _panel(panels[row][column], lines, (metric, curve), axis, bottom=row == len(metrics) - 1)
+    for column, axis in enumerate(axes):
+        # One label stands below a column: its panels have one unit and one range
+        ends = [max(x) for line in lines for metric in metrics if (x := line.series(metric, axis).x)]
+        unit, name = _unit(ends) if axis == "bytes" else (1.0, "")
+        most = max(ends, default=0.0) / unit
+        for row, (metric, curve) in enumerate(metrics.items()):
+            panel = panels[row][column]
+            drawn |= _panel(panel, lines, (metric, curve), axis, unit)
+            panel.set_xlim(0, 1.02 * most if most else 1)
+        panels[-1][column].set_xlabel(AXES[axis] + (f" ({name})" if name else ""))
+    for row, curve in enumerate(metrics.values()):
         panels[row][0].set_ylabel(curve.label)
     return drawn
 
 
-def _panel(panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, bottom: bool) -> set[int]:
-    """Draw all lines into one panel. Returns the numbers of those that have values."""
+def _panel(panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, unit: float) -> set[int]:
+    """Draw all lines into one panel. unit: of the horizontal axis. Returns the numbers of those that have values."""
     from matplotlib.ticker import MaxNLocator
 
     metric, curve = shown
     drawn = [(index, line, series) for index, line in enumerate(lines) if (series := line.series(metric, axis)).x]
-    unit, name = _unit([max(series.x) for _, _, series in drawn]) if axis == "bytes" else (1.0, "")
     for index, line, series in drawn:
         color, x = _color(index), [value / unit for value in series.x]
         marker = "o" if len(x) <= 40 else None
@@ -118,9 +125,6 @@ def _panel(panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: s
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.set_xlim(left=0)
-    if bottom:
-        panel.set_xlabel(AXES[axis] + (f" ({name})" if name else ""))
     return {index for index, _, _ in drawn}
 
 

@@ -45,9 +45,11 @@ class Swarm(World):
         self._handle(uid, self.processes[uid].membership.receive(message, self.now))
 
     def waited_for(self, uid: int) -> Iterable[int]:
-        """Those of whom nothing comes: dead or frozen, in another generation, or behind a broken connection."""
+        """Those of whom nothing comes: dead or frozen, in another generation, or behind a broken connection. Who said
+        goodbye is waited for, too, until the generation has its closing evaluation."""
         own = self.processes[uid].membership
-        others = [each for each in own.generation.members if each != uid and each not in own.left]
+        left = own.left if own.generation.name in self._closed else ()
+        others = [each for each in own.generation.members if each != uid and each not in left]
         return [other for other in others if not self._reaches(other, uid, own.generation)] if own.steady else ()
 
     def _reaches(self, source: int, uid: int, generation: Generation) -> bool:
