@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -74,6 +75,8 @@ def check_arguments(
             hint = nearest(key, parameters)
             known = f"did you mean '{hint}'?" if hint else f"it takes {', '.join(parameters) or 'none'}"
             raise problem_at(key, f"must be an argument of {name}; {known}", value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise problem_at(key, f"must be a finite number, got {value}", value)
         default = parameters[key].default
         if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, bool | str):
             raise problem_at(key, f"must be a number, got {value!r}", value)

@@ -94,6 +94,8 @@ def test_a_loss_without_a_constructor_of_its_own() -> None:
     ("optimizer", {"name": f"{__name__}:Focal"}, r"must name a class derived from torch\.optim"),
     ("optimizer", {"name": f"{__name__}:Signed"}, "needs 'lr' beside it"),
     ("optimizer", {"name": f"{__name__}:Signed", "lr": 0.1, "decay": -1}, "decay must be at least 0, got -1"),
+    ("optimizer", {"name": "sgd", "lr": float("nan")}, "must be a finite number, got nan"),
+    ("lr_schedule", {"name": "step", "step_size": 3, "gamma": float("inf")}, "must be a finite number, got inf"),
     ("optimizer", {"name": "nowhere_such:Signed"}, "no module named 'nowhere_such'"),
     ("lr_schedule", {"name": f"{__name__}:Signed"}, r"must name a class derived from torch\.optim\.lr_scheduler"),
 ])  # fmt: skip
