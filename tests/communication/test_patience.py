@@ -101,6 +101,17 @@ def test_what_comes_gives_the_others_their_time_again(clock: Clock) -> None:
     assert clock.now() - began > SECONDS
 
 
+def test_who_did_not_run_itself_gives_the_others_their_time_again(clock: Clock) -> None:
+    """The process is stopped for ten time-outs; what the neighbors sent meanwhile is taken in after the wait has come
+    back. The standstill is no wait for them; one that is really gone is given up a time-out later."""
+    waits = Waits(clock)
+    waits.during = [lambda: clock.sleep(10 * SECONDS), lambda: waits.comes(1, 0)]
+    assert waits.missing((1, 2)) == {2}
+    assert 11 * SECONDS <= clock.now() < 12 * SECONDS
+    counters = waits.inbox.state.counters
+    assert counters.edge(1).wait_seconds < SECONDS and counters.edge(2).wait_seconds < 2 * SECONDS
+
+
 def test_who_was_given_up_is_not_waited_for_again_in_a_round(clock: Clock) -> None:
     """In a later phase, or for the float buffers, whatever else comes meanwhile."""
     node, began = Waits(clock, phases=3), clock.now()

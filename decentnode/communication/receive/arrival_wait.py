@@ -14,6 +14,10 @@ ASKS = 4
 three quarters of a time-out after this node did is not known to."""
 
 
+STANDSTILL = 0.5
+"""Part of a time-out by which a wait comes back too late only where this process did not run in between."""
+
+
 class Patience:
     """Until when one wait lasts, and when those that are overdue are asked.
 
@@ -34,6 +38,11 @@ class Patience:
     def came(self, when: float) -> None:
         """Something that is waited for came: the others have a whole time-out from then on."""
         self.last, self._used, self._asks = when, 0.0, 0
+
+    def forgive(self, now: float) -> None:
+        """Count no silence before `now`: this process did not run, so that the silence was its own."""
+        self.began = now
+        self.came(now)
 
     @property
     def since(self) -> float:
@@ -98,6 +107,8 @@ class ArrivalWait:
             if missing:
                 patience = self._begin(missing, now)
         else:
+            if now - self.deadline > STANDSTILL * self._timeout_seconds:
+                patience.forgive(now)
             self._note_arrivals(patience, now)
         if patience is not None:
             if self._goes_on(patience, now):
@@ -151,7 +162,7 @@ class ArrivalWait:
             patience.came(max(times, default=now))
             status.waited_seconds = 0.0
         if not still:
-            inbox.count_wait(self.missing[-1:], patience.last - patience.since)
+            inbox.count_wait(self.missing[-1:], max(0.0, patience.last - patience.since))
         self.missing = still
 
     def _finish(self, patience: Patience, now: float) -> None:
