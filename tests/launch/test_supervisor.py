@@ -155,12 +155,14 @@ def test_a_failed_run_closes_with_what_the_nodes_files_tell(tmp_path: Path, faul
     """Of the rounds of a quick run only the first reaches the supervisor."""
     outcome = run(tmp_path, **faulty(fault), node={"rounds": 8, "evaluate_every": 0})
     found, of_one = outcome.summary, 3 * 2 * 650 * 4
-    assert (found["status"], found["rounds"], found["nodes"]["2"]["rounds"]) == ("failed", 3, 3)
-    assert found["nodes"]["2"]["bytes_data"] == of_one and found["bytes_sent_total"] >= 4 * of_one
+    rounds = found["rounds"]
+    assert rounds in (2, 3)  # a neighbor may not have mixed yet what the failing node had from it
+    assert (found["status"], found["nodes"]["2"]["rounds"]) == ("failed", 3)
+    assert found["nodes"]["2"]["bytes_data"] == of_one and found["bytes_sent_total"] >= (1 + rounds) * of_one
     first, traffic, *_ = closing(found)
-    assert "failed after round 3 of 8" in first and size(found["bytes_sent_total"]) in traffic
+    assert f"failed after round {rounds} of 8" in first and size(found["bytes_sent_total"]) in traffic
     assert outcome.run_dir is not None
-    assert json.loads((outcome.run_dir / "summary.json").read_text())["rounds"] == 3
+    assert json.loads((outcome.run_dir / "summary.json").read_text())["rounds"] == rounds
 
 
 def test_a_node_killed_by_a_signal_is_named(tmp_path: Path) -> None:
