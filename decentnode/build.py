@@ -9,20 +9,17 @@ from typing import Any
 
 import torch
 
-from decentnode import rng
 from decentnode.communication.base import Communication
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.communication.parts import Schema
 from decentnode.config.component import load_class
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
+from decentnode.experiment.initial_model import make_model
 from decentnode.graph.base import Graph
 from decentnode.mapping.base import Mapping
-from decentnode.models import MODELS
-from decentnode.models.weights import load_weights
 from decentnode.node.node import Node, NodeParts, Record, Rules
 from decentnode.payload import TensorSpec
-from decentnode.samples import DataSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.fragments import Fragment
@@ -59,21 +56,6 @@ def device_of(wanted: str, rank: int = 0) -> torch.device:
         here = f"only {count} GPUs are" if count else "no GPU is"
         raise EnvironmentFault(f"mapping.device is {wanted}, but {here} usable here; use auto or cpu")
     return device
-
-
-def make_model(experiment: Experiment, data: DataSpec) -> torch.nn.Module:
-    """The initial model: the same on every node. Torch's global generator is left as it was.
-
-    Raises UsageError where the weights to start from are not those of this model.
-    """
-    maker = load_class(experiment.model.name, MODELS, "model")(experiment.model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng.torch_seed(experiment.seed, rng.GLOBAL, "initial model"))
-        module: torch.nn.Module = maker.make(data)
-    init = getattr(experiment.model, "init", None)
-    if init is not None:
-        load_weights(module, experiment.base_dir / init)
-    return module
 
 
 def machines_of(mapping: Mapping) -> list[tuple[int, ...]]:

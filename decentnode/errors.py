@@ -17,7 +17,10 @@ PeerFault                            bytes from a peer that break the protocol: 
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class DecentnodeError(Exception):
@@ -102,3 +105,17 @@ class PeerFault(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+_OTHERS = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
+           sysconfig.get_path("stdlib"))  # fmt: skip
+"""Folders of code that is not the user's own."""
+
+
+def told(error: BaseException) -> str:
+    """Returns the type and text of an exception out of the user's own code, and the line of that code: "ValueError: no
+    such file (net.py:12)". On one line."""
+    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    own = [frame for frame in traceback.extract_tb(error.__traceback__)
+           if not frame.filename.startswith((*_OTHERS, "<"))]  # fmt: skip
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 BLOCK_ELEMENTS = 1 << 18
 """Elements of one block: 1 MiB of float32, so that a block stays in a core's cache while neighbors are added.
@@ -45,6 +46,31 @@ def _fills(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or span == tensor.numel()
 
 
+def problem_of(module: nn.Module) -> str:
+    """Why the parameters of a module cannot be one flat tensor and its float buffers another; empty where they can."""
+    for what, named in (("parameters", module.named_parameters()), ("buffers", module.named_buffers())):
+        for name, value in named:
+            if is_lazy(value):
+                owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+                return f"{what} must have shapes when the module is made, {name} has none ({owner})"
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if not trainable:
+        return "module must have trainable parameters, got none"
+    kinds = {(p.dtype, p.device) for p in trainable}
+    if len(kinds) != 1:
+        found = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in kinds))
+        return f"trainable parameters must share one dtype and device, got {found}"
+    if not trainable[0].is_floating_point():
+        return f"parameters must be floating point, got {trainable[0].dtype}"
+    wrong = {b.dtype for b in module.buffers() if b.dtype.is_floating_point} - {torch.float32}
+    return f"float buffers must be torch.float32, got {wrong.pop()}" if wrong else ""
+
+
+def training_bytes(module: nn.Module) -> int:
+    """Returns how many bytes the parameters of a module and their gradients take."""
+    return sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in module.parameters())
+
+
 class FlatModel:
     """The trainable parameters of a module as views of one flat tensor; float buffers as views of another.
 
@@ -65,8 +91,8 @@ class FlatModel:
         The last bits of a matrix product depend on the alignment of its operands: for the same bits as with storage
         made here, storage from outside must start at a multiple of 64 bytes.
 
-        Raises ValueError for a module without trainable parameters, with several dtypes or devices, for storage of
-        another shape or dtype, or for an order that is no permutation.
+        Raises ValueError for a module that has a problem (`problem_of`), for storage of another shape or dtype, or for
+        an order that is no permutation.
         """
         self.module = module
         self._trainable = [p for p in module.parameters() if p.requires_grad]
@@ -74,14 +100,9 @@ class FlatModel:
             if sorted(order) != list(range(len(self._trainable))):
                 raise ValueError(f"order must be a permutation of {len(self._trainable)} parameters, got {[*order]}")
             self._trainable = [self._trainable[place] for place in order]
-        if not self._trainable:
-            raise ValueError("module must have trainable parameters, got none")
-        kinds = {(p.dtype, p.device) for p in self._trainable}
-        if len(kinds) != 1:
-            raise ValueError(f"trainable parameters must share one dtype and device, got {sorted(map(str, kinds))}")
-        self.dtype, self.device = kinds.pop()
-        if not self.dtype.is_floating_point:
-            raise ValueError(f"parameters must be floating point, got {self.dtype}")
+        if problem := problem_of(module):
+            raise ValueError(problem)
+        self.dtype, self.device = self._trainable[0].dtype, self._trainable[0].device
         self.num_parameters = sum(p.numel() for p in self._trainable)
         for p in self._trainable:
             p.data = _dense(p.data)
@@ -143,8 +164,6 @@ class FlatModel:
         flat = torch.empty(sum(b.numel() for b in floats), dtype=torch.float32, device=self.device)
         offset = 0
         for b in floats:
-            if b.dtype != torch.float32:
-                raise ValueError(f"float buffers must be torch.float32, got {b.dtype}")
             home = flat[offset : offset + b.numel()].view(b.shape)
             home.copy_(b)
             b.data = home

@@ -18,10 +18,12 @@ def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     """Check what the nodes of this machine check at their start. Raises MappingError, EnvironmentFault, UsageError."""
     from decentnode.build import device_of
     from decentnode.communication.zeromq.security import load_keyring
-    from decentnode.launch.prepare import choose_machine
+    from decentnode.launch.prepare import check_memory, choose_machine
 
     mapping, chosen = experiment.make_mapping(), experiment.communication
-    for uid in mapping.local(choose_machine(mapping, machine, config)):
+    here = mapping.local(choose_machine(mapping, machine, config))
+    check_memory(experiment, here)
+    for uid in here:
         place = mapping.place(uid)
         device_of(place.device, place.rank)
         if chosen.key_folder is not None:
@@ -40,7 +42,7 @@ def command(
 ) -> None:
     """Check CONFIG: keys, values, graph, mapping and data. Exit code 2 when something is wrong.
 
-    With --machine also devices and keys of that machine's nodes; exit code 3 when something is not there.
+    With --machine also memory, devices and keys of that machine's nodes; exit code 3 when something is not there.
     """
     from decentnode.experiment import load
 

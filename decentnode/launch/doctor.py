@@ -20,13 +20,14 @@ import psutil
 import zmq
 
 from decentnode import clock
-from decentnode.build import make_model, schemas_of, shared_model, threads_of
+from decentnode.build import schemas_of, shared_model, threads_of
 from decentnode.communication.shared_memory.layout import Layout
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.connections import listen
 from decentnode.communication.zeromq.security import load_keyring
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
+from decentnode.experiment.initial_model import module_without_values
 from decentnode.launch.header import size
 from decentnode.mapping.hosts import by_ipv6, endpoint, resolved, unreachable
 
@@ -52,7 +53,7 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
     uids = mapping.local(machine)
     yield _cores(experiment, uids)
     experiment.open_data().shares()  # raises what is wrong with the data
-    shared = shared_model(experiment, make_model(experiment, experiment.open_data().spec))
+    shared = shared_model(experiment, module_without_values(experiment, experiment.open_data().spec))
     model = shared.model
     need, free = 3 * model.parameters.nbytes * len(uids), psutil.virtual_memory().available
     yield Finding("memory", need < free, f"{len(uids)} nodes need about {size(need)} for models and gradients, "

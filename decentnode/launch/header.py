@@ -12,9 +12,10 @@ import zmq
 from torch import nn
 
 from decentnode import __version__
-from decentnode.build import device_of, make_model, shared_model, threads_of
+from decentnode.build import device_of, shared_model, threads_of
 from decentnode.data.opened import OpenedData
 from decentnode.experiment import Experiment
+from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph import spectrum
 from decentnode.launch.provenance import source_hash
 from decentnode.mapping.hosts import address
@@ -29,11 +30,11 @@ LOOKED_AT = 64
 
 
 def header(experiment: Experiment) -> list[list[str]]:
-    """Returns (label, text) lines that describe the experiment. Makes one model and divides the data, as every node
-    does."""
+    """Returns (label, text) lines that describe the experiment. Makes one model, without values, and divides the
+    data, as every node does."""
     graph = experiment.make_graph()
     data = experiment.open_data()
-    module = make_model(experiment, data.spec)
+    module = module_without_values(experiment, data.spec)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     sizes = [len(part) for part in data.shares().values()]
     neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
 
+import psutil
 import torch
 import yaml
 
-from decentnode.build import threads_of
+from decentnode.build import device_of, threads_of
 from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment, load
+from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph.file import format_edges
 from decentnode.launch import resume
-from decentnode.launch.header import header, other_code
+from decentnode.launch.header import header, other_code, size
 from decentnode.launch.messages import Facts, Failed, Header, Request
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
@@ -21,6 +24,7 @@ from decentnode.launch.schedulers import detect, machine_of
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
 from decentnode.mapping.hosts import unreachable
+from decentnode.tensors import training_bytes
 
 
 def answer(request: Request, channel: Pipe) -> int:
@@ -102,6 +106,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     if request.resume is not None and found is None and len(machines) == 1:
         raise CheckpointError(f"{request.config}: no checkpoint of a run named {experiment.name} in "
                               f"{experiment.run_dir}; node.checkpoint (such as {{every: 20}}) makes them")  # fmt: skip
+    check_memory(experiment, machines[machine])
     inputs, kept = keep(experiment)
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     communication, lists = experiment.communication, getattr(graph, "lists", None)
@@ -130,6 +135,24 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         resume_runs=[] if found is None else list(found.runs),
         finished="" if found is None or len(machines) > 1 else resume.finished(found, experiment),
     )
+
+
+def check_memory(experiment: Experiment, uids: Sequence[int]) -> None:
+    """Raises EnvironmentFault where this machine's memory cannot hold the models and gradients, the least that nodes
+    need, of those `uids` that are not on a GPU. Nothing is allocated."""
+    each = training_bytes(module_without_values(experiment, experiment.open_data().spec))
+    memory = psutil.virtual_memory().total
+    if len(uids) * each <= memory:
+        return
+    mapping = experiment.make_mapping()
+    places = [mapping.place(uid) for uid in uids]
+    count = sum(device_of(place.device, place.rank).type == "cpu" for place in places)
+    if count * each > memory:
+        nodes = f"{count} node{'s' if count > 1 else ''}"
+        raise EnvironmentFault(
+            f"model {experiment.model.name}: the parameters and gradients of {nodes} take {size(count * each)}, this "
+            f"machine has {size(memory)} of memory; choose a smaller model, or fewer nodes per machine"
+        )
 
 
 def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:

@@ -95,9 +95,10 @@ class Task(Component, abc.ABC):
 def needs(task: str, what: str, outputs: Tensor, targets: Tensor) -> UsageError:
     """Returns the error of a batch that a task cannot take."""
     return UsageError(
-        f"task {task} needs {what}; the model gives {_shape(outputs)} for targets {_shape(targets)}"
+        f"task {task} needs {what}; the model gives {shape_of(outputs)} for targets {shape_of(targets)}"
     )
 
 
-def _shape(tensor: Tensor) -> str:
+def shape_of(tensor: Tensor) -> str:
+    """Returns the shape and dtype of a tensor for people: "[2, 10] float32"."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -95,8 +95,8 @@ def planned_mb(overrides: list[str]) -> float:
     """What a node's memory is planned to be, beside Python's and torch's own: model, gradient, two publish slots."""
     import torch
 
-    from decentnode.build import make_model
     from decentnode.experiment import load
+    from decentnode.experiment.initial_model import make_model
 
     experiment = load(str(CONFIG), overrides)
     with torch.device("meta"):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.build import build_in_process, make_model, step_all
+from decentnode.build import build_in_process, step_all
 from decentnode.experiment import load
+from decentnode.experiment.initial_model import make_model
 from decentnode.launch.header import estimate_traffic, header
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from decentnode.errors import ConfigError, NodeFailed, UsageError
+from decentnode.cli.validate import check_machine
+from decentnode.errors import ConfigError, EnvironmentFault, NodeFailed, UsageError
 from decentnode.experiment import load
 from decentnode.launch import prepare
 from decentnode.launch.messages import ChildMessage, Facts, Failed, Header, Request
@@ -97,3 +99,18 @@ def test_small_inputs_are_kept_under_names_of_their_own_and_data_stays(tmp_path:
     assert inputs == {"inputs/tiny.yaml": str(tmp_path / "tiny.yaml"),
                       "inputs/other_tiny.yaml": str(other / "tiny.yaml")}  # fmt: skip
     assert kept["graph.file"] == "inputs/other_tiny.yaml" and kept["run.dir"] == "../.."
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused_before_nodes_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare.psutil, "virtual_memory", lambda: SimpleNamespace(total=4e9))
+    mapping = "mapping={machines: 1, nodes_per_machine: 4, device: cpu}"
+    sets = ["model={name: mlp, hidden: [10000000]}", mapping]
+    code, (failed,) = answered(Request(written(tmp_path), sets))
+    assert isinstance(failed, Failed) and code == EnvironmentFault.exit_code
+    assert "take 24.0 GB, this machine has 4.0 GB of memory" in failed.text
+    path = written(tmp_path)
+    with pytest.raises(EnvironmentFault, match="this machine has"):
+        check_machine(load(path, sets), "0", path)
+    load(path, [*sets, "model.hidden=[1000000]"])

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from decentnode.build import build_in_process, make_model
+from decentnode.build import build_in_process
 from decentnode.config.component import load_class, section
 from decentnode.errors import ConfigError, UsageError
 from decentnode.experiment import load
+from decentnode.experiment.initial_model import make_model
 from decentnode.models import MODELS
 from decentnode.models.base import Model
 from decentnode.models.weights import check_weights, load_weights

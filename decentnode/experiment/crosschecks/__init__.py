@@ -1,6 +1,6 @@
 """What only shows when sections are seen together: one small function per rule, in `CHECKS`.
 
-Each makes the parts it needs, which is cheap (files are opened, labels read, no sample and no socket), and yields a
+Each makes the parts it needs, which is cheap (files are opened, labels and two samples read, no socket), and yields a
 problem with the places of both values. A part that cannot be made is reported once, by the check of that part.
 """
 
@@ -17,6 +17,7 @@ from decentnode.experiment.crosschecks.graph import (
     mapping_can_be_made,
     mapping_holds_the_graph,
 )
+from decentnode.experiment.crosschecks.model import model_can_be_trained
 from decentnode.experiment.crosschecks.parts import Check
 from decentnode.experiment.crosschecks.sharing import (
     everybody_hears_of_everybody,
@@ -31,7 +32,6 @@ from decentnode.experiment.crosschecks.training import (
     best_is_a_metric,
     data_can_be_opened,
     every_node_gets_data,
-    model_takes_the_data,
     patterns_match_the_model,
     schedule_lasts,
     task_suits_the_data,
@@ -45,7 +45,7 @@ CHECKS: tuple[Check, ...] = (
     data_can_be_opened,
     every_node_gets_data,
     task_suits_the_data,
-    model_takes_the_data,
+    model_can_be_trained,
     patterns_match_the_model,
     batches_suit_the_model,
     schedule_lasts,

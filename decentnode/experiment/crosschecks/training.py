@@ -8,16 +8,13 @@ from collections.abc import Iterator
 
 import torch
 
-from decentnode.config.component import load_class
 from decentnode.config.problems import Problem, raised
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
+from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
-from decentnode.models import MODELS
-from decentnode.models.weights import check_weights
 from decentnode.samples import DataSpec
 from decentnode.sharing.parameters import named, problems_of
-from decentnode.tasks.base import Task
 from decentnode.training.statistics import needs_two
 from decentnode.training.supervised_config import SupervisedConfig
 
@@ -66,60 +63,14 @@ def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
             yield dataclasses.replace(raised("training", error), other=("task",))
 
 
-def model_takes_the_data(experiment: Experiment) -> Iterator[Problem]:
-    """Made on the meta device: shapes without memory. What it gives for a batch suits the task."""
-    spec = spec_of(experiment)
-    if spec is None:
-        return
-    try:
-        module = _on_meta(experiment, spec)
-        if getattr(experiment.model, "init", None) is not None:
-            check_weights(module, experiment.base_dir / experiment.model.init)  # type: ignore[attr-defined]
-        with contextlib.suppress(UsageError):  # reported by task_suits_the_data
-            task = experiment.make_task()
-            outputs = _outputs_on_meta(module, spec)
-            if outputs is not None:
-                floating = spec.num_classes is None and spec.vocabulary is None
-                kind = torch.float32 if floating else torch.int64
-                targets = torch.empty(len(outputs), *spec.target_shape, dtype=kind, device="meta")
-                problem = _problem_of(task, outputs, targets)
-                if problem:
-                    yield Problem(("model",), f": {problem}", other=("task",))
-    except UsageError as error:
-        yield dataclasses.replace(raised("model", error, type(experiment.model).model_fields), other=("data",))
-
-
-def _on_meta(experiment: Experiment, spec: DataSpec) -> torch.nn.Module:
-    with torch.device("meta"):
-        module: torch.nn.Module = load_class(experiment.model.name, MODELS, "model")(experiment.model).make(spec)
-    return module
-
-
-def _outputs_on_meta(module: torch.nn.Module, spec: DataSpec) -> torch.Tensor | None:
-    """The outputs for a batch of two; None of a module that cannot run there, of which its nodes will tell."""
-    kind = torch.float32 if spec.inputs == "values" else torch.int64
-    with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
-        outputs = module(torch.empty(2, *spec.input_shape, dtype=kind))
-        return outputs if isinstance(outputs, torch.Tensor) and len(outputs) == 2 else None
-    return None
-
-
-def _problem_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str:
-    try:
-        task.check(*task.align(outputs, targets))
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 def patterns_match_the_model(experiment: Experiment) -> Iterator[Problem]:
     """Every pattern of `parameters` names a parameter, and every shared parameter has a fragment."""
     spec, graph = spec_of(experiment), graph_of(experiment)
     if experiment.parameters is None or spec is None or graph is None:
         return
     try:
-        module = _on_meta(experiment, spec)
-    except UsageError:  # model_takes_the_data says so
+        module = module_without_values(experiment, spec)
+    except UsageError:  # model_can_be_trained says so
         return
     for path, message, hint in problems_of(experiment.parameters, named(module), graph.num_nodes):
         yield Problem(("parameters", *path), message, hint, other=("model",))
@@ -150,7 +101,7 @@ def _needs_two_samples(experiment: Experiment, spec: DataSpec) -> bool:
     """Seen on the meta device; of a model that cannot run there its nodes will tell."""
     with contextlib.suppress(Exception), torch.device("meta"):
         kind = torch.float32 if spec.inputs == "values" else torch.int64
-        return needs_two(_on_meta(experiment, spec), torch.empty(1, *spec.input_shape, dtype=kind))
+        return needs_two(module_without_values(experiment, spec), torch.empty(1, *spec.input_shape, dtype=kind))
     return False
 
 

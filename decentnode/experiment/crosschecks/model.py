@@ -1,0 +1,200 @@
+"""Whether a node can train the model: its parameters, one batch of two samples through it, the loss and a gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decentnode.config.problems import Problem, raised
+from decentnode.errors import UsageError, told
+from decentnode.experiment.crosschecks.parts import spec_of
+from decentnode.experiment.initial_model import make_model, module_without_values
+from decentnode.experiment.tree import Experiment
+from decentnode.models.weights import check_weights
+from decentnode.samples import DataSpec
+from decentnode.tasks.base import Task, shape_of
+from decentnode.tensors import problem_of, training_bytes
+from decentnode.training.losses import Loss
+from decentnode.training.source import Source
+from decentnode.training.supervised import evaluating
+from decentnode.training.supervised_config import SupervisedConfig
+
+TRIED_ELEMENTS = 1 << 24
+"""Models of up to so many numbers are tried with values (64 MB, drawn in about .2 s), larger ones by their shapes."""
+MOST_BYTES = 1e12
+"""A node's parameters and their gradients take less: no machine has more for one of its nodes."""
+
+Path = tuple[str | int, ...]
+
+
+class Unsuitable(Exception):
+    """What a trial has found."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class CannotTell(Exception):
+    """The module cannot run without values."""
+
+
+def model_can_be_trained(experiment: Experiment) -> Iterator[Problem]:
+    """Made on the meta device first, shapes without memory; then, unless it is large, with the values that nodes start
+    from, on the first samples."""
+    spec = spec_of(experiment)
+    if spec is None:
+        return
+    keys = type(experiment.model).model_fields
+    try:
+        module = module_without_values(experiment, spec)
+    except UsageError as error:
+        yield dataclasses.replace(raised("model", error, keys), other=("data",))
+        return
+    if problem := problem_of(module) or _too_large(module):
+        yield Problem(("model",), f": {problem}")
+        return
+    try:
+        if getattr(experiment.model, "init", None) is not None:
+            check_weights(module, experiment.base_dir / experiment.model.init)  # type: ignore[attr-defined]
+    except UsageError as error:
+        yield raised("model", error, keys)
+        return
+    try:
+        task = experiment.make_task()
+    except UsageError:  # reported by task_suits_the_data
+        return
+    if sum(each.numel() for each in (*module.parameters(), *module.buffers())) <= TRIED_ELEMENTS:
+        module = make_model(experiment, spec)
+    with contextlib.suppress(CannotTell), torch.random.fork_rng(devices=[]):
+        try:
+            _try(experiment, task, module, spec)
+        except Unsuitable as found:
+            yield found.problem
+
+
+def _too_large(module: nn.Module) -> str:
+    need = training_bytes(module)
+    if need <= MOST_BYTES:
+        return ""
+    return (f"the parameters and gradients of one node take {need / 1e12:,.1f} TB of memory, more than a machine has "
+            f"({MOST_BYTES / 1e12:g} TB)")  # fmt: skip
+
+
+def _try(experiment: Experiment, task: Task, module: nn.Module, spec: DataSpec) -> None:
+    """One step of training, without the optimizer, and one of evaluation. Raises Unsuitable, CannotTell."""
+    values = not any(p.is_meta for p in module.parameters())
+    inputs, targets = _batch(experiment, spec) if values else _shapes_of_batch(spec)
+    if values and inputs.is_floating_point():
+        _check_finite(inputs, ("data",), "the inputs of the first samples")
+    module.train()
+    outputs, wanted = _aligned(task, module, inputs, targets, "forward")
+    if values and outputs.is_floating_point():
+        _check_finite(outputs, ("model",), "the outputs of the untrained model")
+    loss = _loss_of(experiment, task)
+    if loss is not None:
+        _check_loss(loss, task, outputs, wanted, targets)
+    with evaluating(module), torch.inference_mode():
+        outputs, wanted = _aligned(task, module, inputs, targets, "forward in evaluation mode")
+        with _blame(("task",), f"measuring outputs {shape_of(outputs)} raised", "model"):
+            task.measure(outputs, wanted)
+        if loss is not None:
+            with _blame(("training", "loss"), "the sum over a batch raised", "task"):
+                loss.summed(outputs, wanted, task.units(targets))
+
+
+def _batch(experiment: Experiment, spec: DataSpec) -> tuple[Tensor, Tensor]:
+    """The first two training samples, as nodes get them; one that is alone twice."""
+    with _blame(("data",), "reading the first samples raised"):
+        dataset = experiment.open_data().dataset()
+        chosen = np.array([0, min(1, dataset.num_train() - 1)])
+        batch = Source(dataset.train(chosen), torch.device("cpu")).take(torch.arange(2))
+    if spec.inputs == "values" and batch[0].shape[1:] != spec.input_shape:
+        text = f"samples must have the shape {list(spec.input_shape)} that the data tells, got "
+        raise Unsuitable(Problem(("data",), f": {text}{list(batch[0].shape[1:])}"))
+    return batch
+
+
+def _shapes_of_batch(spec: DataSpec) -> tuple[Tensor, Tensor]:
+    floating = spec.num_classes is None and spec.vocabulary is None
+    with torch.device("meta"):
+        inputs = torch.empty(2, *spec.input_shape, dtype=torch.float32 if spec.inputs == "values" else torch.int64)
+        return inputs, torch.empty(2, *spec.target_shape, dtype=torch.float32 if floating else torch.int64)
+
+
+def _aligned(task: Task, module: nn.Module, inputs: Tensor, targets: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    """The model's outputs and the targets as the task takes them."""
+    with _blame(("model",), f"{what} raised", "data"):
+        outputs: Any = module(inputs)
+    try:
+        found = task.align(outputs, targets)
+        task.check(*found)
+    except UsageError as error:
+        raise Unsuitable(Problem(("model",), f": {error}", other=("task",))) from error
+    except Exception as error:
+        article = "an" if type(outputs).__name__[0] in "aeiou" else "a"
+        gives = shape_of(outputs) if isinstance(outputs, Tensor) else f"{article} {type(outputs).__name__}"
+        text = f"{what} gives {gives} for a batch, which task {task.config.name} cannot use"
+        why = f": {told(error)}" if isinstance(outputs, Tensor) else "; it takes a tensor"
+        raise Unsuitable(Problem(("model",), f": {text}{why}", other=("task",))) from error
+    return found
+
+
+def _loss_of(experiment: Experiment, task: Task) -> Loss | None:
+    """None of a training of another kind, and where the loss is reported by task_suits_the_data."""
+    config = experiment.training
+    if not isinstance(config, SupervisedConfig):
+        return None
+    try:
+        chosen = config.loss_for(task.loss)
+    except UsageError:
+        return None
+    loss = Loss(chosen, config.label_smoothing)
+    if not callable(loss.mean):
+        raise Unsuitable(Problem(("training", "loss"), f"must be callable with outputs and targets, got {chosen.name}"))
+    return loss
+
+
+def _check_loss(loss: Loss, task: Task, outputs: Tensor, wanted: Tensor, targets: Tensor) -> None:
+    """The mean loss is one finite number, and has a gradient."""
+    key = ("training", "loss")
+    with _blame(key, f"the loss of outputs {shape_of(outputs)} and targets {shape_of(wanted)} raised", "task"):
+        mean: Any = loss.mean(outputs, wanted)
+    if not isinstance(mean, Tensor) or mean.ndim:
+        got = shape_of(mean) if isinstance(mean, Tensor) else type(mean).__name__
+        raise Unsuitable(Problem(key, f"must give one number for a batch, got {got}"))
+    if not mean.is_meta and float(task.units(targets)):  # a batch of padding alone has no mean
+        _check_finite(mean.detach(), key, "")
+    if not mean.requires_grad:
+        raise Unsuitable(Problem(("model",), ": the loss must depend on the trainable parameters", other=key))
+    with _blame(("model",), "the backward pass raised"):
+        mean.backward()
+
+
+def _check_finite(values: Tensor, path: Path, what: str) -> None:
+    wrong = values[~values.isfinite()]
+    if wrong.numel():
+        subject = f": {what} must be finite" if what else "must be finite for the untrained model"
+        raise Unsuitable(Problem(path, f"{subject}, got {wrong.flatten()[0].item():g}"))
+
+
+@contextlib.contextmanager
+def _blame(path: Path, what: str, other: str = "") -> Iterator[None]:
+    """Raises Unsuitable at `path` for what the block raises; CannotTell where it asks a tensor without values for
+    them."""
+    see = (other,) if other else None
+    try:
+        yield
+    except UsageError as error:
+        raise Unsuitable(dataclasses.replace(raised(".".join(map(str, path)), error), other=see)) from error
+    except Exception as error:
+        if isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error):
+            raise CannotTell from error
+        raise Unsuitable(Problem(path, f": {what} {told(error)}", other=see)) from error
+
