@@ -4,6 +4,7 @@ DecentnodeError                 exit code
   UsageError                    2    the user's input: config, graph, mapping, data
     ConfigError                      all problems of one experiment file at once
     GraphError  MappingError  DataError
+      SampleFailed              8    a sample could not be made by the user's own Dataset; others may be whole
   EnvironmentFault              3    the machine: port in use, file limit, missing extra
   AssemblyError                 4    nodes that did not join before the deadline
   PeerLost                      5    a neighbor that stopped answering during the run
@@ -53,6 +54,10 @@ class MappingError(UsageError):
 
 class DataError(UsageError):
     pass
+
+
+class SampleFailed(DataError):
+    exit_code = 8
 
 
 class EnvironmentFault(DecentnodeError):

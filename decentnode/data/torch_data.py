@@ -15,7 +15,7 @@ from decentnode import rng
 from decentnode.config.component import Config
 from decentnode.config.signature import arguments, config_of
 from decentnode.data.base import Dataset, DatasetConfig
-from decentnode.errors import DataError
+from decentnode.errors import DataError, SampleFailed, told
 from decentnode.samples import AnySamples, DataSpec, LazySamples, Samples
 
 SPLITS = {"train": {"train": True, "split": "train"}, "test": {"train": False, "split": "test"}}
@@ -75,7 +75,7 @@ class TorchData(Dataset):
         except DataError:
             raise
         except Exception as error:  # a constructor of the user's own may raise anything
-            raise DataError(f"data {self.config.name}: making {name} raised {error!r}") from error
+            raise DataError(f"data {self.config.name}: making {name} raised {told(error)}") from error
         return found
 
     def _chosen(self, split: str) -> dict[str, Any]:
@@ -168,12 +168,22 @@ class Items(LazySamples):
     def fetch(self, indices: np.ndarray) -> Samples:
         pairs = []
         for index in self.indices[indices].tolist():
-            item = self.dataset[index]
+            item = self._item(index)
             if not isinstance(item, tuple | list) or len(item) != 2:
                 raise DataError(f"{type(self.dataset).__name__}[{index}] must be (input, target), got "
                                 f"{type(item).__name__}")  # fmt: skip
             pairs.append(item)
         return batch([x for x, _ in pairs], [y for _, y in pairs], type(self.dataset).__name__)
+
+    def _item(self, index: int) -> Any:
+        """One sample. Raises SampleFailed, whatever the Dataset raises."""
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            of = type(self.dataset)
+            raise SampleFailed(
+                f"data {of.__module__}:{of.__qualname__}: {of.__name__}[{index}] raised {told(error)}"
+            ) from error
 
 
 class Held(LazySamples):

@@ -293,7 +293,8 @@ def _fail(
     failed = describe_failure(uid, error)
     with contextlib.suppress(OSError):
         send(failed)
-    logger.error("%s", failed.text)
+    cause = error.__cause__ if isinstance(error, DecentnodeError) else None  # such as what the user's own code raised
+    logger.error("%s", failed.text, exc_info=cause)
     with contextlib.suppress(Exception):
         if node is not None:
             if not failed.follower:

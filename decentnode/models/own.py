@@ -10,7 +10,7 @@ from torch import nn
 
 from decentnode.config import component
 from decentnode.config.signature import arguments, config_of
-from decentnode.errors import UsageError
+from decentnode.errors import UsageError, told
 from decentnode.models.base import Model, ModelConfig
 from decentnode.samples import FACTS, DataSpec
 
@@ -40,7 +40,7 @@ class OwnModel(Model):
             module: nn.Module = made(**given)
         except Exception as error:  # a constructor of the user's own may raise anything
             written = ", ".join(f"{key}={value!r}" for key, value in given.items())
-            raise UsageError(f"making {made.__name__}({written}) raised {error!r}") from error
+            raise UsageError(f"making {made.__name__}({written}) raised {told(error)}") from error
         return module
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from decentnode.config.component import load_class, section
 from decentnode.data import DATASETS
 from decentnode.data.opened import OpenedData
-from decentnode.errors import DataError, UsageError
+from decentnode.errors import DataError, NodeFailed, SampleFailed, UsageError
 from decentnode.samples import LazySamples
 
 HERE = __name__
@@ -77,6 +77,20 @@ class Ragged(Numbers):
         return np.zeros(index + 1), 0
 
 
+class Unreadable(Numbers):
+    """One sample cannot be made."""
+
+    def __init__(self, bad: int = 7, count: int = 20) -> None:
+        super().__init__(count)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index != self.bad else self.read(index)
+
+    def read(self, index: int) -> Any:
+        raise OSError(f"image {index} is cut short")
+
+
 class Raises(Numbers):
     def __init__(self) -> None:
         raise RuntimeError("no such disk")
@@ -137,7 +151,7 @@ def test_an_iterable_of_batches_is_read_to_its_end() -> None:
 
 @pytest.mark.parametrize(("name", "keys", "text"), [
     ("Triples", {}, r"Triples\[\d+\] must be \(input, target\), got tuple"),
-    ("Raises", {}, r"making Raises raised RuntimeError\('no such disk'\)"),
+    ("Raises", {}, r"making Raises raised RuntimeError: no such disk \(.*test_torch_data.py:"),
     ("Points", {"count": 0}, "there is no training sample"),
 ])  # fmt: skip
 def test_what_is_no_dataset(name: str, keys: dict[str, Any], text: str) -> None:
@@ -163,3 +177,21 @@ def test_keys_are_the_arguments_of_the_constructor() -> None:
 def test_a_class_that_gives_no_samples_is_refused() -> None:
     with pytest.raises(UsageError, match="must name a class whose Config is a component"):
         section(DATASETS, "data").config_of("pathlib:Path")
+
+
+def test_a_sample_that_cannot_be_made_is_named_with_the_users_own_error() -> None:
+    data = opened("Unreadable")
+    share = next(each for each in (data.of(0), data.of(1)) if 7 in each.train.indices)  # type: ignore[union-attr]
+    assert isinstance(share.train, LazySamples)
+    place = share.train.indices.tolist().index(7)  # type: ignore[attr-defined]
+    with pytest.raises(SampleFailed) as caught:
+        share.train.fetch(np.array([place]))
+    assert str(caught.value).startswith(f"data {HERE}:Unreadable: Unreadable[7] raised OSError: image 7 is cut short (")
+    assert "test_torch_data.py:" in str(caught.value) and isinstance(caught.value.__cause__, OSError)
+    assert caught.value.exit_code == NodeFailed.exit_code, "another node's samples may be whole"
+
+
+def test_the_first_sample_is_refused_when_the_data_is_opened() -> None:
+    with pytest.raises(DataError, match=r"Unreadable\[\d+\] raised OSError"):
+        for bad in range(20):
+            opened("Unreadable", bad=bad).spec  # noqa: B018

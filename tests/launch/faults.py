@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from decentnode.checkpoint import tensor_file
 from decentnode.communication.zeromq.link_sender import LinkSender
@@ -256,3 +258,25 @@ class NeverBack(Slow):
             self._died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().local_update(round, direction)
+
+
+class CutShort(Dataset[tuple[Tensor, int]]):
+    """A sample that validation does not read, because it knows the labels, cannot be made."""
+
+    classes = ("one", "two")
+    bad = 1234
+
+    def __init__(self, split: str) -> None:
+        self.count = 1600 if split == "train" else 8
+        self.targets = [index % 2 for index in range(self.count)]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.read_image(index), index % 2
+
+    def read_image(self, index: int) -> Tensor:
+        if index == self.bad:
+            raise OSError(f"image {index} is cut short")
+        return torch.full((4,), index / self.count)

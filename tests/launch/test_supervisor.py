@@ -150,6 +150,15 @@ def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path, monkeypa
     assert json.loads((outcome.run_dir / "summary.json").read_text())["failure"]["node"] == 2
 
 
+def test_a_sample_that_cannot_be_made_is_named_and_its_traceback_kept(tmp_path: Path) -> None:
+    outcome = run(tmp_path, data={"name": "tests.launch.faults:CutShort"}, training={"local_epochs": 1})
+    assert outcome.exit_code == 8 and outcome.failure is not None and outcome.run_dir is not None
+    assert "CutShort[1234] raised OSError: image 1234 is cut short (" in outcome.failure.title
+    assert "Traceback" not in outcome.failure.text
+    log = (outcome.run_dir / "nodes" / f"{outcome.failure.uid:03d}" / "log.txt").read_text()
+    assert "in read_image" in log and "OSError: image 1234 is cut short" in log
+
+
 @pytest.mark.parametrize("fault", ["Raises", "Dies"])
 def test_a_failed_run_closes_with_what_the_nodes_files_tell(tmp_path: Path, fault: str) -> None:
     """Of the rounds of a quick run only the first reaches the supervisor."""

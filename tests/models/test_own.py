@@ -89,7 +89,7 @@ BASE = "graph: {name: ring, nodes: 3}\ndata: digits\ntraining: {local_steps: 2}\
     ("{name: 'RECOMMENDER', users: 1, items: 2, fcators: 1}", "model.fcators is not a known key"),
     ("{name: 'RECOMMENDER', users: 1, items: 2}", "model.factors is missing"),
     ("{name: 'RECOMMENDER', factors: 2}", "must be given: Recommender takes it, and this data has none"),
-    ("{name: 'BROKEN', width: 3}", r"making Broken(width=3) raised ValueError('no width 3')"),
+    ("{name: 'BROKEN', width: 3}", "making Broken(width=3) raised ValueError: no width 3 ("),
     ("{name: 'NET', depth: deep}", "model.depth must be an integer, got 'deep'"),
 ])  # fmt: skip
 def test_wrong_arguments_are_told_with_their_place(tmp_path: Path, model: str, text: str) -> None:
