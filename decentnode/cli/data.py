@@ -54,20 +54,25 @@ def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
     """Convert the dataset NAME where runs would, read every sample, and print the section of the YAML file."""
     import pydantic
 
-    from decentnode.config.component import load_class
+    from decentnode.config.component import load_class, section
+    from decentnode.config.yaml_source import Item, Location, assignments, replace
     from decentnode.data import DATASETS
 
-    chosen = load_class(name, DATASETS, "data")
-    given = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in keys)}
-    section = {"name": name, "file" if "file" in chosen.Config.model_fields else "folder": str(folder), **given}
+    made_of = section(DATASETS, "data").config_of(name)
+    chosen, here = load_class(name, DATASETS, "data"), Location("command line")
+    written = {"name": name, "file" if "file" in made_of.model_fields else "folder": str(folder)}
+    tree = Item({key: Item(value, here) for key, value in written.items()}, here)
+    for path, item in assignments(keys, {}):
+        tree = replace(tree, path, item)
+    given = tree.plain()
     try:
-        config = chosen.Config.model_validate(section)
+        config = made_of.model_validate(given)
     except pydantic.ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise DataError(f"data {name}: {problems}; --set KEY=VALUE gives a key") from error
     for line in check(chosen(config, Path())):
         click.echo(line)
-    click.echo(f"data: {_flow(section)}")
+    click.echo(f"data: {_flow(given)}")
 
 
 def check(dataset: Dataset) -> list[str]:

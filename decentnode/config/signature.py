@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = (
     taken = {*base.model_fields}
     extra: Any = "forbid"
     hints = _hints(chosen)
-    for name, parameter in inspect.signature(chosen).parameters.items():
+    for name, parameter in parameters_of(chosen).items():
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = "allow"
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -51,9 +51,18 @@ def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = (
     return made
 
 
+def parameters_of(chosen: type[Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a constructor by name. Raises UsageError for a class written in C, which does not tell them."""
+    try:
+        return inspect.signature(chosen).parameters
+    except ValueError as error:
+        raise UsageError(f"{chosen.__module__}:{chosen.__name__} does not tell the arguments of its constructor; "
+                         "derive a class from it that does") from error  # fmt: skip
+
+
 def arguments(config: Settings, chosen: type[Any]) -> dict[str, Any]:
     """The arguments of the constructor that were written."""
-    names = inspect.signature(chosen).parameters
+    names = parameters_of(chosen)
     written = config.model_fields_set
     found = {name: getattr(config, name) for name in names if name in written and name != "name"}
     return {**found, **(config.model_extra or {})}

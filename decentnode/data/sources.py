@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import http.client
 import logging
+import re
 import tarfile
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 from collections.abc import Callable
@@ -115,13 +117,15 @@ def get(name: str, target: Path, mirror: str | None = None, progress: Progress =
     """Download, check and unpack a dataset (blocking). Returns the folder that its section names.
 
     What is there and right is not loaded again, what is there in part is resumed. mirror: the address of a folder that
-    holds the files, instead of the usual ones. Raises DataError for a wrong digest or a name that has no download,
-    EnvironmentFault when no address answers.
+    holds the files, instead of the usual ones. Raises DataError for a wrong digest, a mirror that is no address, or a
+    name that has no download, EnvironmentFault when no address answers.
     """
     source = SOURCES.get(name)
     if source is None or not source.files:
         have = ", ".join(each for each, found in SOURCES.items() if found.files)
         raise DataError(f"{name} cannot be downloaded; one of {have} can" + (f". {remedy(name)}" if source else ""))
+    if mirror is not None:
+        _check_address(mirror)
     try:
         target.mkdir(parents=True, exist_ok=True)
         for remote in source.files:
@@ -131,6 +135,17 @@ def get(name: str, target: Path, mirror: str | None = None, progress: Progress =
     except OSError as error:
         raise EnvironmentFault(f"{target}: cannot be written: {error}") from error
     return target / source.folder
+
+
+def _check_address(mirror: str) -> None:
+    """Raises DataError unless this is the address of a folder on a web server."""
+    try:
+        parts = urllib.parse.urlsplit(mirror)
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        right = False
+    if not right or not re.fullmatch(r"[!-~]+", mirror):
+        raise DataError(f"mirror must be the address of a folder, such as http://host/folder, got {mirror!r}")
 
 
 def fetch(remote: Remote, target: Path, mirror: str | None = None, progress: Progress = lambda *_: None) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,7 +12,7 @@ from pydantic import Field
 
 from decentnode import rng
 from decentnode.config.component import Config
-from decentnode.config.signature import arguments, config_of
+from decentnode.config.signature import arguments, config_of, parameters_of
 from decentnode.data.base import Dataset, DatasetConfig
 from decentnode.errors import DataError, SampleFailed, told
 from decentnode.samples import AnySamples, DataSpec, LazySamples, Samples
@@ -51,7 +50,7 @@ class TorchData(Dataset):
                  for key, value in arguments(config, type(self).of).items()}  # fmt: skip
         self._made: dict[str, Any] = {}
         self._given = given
-        self._takes = next((key for key in ("train", "split") if key in inspect.signature(type(self).of).parameters
+        self._takes = next((key for key in ("train", "split") if key in parameters_of(type(self).of)
                             and key not in given), None)  # fmt: skip
         self._labels: np.ndarray | None = None
         train = self._split("train")
@@ -263,6 +262,6 @@ def adapted(chosen: type[Any]) -> type[Dataset] | None:
     """The dataset that gives what a class gives; None of a class that is neither a Dataset nor an iterable."""
     if not (hasattr(chosen, "__getitem__") or hasattr(chosen, "__iter__")):
         return None
-    filled = {"train", "split"} & inspect.signature(chosen).parameters.keys()
+    filled = {"train", "split"} & parameters_of(chosen).keys()
     config = config_of(chosen, TorchDataConfig, filled)
     return type(chosen.__name__, (TorchData,), {"Config": config, "of": chosen, "__doc__": chosen.__doc__})

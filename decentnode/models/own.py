@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any, ClassVar
 
 from torch import nn
 
 from decentnode.config import component
-from decentnode.config.signature import arguments, config_of
+from decentnode.config.signature import arguments, config_of, parameters_of
 from decentnode.errors import UsageError, told
 from decentnode.models.base import Model, ModelConfig
 from decentnode.samples import FACTS, DataSpec
@@ -29,7 +28,7 @@ class OwnModel(Model):
     def make(self, data: DataSpec) -> nn.Module:
         made, given = type(self).of, arguments(self.config, type(self).of)
         known = data.facts()
-        for name, parameter in inspect.signature(made).parameters.items():
+        for name, parameter in parameters_of(made).items():
             if name in given or name not in FACTS:
                 continue
             if name in known:
@@ -49,7 +48,7 @@ def adapted(chosen: type[Any]) -> type[Model] | None:
     """The model that makes modules of a class; None of a class that is no module."""
     if not issubclass(chosen, nn.Module):
         return None
-    filled = FACTS & inspect.signature(chosen).parameters.keys()
+    filled = FACTS & parameters_of(chosen).keys()
     config = config_of(chosen, ModelConfig, filled)
     return type(chosen.__name__, (OwnModel,), {"Config": config, "of": chosen, "__doc__": chosen.__doc__,
                                                "__module__": chosen.__module__})  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from decentnode.config.component import Config, load_class, nearest
+from decentnode.config.signature import parameters_of
 from decentnode.errors import UsageError
 
 
@@ -65,11 +65,14 @@ def check_arguments(
     reserved: arguments that the caller fills or refuses. make: tries arguments on a parameter of one element, because
     torch's constructors hold the rules of the values.
     """
+    try:
+        every = parameters_of(of)
+    except UsageError as error:
+        raise problem_at("name", f"must be a class whose arguments are known: {error}", name) from error
     parameters = {
-        key: parameter
-        for key, parameter in inspect.signature(of).parameters.items()
+        key: parameter for key, parameter in every.items()
         if key not in reserved and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    }
+    }  # fmt: skip
     for key, value in given.items():
         if key not in parameters:
             hint = nearest(key, parameters)

@@ -79,3 +79,28 @@ def test_info_draws(tmp_path: Path) -> None:
         found = data("info", QUICKSTART, "--draw", str(tmp_path / name))
         assert found.exit_code == 0 and (tmp_path / name).stat().st_size > 5000
     assert data("info", QUICKSTART, "--draw", str(tmp_path / "a.txt")).exit_code == 2
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["x={a"], "--set x={a:"), (["x"], "must be key=value, got no '='"), (["=1"], "must be names joined by dots"),
+    (["seed=!!python/object:os.system x"], "the tag tag:yaml.org,2002:python/object:os.system is not allowed here"),
+    (["ü=1"], "data npz: ü: Extra inputs are not permitted"),
+    (["partition.name=nowhere"], "partition.name: must be one of iid"),
+])  # fmt: skip
+def test_prepare_tells_what_is_wrong_with_a_key(tmp_path: Path, words: list[str], text: str) -> None:
+    found = data("prepare", "npz", "--from", str(tmp_path), *(word for each in words for word in ("--set", each)))
+    assert found.exit_code == 2 and text in found.output, (found.output, found.exception)
+
+
+@pytest.mark.parametrize("name", ["json:JSONDecoder", "builtins:dict", "builtins:int", "no:such", "os:path"])
+def test_prepare_of_a_class_that_is_no_dataset(tmp_path: Path, name: str) -> None:
+    found = data("prepare", name, "--from", str(tmp_path))
+    assert found.exit_code == 2 and found.output.startswith("error: ") and name in found.output, found.exception
+
+
+@pytest.mark.parametrize("mirror", ["nonsense", "", "ftp://127.0.0.1/x", "file:///etc", "http://", "http://[::",
+                                    "http://a b/", "http://127.0.0.1:99999/", "http://ü ü/"])  # fmt: skip
+def test_a_mirror_must_be_an_address(tmp_path: Path, mirror: str) -> None:
+    found = data("get", "mnist", "--to", str(tmp_path / "m"), "--mirror", mirror)
+    assert found.exit_code == 2 and "mirror must be the address of a folder, such as http" in found.output, found.output
+    assert not (tmp_path / "m").exists()
