@@ -25,7 +25,6 @@ from decentnode.compat.decentralizepy_keys import (
     USUAL_LOSS,
 )
 from decentnode.config.component import nearest
-from decentnode.data import DATASETS as READERS
 from decentnode.errors import ConfigError
 
 Section = dict[str, Any]
@@ -222,9 +221,6 @@ class _Reader:
         if chosen is None:
             return
         self._section("DATASET", (*OF_EVERY_DATASET, *chosen.keys))
-        if chosen.name not in READERS:
-            self._problem(f"[DATASET] dataset_class: {chosen.name} cannot be read here")
-            return
         self.found.experiment["seed"] = self._value("DATASET", "random_seed", 97, int)
         train, test = (self._value("DATASET", key, "", str) for key in ("train_dir", "test_dir"))
         if not train or not test:
@@ -251,6 +247,9 @@ class _Reader:
                             (("train_folder", train), ("test_folder", test))}  # fmt: skip
         if name == "shakespeare":
             folders["test_every"] = 30
+        if name == "reddit":
+            vocabulary = f"{train}/../../vocab/reddit_vocab.pck"
+            folders["vocabulary"] = os.path.normpath(self._place(vocabulary, self.path.parent))
         if name == "celeba":
             folders["images"] = self._place(self._value("DATASET", "images_dir", "", str), self.path.parent)
             folders["pixels"] = "raw"

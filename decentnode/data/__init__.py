@@ -16,6 +16,7 @@ DATASETS = Table({
     "femnist": "decentnode.data.leaf:Femnist",
     "celeba": "decentnode.data.leaf:Celeba",
     "shakespeare": "decentnode.data.leaf_text:Shakespeare",
+    "reddit": "decentnode.data.reddit:Reddit",
     "movielens": "decentnode.data.movielens:Movielens",
     "text": "decentnode.data.text:Text",
     "tiny_imagenet": "decentnode.data.tiny_imagenet:TinyImagenet",

@@ -51,12 +51,16 @@ class Leaf(Dataset):
 
     def __init__(self, config: LeafConfig, base_dir: Path) -> None:
         self.config, self.base_dir = config, base_dir
-        self._files = {split: self._find(split, base_dir) for split in ("train", "test")}
-        options = {"dataset": self.config.name, **self.options()}
+        self.files = {split: self._find(split, base_dir) for split in ("train", "test")}
         cache = base_dir / config.cache if config.cache is not None else None
-        sources = [path for paths in self._files.values() for path in paths]
-        counts = {split: len(paths) for split, paths in self._files.items()}
-        self.index: Index = indexed(config.name, sources, {**options, **counts}, self._build, cache)
+        sources = [*(path for paths in self.files.values() for path in paths), *self.sources()]
+        options = {"dataset": self.config.name, **self.options()}
+        counts = {split: len(paths) for split, paths in self.files.items()}
+        self.index: Index = indexed(config.name, sources, {**options, **counts}, self.build, cache)
+
+    def sources(self) -> list[Path]:
+        """Further files that the converted samples are made of."""
+        return []
 
     def options(self) -> dict[str, Any]:
         """What the converted samples depend on beside the files."""
@@ -110,14 +114,15 @@ class Leaf(Dataset):
                             f"{remedy(self.config.name)}")  # fmt: skip
         return found
 
-    def _build(self, writer: Writer) -> None:
+    def build(self, writer: Writer) -> None:
+        """Converts all users, one after the other. Raises DataError."""
         users: dict[str, int] = {}
-        for split, paths in self._files.items():
+        for split, paths in self.files.items():
             count = 0
             for path in paths:
                 for user, found in users_of(path):
                     where = f"{path}: user {user!r:.60}"
-                    inputs, targets = self.encode(_checked(found, where), where)
+                    inputs, targets = self.encode(checked_user(found, where), where)
                     number = users.setdefault(user, len(users))
                     if not len(targets):
                         continue
@@ -130,7 +135,8 @@ class Leaf(Dataset):
         writer.notes["users"] = list(users)
 
 
-def _checked(found: Any, where: str) -> dict[str, Any]:
+def checked_user(found: Any, where: str) -> dict[str, Any]:
+    """What stands at a user, with lists "x" and "y" of one length. Raises DataError that begins with `where`."""
     if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in "xy"):
         raise DataError(f"{where}: must have lists 'x' and 'y'")
     if len(found["x"]) != len(found["y"]):

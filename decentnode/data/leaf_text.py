@@ -1,4 +1,4 @@
-"""LEAF's Shakespeare: speakers of plays, and the character behind 80 others."""
+"""LEAF's texts by user: Shakespeare's speakers, and the character behind 80 others."""
 
 from __future__ import annotations
 
@@ -20,25 +20,15 @@ VOCABULARY = 92
 """Padding, unknown, and 90 characters: as many as decentralizepy's list has entries, which names two twice."""
 
 
-class ShakespeareConfig(LeafConfig):
-    name: str = "shakespeare"
+class LeafTextConfig(LeafConfig):
     test_every: int = Field(1, ge=1)
-    """Only every so-many-th test sample is used; decentralizepy takes every 30th."""
+    """Only every so-many-th test sample is used; decentralizepy takes every 30th of Shakespeare."""
 
 
-class Shakespeare(Leaf):
-    """Inputs [80] are characters, the target is the one that follows; the key of a sample is its speaker. Characters
-    beyond the 90 known ones are one token."""
+class LeafText(Leaf):
+    """Users' sequences of tokens, each with the one that follows; the key of a sample is its user."""
 
-    Config: ClassVar[type[Config]] = ShakespeareConfig
-    config: ShakespeareConfig
-    input_shape = (LENGTH,)
-    _table = np.full(1 << 16, UNKNOWN, np.uint8)
-    _table[[ord(each) for each in CHARACTERS]] = np.arange(2, VOCABULARY)
-
-    @property
-    def spec(self) -> DataSpec:
-        return DataSpec(self.input_shape, inputs="ids", task="next_token", vocabulary=VOCABULARY)
+    config: LeafTextConfig
 
     def train_targets(self) -> None:  # type: ignore[override]
         return None
@@ -59,6 +49,27 @@ class Shakespeare(Leaf):
     def test_labels(self) -> None:  # type: ignore[override]
         return None
 
+    def samples(self, inputs: np.ndarray, targets: np.ndarray) -> Samples:
+        return Samples(inputs, targets, ids=True)
+
+
+class ShakespeareConfig(LeafTextConfig):
+    name: str = "shakespeare"
+
+
+class Shakespeare(LeafText):
+    """Inputs [80] are characters, the target is the one that follows; the key of a sample is its speaker. Characters
+    beyond the 90 known ones are one token."""
+
+    Config: ClassVar[type[Config]] = ShakespeareConfig
+    input_shape = (LENGTH,)
+    _table = np.full(1 << 16, UNKNOWN, np.uint8)
+    _table[[ord(each) for each in CHARACTERS]] = np.arange(2, VOCABULARY)
+
+    @property
+    def spec(self) -> DataSpec:
+        return DataSpec(self.input_shape, inputs="ids", task="next_token", vocabulary=VOCABULARY)
+
     def encode(self, samples: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         for key, length in (("x", LENGTH), ("y", 1)):
             for text in samples[key]:
@@ -70,6 +81,3 @@ class Shakespeare(Leaf):
     def _ids(self, text: str) -> np.ndarray:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         return self._table[np.minimum(codes, len(self._table) - 1)]
-
-    def samples(self, inputs: np.ndarray, targets: np.ndarray) -> Samples:
-        return Samples(inputs, targets, ids=True)

@@ -1,10 +1,10 @@
-"""Reads what CIFAR's files hold in Python's pickle format, without a general unpickler.
+"""Reads what CIFAR's and LEAF's files hold in Python's pickle format, without a general unpickler.
 
 A pickle is a program, and the general machine for it imports and calls whatever the file names. This one knows the few
-instructions that dicts of labels and of one array of bytes are made of (pickletools.py of Python documents them), and
-as functions those with which NumPy arrays are put together, which it does itself. Everything else is refused by its
-name and place. What it makes is bounded by the file's length: no length in the file is trusted, nothing is expanded,
-and texts and bytes are views of the mapped file.
+instructions that dicts of labels, of the numbers of words and of one array of bytes are made of (pickletools.py of
+Python documents them), and as functions those with which NumPy arrays are put together, which it does itself.
+Everything else is refused by its name and place. What it makes is bounded by the file's length: no length in the file
+is trusted, nothing is expanded, and texts and bytes are views of the mapped file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ MAX_BYTES = 1 << 30
 """Larger files are refused: CIFAR-100's training images take 155 MB."""
 MAX_INSTRUCTIONS = 4_000_000
 """CIFAR-100's training file takes about 300,000. This bounds what a file of one-byte instructions makes of memory."""
+MAX_KEY_BYTES = 1024
+"""Keys of dicts, which are the words of a vocabulary, may have so many."""
 MAX_DEPTH = 64
 """Objects and marks that are under way at once, apart from the items of a list: CIFAR's files have fewer than 20."""
 
@@ -53,9 +55,11 @@ class _Bytes:
     """A text of Python 2, or bytes: a view of the file."""
 
     view: memoryview
+    unicode: bool = False
+    """Whether it is a text of Python 3."""
 
     def text(self) -> str:
-        return bytes(self.view[:4096]).decode("latin-1")
+        return bytes(self.view[:4096]).decode("utf-8" if self.unicode else "latin-1")
 
 
 class _Array:
@@ -66,11 +70,11 @@ class _Array:
         self.value: np.ndarray | None = None
 
 
-def read_pickled(path: Path) -> dict[str, Any]:
-    """Returns the dict of a file: lists of whole numbers, texts or bytes, whole numbers, and [N, ...] uint8 arrays that
-    are views of the mapped file.
+def read_pickled(path: Path, what: str = "a batch of CIFAR") -> dict[str, Any]:
+    """Returns the dict of a file: lists of whole numbers, texts or bytes, whole numbers, dicts of whole numbers, and
+    [N, ...] uint8 arrays that are views of the mapped file.
 
-    Raises DataError for whatever is not that, with the place in the file.
+    what: the file is expected to be. Raises DataError for whatever is not that, with the place in the file.
     """
     size = path.stat().st_size
     if not 0 < size <= MAX_BYTES:
@@ -83,7 +87,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
         return machine.run()
     except (_Refused, IndexError, UnicodeError) as error:
         detail = "ends too early" if isinstance(error, IndexError) else str(error)
-        raise DataError(f"{path}: not a batch of CIFAR in Python's format: byte {machine.start}: {detail}") from error
+        raise DataError(f"{path}: not {what} in Python's format: byte {machine.start}: {detail}") from error
 
 
 class _Machine:
@@ -134,8 +138,8 @@ class _Machine:
                 return text
         raise _Refused("a name of more than 64 letters")
 
-    def text(self, width: int) -> None:
-        self.stack.append(_Bytes(self._take(self.number(width))))
+    def text(self, width: int, unicode: bool = False) -> None:
+        self.stack.append(_Bytes(self._take(self.number(width)), unicode))
 
     # -- the stack ------------------------------------------------------------------------------------------------
 
@@ -182,8 +186,9 @@ class _Machine:
             raise _Refused("a key without a value")
         target = self.top(dict)
         for key, value in zip(found[::2], found[1::2], strict=True):
-            if not isinstance(key, _Bytes) or len(key.view) > 64:
+            if not isinstance(key, _Bytes) or len(key.view) > MAX_KEY_BYTES:
                 raise _Refused("a key that is not a short text")
+            self.count_copied(len(key.view))
             target[key.text()] = value
 
     def set_item(self) -> None:
@@ -249,6 +254,8 @@ class _Machine:
             return value.text()
         if isinstance(value, int):
             return value
+        if isinstance(value, dict) and all(type(each) is int for each in value.values()):
+            return value
         if isinstance(value, list) and all(type(each) is int for each in value):
             return value
         if isinstance(value, list) and all(isinstance(each, _Bytes) for each in value):
@@ -284,8 +291,8 @@ _ACTIONS: dict[int, Callable[[_Machine], Any]] = {
     ord("M"): lambda m: m.stack.append(m.number(2)),  # BININT2
     ord("U"): lambda m: m.text(1),  # SHORT_BINSTRING
     ord("T"): lambda m: m.text(4),  # BINSTRING
-    ord("X"): lambda m: m.text(4),  # BINUNICODE
-    0x8C: lambda m: m.text(1),  # SHORT_BINUNICODE
+    ord("X"): lambda m: m.text(4, True),  # BINUNICODE
+    0x8C: lambda m: m.text(1, True),  # SHORT_BINUNICODE
     ord("C"): lambda m: m.text(1),  # SHORT_BINBYTES
     ord("B"): lambda m: m.text(4),  # BINBYTES
     0x8E: lambda m: m.text(8),  # BINBYTES8

@@ -96,6 +96,9 @@ SOURCES: dict[str, Source] = {
                              "data/celeba/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the files"),
     "shakespeare": Source(by_hand="LEAF's data/shakespeare/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes "
                                   "the files; its folder data/shakespeare/data is the one to name"),
+    "reddit": Source(by_hand="LEAF's data/reddit (https://github.com/TalwalkarLab/leaf) says where its authors keep "
+                             "the files, and its preprocess.sh makes those of users and the vocabulary; its folder "
+                             "data/reddit/data is the one to name"),
     "movielens": Source(by_hand="https://files.grouplens.org/datasets/movielens/ml-latest-small.zip holds ratings.csv; "
                                 "its authors change it without a digest"),
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,36 @@ def write_movielens(folder: Path, users: int = 6, films: int = 12) -> None:
         for film in np.sort(draw.choice(films, films - 2, replace=False)):
             lines.append(f"{user},{10 * film + 3},{4.5 if film % 2 == 0 else 1.0},96498{user}")
     (folder / "ratings.csv").write_text("\n".join(lines) + "\n")
+
+
+LINES = ("the cat sat on the mat and slept", "a dog ran after the red ball", "we all like old ships")
+
+
+def reddit_comments(line: str, repeats: int, length: int = 10) -> tuple[list[Any], list[Any]]:
+    """Comments as LEAF cuts them: sequences of words, and the same one word later, padded."""
+    words = ["<BOS>", *(line.split() * repeats), "<EOS>"]
+
+    def cut(some: list[str]) -> list[list[str]]:
+        parts = [some[at : at + length] for at in range(0, len(some), length)]
+        return [part + ["<PAD>"] * (length - len(part)) for part in parts]
+
+    x, y = cut(words[:-1]), cut(words[1:])
+    return [x], [{"target_tokens": y, "count_tokens": len(words)}]
+
+
+def write_reddit(folder: Path, users: int = 4, vocabulary: bool = True) -> list[str]:
+    """Every user repeats a line. folder: LEAF's data/reddit, with data/train, data/test and vocab. Returns the words by
+    their numbers."""
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+    for user in range(users):
+        line = LINES[user % len(LINES)]
+        both = [reddit_comments(line, repeats) for repeats in (3 + user, 1)]
+        found[f"user{user}"] = (both[0][0] + both[1][0], both[0][1] + both[1][1])
+    write_leaf(folder / "data", found, {user: (x[:1], y[:1]) for user, (x, y) in found.items()})
+    words = ["<PAD>", "<UNK>", *sorted({word for line in LINES for word in line.split()} | {"<BOS>", "<EOS>"})]
+    if vocabulary:
+        (folder / "vocab").mkdir()
+        content = {"vocab": {word: number for number, word in enumerate(words)}, "size": 10_000, "unk_symbol": 1,
+                   "pad_symbol": 0}  # fmt: skip
+        (folder / "vocab" / "reddit_vocab.pck").write_bytes(pickle.dumps(content))
+    return words

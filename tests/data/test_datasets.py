@@ -40,6 +40,9 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
     elif name in ("shakespeare", "movielens"):
         (files.write_shakespeare if name == "shakespeare" else files.write_movielens)(tmp_path / "d")
         section["folder"] = "d"
+    elif name == "reddit":
+        files.write_reddit(tmp_path / "d", vocabulary=packed)
+        section["folder"] = "d/data"
     elif name == "celeba":
         files.write_celeba(tmp_path / "d", tmp_path / "img")
         section |= {"folder": "d", "images": "img", "side": 20}

@@ -50,6 +50,19 @@ def test_files_written_again_by_python_3(tmp_path: Path, protocol: int) -> None:
     assert same(read(tmp_path, pickle.dumps(bytes_keys, protocol)))
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_words_and_their_numbers(tmp_path: Path, protocol: int) -> None:
+    words = {f"word{n}é": n for n in range(70_000)}
+    content = {"vocab": words, "size": 70_000, "pad_symbol": 0}
+    assert read(tmp_path, pickle.dumps(content, protocol)) == content
+    with pytest.raises(DataError, match="'vocab' is neither numbers"):
+        read(tmp_path, pickle.dumps({"vocab": {"a": "b"}}, protocol))
+    with pytest.raises(DataError, match="'vocab' is neither numbers"):
+        read(tmp_path, pickle.dumps({"vocab": {"a": {"b": 1}}}, protocol))
+    with pytest.raises(DataError, match="a key that is not a short text"):
+        read(tmp_path, pickle.dumps({"a" * 2000: 1}, protocol))
+
+
 def test_pixels_are_a_view_of_the_file(tmp_path: Path) -> None:
     content = python2_pickle({"data": np.zeros((2000, 3072), np.uint8)})
     (tmp_path / "batch").write_bytes(content)
