@@ -26,7 +26,7 @@ SIDEWAYS = {  # within one floor, in this direction only
     ("training", "models"), ("__main__", "cli"), ("logs", "clock"),
 }  # fmt: skip
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.parts)
 
 
 def room_of(path: Path) -> str:

@@ -15,6 +15,7 @@ import click
 from decentnode.errors import ConfigError, DecentnodeError
 
 COMMANDS: dict[str, str] = {
+    "new": "Write a commented experiment with a model, data and a rule of your own, to begin with.",
     "run": "Run all nodes of an experiment on this machine.",
     "launch": "Run this machine's share of an experiment.",
     "node": "Run one node, for launchers that start processes themselves.",

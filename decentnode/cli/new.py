@@ -1,0 +1,56 @@
+"""`decentnode new`: a folder to begin an experiment in."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import string
+from importlib.resources import files
+from pathlib import Path
+
+import click
+
+from decentnode.errors import EnvironmentFault, UsageError
+
+STARTER = ("config.yaml", "my_data.py", "my_model.py", "my_rule.py", "graph.edges")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def command(folder: Path) -> None:
+    """Write a commented experiment into FOLDER, which runs as it stands.
+
+    Beside its config.yaml lie a model, a dataset and a sharing rule of your own, as Python modules, and a file with the
+    graph: change them, or name components of `decentnode list` instead. FOLDER is made; one that holds files already is
+    refused.
+    """
+    write(folder)
+    for name in STARTER:
+        click.echo(str(folder / name))
+    click.echo(f"next: decentnode run {shlex.quote(str(folder / 'config.yaml'))}")
+
+
+def write(folder: Path) -> None:
+    """Make the folder and write the starter into it. Raises UsageError where something is there already,
+    EnvironmentFault when the disk refuses."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} must be a folder, it is a file")
+    here = Path(os.path.abspath(folder))
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", here.name).lstrip("._-")[:100] or "experiment"
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"{folder} must be empty or new, it holds {_some(folder)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in STARTER:
+            text = files("decentnode").joinpath("starter", each).read_text(encoding="utf-8")
+            if each == "config.yaml":
+                text = string.Template(text).substitute(folder=shlex.quote(str(folder)), name=name)
+            (folder / each).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write to {error.filename or folder}: {error.strerror}") from error
+
+
+def _some(folder: Path) -> str:
+    names = sorted(each.name for each in folder.iterdir())
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

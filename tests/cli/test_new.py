@@ -1,0 +1,77 @@
+"""`decentnode new`: the folder that it writes runs as it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from decentnode.cli import main
+from decentnode.cli.new import STARTER, write
+from decentnode.errors import UsageError
+from tests.cli.test_run import ROOT
+from tests.sharing import contract
+
+
+def new(*arguments: str) -> object:
+    return main.main(["new", *arguments], prog_name="decentnode", standalone_mode=False)
+
+
+def test_what_it_writes_runs_and_learns(tmp_path: Path) -> None:
+    """In processes of its own, as for its reader: nothing that this process has imported helps."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def decentnode(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "decentnode", *words], cwd=tmp_path, env=environ,
+                              capture_output=True, text=True, timeout=200)  # fmt: skip
+
+    made = decentnode("new", "first try")
+    assert made.returncode == 0, made.stderr
+    assert sorted(path.name for path in (tmp_path / "first try").iterdir()) == sorted(STARTER)
+    assert made.stdout.splitlines()[-1] == "next: decentnode run 'first try/config.yaml'"
+    ran = decentnode("run", "first try/config.yaml", "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["name"] == "first-try" and found["num_nodes"] == 8
+    assert found["accuracy_mean"] > 0.9 and found["accuracy_merged"] > 0.9
+
+
+def test_its_rule_passes_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new(str(tmp_path / "mine"))
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    monkeypatch.delitem(sys.modules, "my_rule", raising=False)
+    from my_rule import Lazy  # type: ignore[import-not-found]
+
+    for check in contract.CHECKS:
+        check(lambda: Lazy(Lazy.Config(name="my_rule:Lazy")))
+    del sys.modules["my_rule"]
+
+
+def test_every_line_of_its_config_says_what_it_is_for(tmp_path: Path) -> None:
+    new(str(tmp_path / "mine"))
+    text = (tmp_path / "mine" / "config.yaml").read_text()
+    assert {"graph", "data", "model", "training", "sharing", "node"} <= yaml.safe_load(text).keys()
+    silent = [line for line in text.splitlines() if line and "#" not in line]
+    assert len(silent) <= 4, silent
+    assert f"decentnode run {tmp_path}/mine/config.yaml" in text
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years")
+    with pytest.raises(UsageError, match=r"mine must be empty or new, it holds thesis\.tex"):
+        write(tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+    with pytest.raises(UsageError, match=r"thesis\.tex must be a folder, it is a file"):
+        write(tmp_path / "mine" / "thesis.tex")
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    write(tmp_path / "mine")
+    assert (tmp_path / "mine" / "config.yaml").exists()
