@@ -17,7 +17,6 @@ from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model
 from decentnode.graph.base import Graph
-from decentnode.mapping.base import Mapping
 from decentnode.node.node import Node, NodeParts, Record, Rules
 from decentnode.payload import TensorSpec
 from decentnode.sharing.base import Sharing
@@ -58,11 +57,6 @@ def device_of(wanted: str, rank: int = 0) -> torch.device:
     return device
 
 
-def machines_of(mapping: Mapping) -> list[tuple[int, ...]]:
-    """The uids on every machine, ascending."""
-    return [mapping.local(machine) for machine in range(mapping.num_machines)]
-
-
 def schemas_of(rules: Rules, model: FlatModel, fragments: Sequence[Fragment] = ()) -> tuple[Schema, ...]:
     """What every exchange of a round looks like: of all fragments in the first phase of their rules, then of all in the
     next one; then of float buffers where the model has any. Without fragments the model is one."""
@@ -92,7 +86,7 @@ class SharedModel:
 
 def shared_model(experiment: Experiment, module: torch.nn.Module) -> SharedModel:
     """Lays the parameters of `module` out in one flat model, by the section `parameters` of the experiment."""
-    machines = machines_of(experiment.make_mapping())
+    machines = experiment.make_mapping().nodes_by_machine()
     graphs, parameters = experiment.make_fragment_graphs(), experiment.parameters
     fragments: tuple[Fragment, ...] = ()
     if parameters is None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.checkpoint import tensor_file
 from decentnode.errors import CheckpointError
+from decentnode.system import write_atomic
 
 FOLDER = "checkpoints"
 """Its name in the folder of a run."""
@@ -98,25 +99,6 @@ def _sum(body: Any) -> str:
     return hashlib.blake2b(json.dumps(body, separators=(",", ":")).encode(), digest_size=16).hexdigest()
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, also after a power cut. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        data = memoryview(text.encode())
-        while data:
-            data = data[os.write(file, data) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def write(folder: Path, snapshot: Snapshot) -> int:
     """Write a node's checkpoint into `folder` (checkpoints/ of a run). Returns its bytes. Raises OSError,
     CheckpointError. Blocking until the disk has it."""
@@ -131,7 +113,7 @@ def write(folder: Path, snapshot: Snapshot) -> int:
     # As reading gives it back: what it is checked against must not depend on tuples or the kind of a key.
     body = json.loads(json.dumps(body))
     text = json.dumps({"blake2b": _sum(body), "body": body}, separators=(",", ":"))
-    _replace(path, text + "\n")
+    write_atomic(path, text + "\n", durable=True)
     return size + len(text)
 
 
@@ -207,7 +189,7 @@ def mark_best(folder: Path, uid: int, cut: Cut, figure: str, value: float) -> No
     """Note the cut whose evaluation was the best. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"cut": cut.folder, "round": cut.round, "figure": figure, "value": value}
-    _replace(folder / f"best-{uid:03d}.json", json.dumps(found) + "\n")
+    write_atomic(folder / f"best-{uid:03d}.json", json.dumps(found) + "\n", durable=True)
 
 
 def surplus(cuts: Iterable[Cut], keep: int, protected: Collection[Cut]) -> list[Cut]:

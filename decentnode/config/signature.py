@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,8 @@ def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = (
     """
     fields: dict[str, Any] = {}
     taken = {*base.model_fields}
-    extra: Any = "forbid"
     hints = _hints(chosen)
     for name, parameter in parameters_of(chosen).items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            extra = "allow"
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
         required = parameter.default is parameter.empty and name not in filled
         if parameter.kind is parameter.POSITIONAL_ONLY or name == "name" or name.startswith(("_", "model_")):
             if required:
@@ -45,16 +40,26 @@ def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = (
         text = f"Argument of {chosen.__name__}."
         fields[name] = (kind, pydantic.Field(default, description=text))
     made = pydantic.create_model(f"{chosen.__name__}Config", __base__=base, __module__=chosen.__module__, **fields)
-    if extra == "allow":
+    if _takes_any_name(chosen):
         made.model_config = pydantic.ConfigDict(**{**made.model_config, "extra": "allow"})
         made.model_rebuild(force=True)
     return made
 
 
-def parameters_of(chosen: type[Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a constructor by name. Raises UsageError for a class written in C, which does not tell them."""
+def parameters_of(chosen: type[Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a constructor that have a name of their own, by name: all but those for arguments of any number
+    (*values) or any name (**keys). Raises UsageError for a class written in C, which does not tell them."""
+    found = _signature(chosen).parameters
+    return {name: each for name, each in found.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
+
+
+def _takes_any_name(chosen: type[Any]) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in _signature(chosen).parameters.values())
+
+
+def _signature(chosen: type[Any]) -> inspect.Signature:
     try:
-        return inspect.signature(chosen).parameters
+        return inspect.signature(chosen)
     except ValueError as error:
         raise UsageError(f"{chosen.__module__}:{chosen.__name__} does not tell the arguments of its constructor; "
                          "derive a class from it that does") from error  # fmt: skip

@@ -15,7 +15,10 @@ from decentnode.data.partition import PARTITIONS
 from decentnode.errors import DataError
 from decentnode.samples import AnySamples, DataSpec, Samples
 
-__all__ = ["AnySamples", "DataSpec", "Dataset", "DatasetConfig", "Partition", "Samples", "checked_targets", "existing"]
+__all__ = [
+    "AnySamples", "CachedConfig", "DataSpec", "Dataset", "DatasetConfig", "Partition", "Samples", "checked_indices",
+    "checked_targets", "existing",
+]  # fmt: skip
 
 
 class DatasetConfig(Config):
@@ -32,6 +35,17 @@ class DatasetConfig(Config):
     shard_test: bool = False
     """Test each node's own model on every n-th sample of the global test set alone, with n nodes: for large test sets.
     Figures over the nodes are then those of all samples together."""
+
+
+class CachedConfig(DatasetConfig):
+    """Base of the Config of a dataset that is converted once into arrays on disk (cache.py)."""
+
+    cache: Path | None = None
+    """Folder of the converted samples. Default: the environment's DECENTNODE_CACHE, or ~/.cache/decentnode."""
+
+    def cache_folder(self, base_dir: Path) -> Path | None:
+        """The folder of `cache`, which may be relative to `base_dir`; None where the default one is meant."""
+        return None if self.cache is None else base_dir / self.cache
 
 
 class Dataset(Component, abc.ABC):
@@ -141,6 +155,14 @@ def checked_targets(labels: np.ndarray, num_classes: int | None, where: str) -> 
             f"{where}: labels must lie in 0..{num_classes - 1}, got {targets[wrong[0]]} at sample {wrong[0]}"
         )
     return targets, num_classes
+
+
+def checked_indices(indices: np.ndarray, count: int) -> np.ndarray:
+    """Indices of samples as [M] int64. Raises DataError unless all of them lie in 0..count - 1."""
+    found = np.asarray(indices, dtype=np.int64)
+    if len(found) and (found.min() < 0 or found.max() >= count):
+        raise DataError(f"indices must lie in 0..{count - 1}, got {found.min()}..{found.max()}")
+    return found
 
 
 def existing(path: Path, expected: str) -> Path:

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from decentnode.config.component import Config
-from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
+from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_indices, checked_targets
 from decentnode.data.pickled import read_pickled
 from decentnode.data.sources import remedy
 from decentnode.errors import DataError
@@ -126,11 +126,9 @@ class Cifar(Dataset):
         return np.concatenate([file.labels() for file in self._train])
 
     def train(self, indices: np.ndarray) -> Samples:
-        indices = np.asarray(indices, dtype=np.int64)
         counts = np.array([file.count for file in self._train])
         ends = np.cumsum(counts)
-        if len(indices) and (indices.min() < 0 or indices.max() >= ends[-1]):
-            raise DataError(f"indices must lie in 0..{ends[-1] - 1}, got {indices.min()}..{indices.max()}")
+        indices = checked_indices(indices, ends[-1])
         pixels, targets = np.empty((len(indices), PIXELS), np.uint8), np.empty(len(indices), np.int64)
         for file, start, end in zip(self._train, ends - counts, ends, strict=True):
             here = np.flatnonzero((indices >= start) & (indices < end))

@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 
 from decentnode.config.component import Config
-from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
+from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_indices, checked_targets
 from decentnode.data.rows import stream_rows
 from decentnode.data.sources import remedy
 from decentnode.errors import DataError
@@ -92,6 +92,7 @@ class Idx(Dataset):
         return self._targets
 
     def train(self, indices: np.ndarray) -> Samples:
+        indices = checked_indices(indices, len(self._targets))
         return self._samples(_read(self._train_images, indices), self._targets[indices])
 
     def test(self) -> Samples:

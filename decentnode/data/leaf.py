@@ -17,7 +17,7 @@ import numpy as np
 import pydantic
 
 from decentnode.config.component import Config
-from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets
+from decentnode.data.base import CachedConfig, Dataset, Samples, checked_indices, checked_targets
 from decentnode.data.cache import Index, Writer, indexed
 from decentnode.data.images import read_image
 from decentnode.data.sources import remedy
@@ -27,17 +27,17 @@ CHUNK = 1 << 20
 MAX_CHARACTERS = 1 << 28
 """Of one user: a million characters are about 200 images of FEMNIST."""
 _SPACE = re.compile(r"[ \t\n\r]*")
+_SCALAR = re.compile(r"[\w.+-]+(?=[^\w.+-])")
+"""A number, true, false or null, and that something else follows it."""
 
 
-class LeafConfig(DatasetConfig):
+class LeafConfig(CachedConfig):
     folder: Path | None = None
     """Folder that holds the folders train and test with LEAF's .json files (its data/NAME/data)."""
     train_folder: Path | None = None
     """Folder of the training files, where it is not folder/train."""
     test_folder: Path | None = None
     """Folder of the test files, where it is not folder/test."""
-    cache: Path | None = None
-    """Folder of the converted samples. Default: the environment's DECENTNODE_CACHE, or ~/.cache/decentnode."""
 
     @pydantic.model_validator(mode="after")
     def _somewhere(self) -> LeafConfig:
@@ -52,11 +52,11 @@ class Leaf(Dataset):
     def __init__(self, config: LeafConfig, base_dir: Path) -> None:
         self.config, self.base_dir = config, base_dir
         self.files = {split: self._find(split, base_dir) for split in ("train", "test")}
-        cache = base_dir / config.cache if config.cache is not None else None
         sources = [*(path for paths in self.files.values() for path in paths), *self.sources()]
         options = {"dataset": self.config.name, **self.options()}
         counts = {split: len(paths) for split, paths in self.files.items()}
-        self.index: Index = indexed(config.name, sources, {**options, **counts}, self.build, cache)
+        self.index: Index = indexed(config.name, sources, {**options, **counts}, self.build,
+                                    config.cache_folder(base_dir))  # fmt: skip
 
     def sources(self) -> list[Path]:
         """Further files that the converted samples are made of."""
@@ -91,10 +91,7 @@ class Leaf(Dataset):
         return len(self.index["test_y"])
 
     def train(self, indices: np.ndarray) -> Samples:
-        indices = np.asarray(indices, dtype=np.int64)
-        count = len(self.index["train_y"])
-        if len(indices) and (indices.min() < 0 or indices.max() >= count):
-            raise DataError(f"indices must lie in 0..{count - 1}, got {indices.min()}..{indices.max()}")
+        indices = checked_indices(indices, len(self.index["train_y"]))
         return self.samples(np.array(self.index["train_x"][indices]), np.array(self.index["train_y"][indices]))
 
     def test(self) -> Samples:
@@ -282,7 +279,7 @@ class _JsonStream:
 
     def _scalar(self) -> Any:
         """A number, true, false or null, which ends where something else begins."""
-        while not (found := re.compile(r"[\w.+-]+(?=[^\w.+-])").match(self._text, self._at)):
+        while not (found := _SCALAR.match(self._text, self._at)):
             if self._ended or len(self._text) - self._at > CHUNK:
                 raise ValueError("a value that is none, or the file is cut short")
             self._more(CHUNK)

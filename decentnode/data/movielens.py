@@ -13,14 +13,14 @@ from pydantic import Field
 
 from decentnode import rng
 from decentnode.config.component import Config
-from decentnode.data.base import Dataset, DatasetConfig, existing
+from decentnode.data.base import CachedConfig, Dataset, checked_indices, existing
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.sources import remedy
 from decentnode.errors import DataError
 from decentnode.samples import DataSpec, Samples
 
 
-class MovielensConfig(DatasetConfig):
+class MovielensConfig(CachedConfig):
     name: str = "movielens"
     folder: Path
     """Folder that holds ratings.csv (ml-latest-small): userId,movieId,rating,timestamp, sorted by user."""
@@ -28,8 +28,6 @@ class MovielensConfig(DatasetConfig):
     """Part of every user's ratings that is trained on, drawn at random; the others are tested on."""
     split_seed: int = Field(0, ge=0)
     """Seed of that draw, apart from the run's: runs of several seeds are tested on the same ratings."""
-    cache: Path | None = None
-    """Folder of the converted samples. Default: the environment's DECENTNODE_CACHE, or ~/.cache/decentnode."""
 
 
 class Movielens(Dataset):
@@ -44,8 +42,7 @@ class Movielens(Dataset):
         self._path = existing(base_dir / config.folder / "ratings.csv",
                               f"MovieLens' ratings (data.folder); {remedy('movielens')}")  # fmt: skip
         options = {"fraction": config.train_fraction, "seed": config.split_seed}
-        cache = base_dir / config.cache if config.cache is not None else None
-        self.index = indexed("movielens", [self._path], options, self._build, cache)
+        self.index = indexed("movielens", [self._path], options, self._build, config.cache_folder(base_dir))
 
     @property
     def spec(self) -> DataSpec:
@@ -71,10 +68,7 @@ class Movielens(Dataset):
         return np.array(self.index["test_x"][:, 0])
 
     def train(self, indices: np.ndarray) -> Samples:
-        indices = np.asarray(indices, dtype=np.int64)
-        count = self.num_train()
-        if len(indices) and (indices.min() < 0 or indices.max() >= count):
-            raise DataError(f"indices must lie in 0..{count - 1}, got {indices.min()}..{indices.max()}")
+        indices = checked_indices(indices, self.num_train())
         return Samples(np.array(self.index["train_x"][indices]), np.array(self.index["train_y"][indices]), ids=True)
 
     def test(self) -> Samples:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from decentnode.config.component import Config
-from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_targets, existing
+from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_indices, checked_targets, existing
 from decentnode.data.rows import stream_rows
 from decentnode.errors import DataError
 from decentnode.samples import DataSpec
@@ -89,6 +89,7 @@ class Npz(Dataset):
         return self._read(self.config.train_keys) if self.config.train_keys else None
 
     def train(self, indices: np.ndarray) -> Samples:
+        indices = checked_indices(indices, len(self._targets))
         return self._samples(self.config.train_inputs, indices, self._targets[indices], len(self._targets))
 
     def test(self) -> Samples:

@@ -7,6 +7,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from decentnode.data.base import checked_indices
+
 CHUNK_BYTES = 4 << 20
 
 
@@ -16,12 +18,10 @@ def stream_rows(
     """[M, *row_shape] rows at `indices` [M], in that order (all when None), of `count` rows starting at the stream.
 
     The stream is read to the array's end either way, but only the chosen rows are held.
-    Raises EOFError when it ends early, ValueError when an index is out of range.
+    Raises EOFError when it ends early, DataError when an index is out of range.
     """
     row_bytes = math.prod(row_shape) * dtype.itemsize
-    wanted = np.arange(count) if indices is None else np.asarray(indices, dtype=np.int64)
-    if len(wanted) and (wanted.min() < 0 or wanted.max() >= count):
-        raise ValueError(f"indices must lie in 0..{count - 1}, got {wanted.min()}..{wanted.max()}")
+    wanted = np.arange(count) if indices is None else checked_indices(indices, count)
     order = np.argsort(wanted, kind="stable")
     in_order = wanted[order]
     found: list[np.ndarray] = []

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from decentnode import rng
 from decentnode.config.component import Config
-from decentnode.data.base import Dataset, DatasetConfig, Samples
+from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_indices
 
 TEST_START = 1 << 40
 """Number of the first test sample: far from any training sample."""
@@ -53,7 +53,7 @@ class Synthetic(Dataset):
         return self._labels(np.arange(self.config.train_samples))
 
     def train(self, indices: np.ndarray) -> Samples:
-        return self._make(np.asarray(indices, dtype=np.int64))
+        return self._make(checked_indices(indices, self.config.train_samples))
 
     def test(self) -> Samples:
         return self._make(np.arange(TEST_START, TEST_START + self.config.test_samples))

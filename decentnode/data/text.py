@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from decentnode.config.component import Config
-from decentnode.data.base import Dataset, DatasetConfig, existing
+from decentnode.data.base import Dataset, DatasetConfig, checked_indices, existing
 from decentnode.errors import DataError
 from decentnode.samples import PADDING, DataSpec, Rows, Samples
 
@@ -108,6 +108,7 @@ class Text(Dataset):
         return self._test[2] if self.names else None
 
     def train(self, indices: np.ndarray) -> Samples:
+        indices = checked_indices(indices, self.num_train())
         return self._samples(self._train[0][indices], self._train[1][indices])
 
     def test(self) -> Samples:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from decentnode.config.component import Config
-from decentnode.data.base import Dataset, DatasetConfig, Samples
+from decentnode.data.base import CachedConfig, Dataset, Samples, checked_indices
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.images import read_image
 from decentnode.data.sources import remedy
@@ -18,13 +18,11 @@ BLOCK = 500
 """Images that are in memory at once while they are converted."""
 
 
-class TinyImagenetConfig(DatasetConfig):
+class TinyImagenetConfig(CachedConfig):
     name: str = "tiny_imagenet"
     folder: Path
     """Folder that holds wnids.txt, train/CLASS/images/*.JPEG and val/images/*.JPEG with val/val_annotations.txt
     (tiny-imagenet-200). Images are read with Pillow (extra `images`)."""
-    cache: Path | None = None
-    """Folder of the converted samples. Default: the environment's DECENTNODE_CACHE, or ~/.cache/decentnode."""
 
 
 class TinyImagenet(Dataset):
@@ -51,17 +49,13 @@ class TinyImagenet(Dataset):
             if not path.exists():
                 raise DataError(f"{path}: no such file; expected Tiny-ImageNet (data.folder); "
                                 f"{remedy('tiny_imagenet')}")  # fmt: skip
-        cache = base_dir / config.cache if config.cache is not None else None
-        self.index = indexed("tiny_imagenet", sources, {}, self._build, cache)
+        self.index = indexed("tiny_imagenet", sources, {}, self._build, config.cache_folder(base_dir))
 
     def train_targets(self) -> np.ndarray:
         return np.array(self.index["train_y"])
 
     def train(self, indices: np.ndarray) -> Samples:
-        indices = np.asarray(indices, dtype=np.int64)
-        count = len(self.index["train_y"])
-        if len(indices) and (indices.min() < 0 or indices.max() >= count):
-            raise DataError(f"indices must lie in 0..{count - 1}, got {indices.min()}..{indices.max()}")
+        indices = checked_indices(indices, len(self.index["train_y"]))
         return _samples(np.array(self.index["train_x"][indices]), np.array(self.index["train_y"][indices]))
 
     def test(self) -> Samples:

@@ -27,8 +27,7 @@ def identity(experiment: Experiment) -> dict[str, Any]:
     content, *graphs = json.loads(portable_text(experiment))
     found = {key: value for key, value in _leaves(content, "") if not _may_change(key)}
     found["graph (edges)"] = hashlib.blake2b(json.dumps(graphs).encode(), digest_size=8).hexdigest()
-    mapping = experiment.make_mapping()
-    machines = [list(mapping.local(machine)) for machine in range(mapping.num_machines)]
+    machines = [list(uids) for uids in experiment.make_mapping().nodes_by_machine()]
     if make_sharing(experiment.sharing, machines).requirements.groups:
         groups = getattr(experiment.sharing, "groups", "machine")
         found["sharing.groups (uids)"] = machines if groups == "machine" else groups

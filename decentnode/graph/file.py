@@ -6,8 +6,6 @@ then line u + 2 holds the neighbors of node u.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -16,6 +14,7 @@ from decentnode.config import component
 from decentnode.config.component import Config
 from decentnode.errors import GraphError
 from decentnode.graph.topology import Lists, Topology, components
+from decentnode.system import write_atomic
 
 MAX_FILE_NODES = 1 << 20
 TOLD_LINES = 20
@@ -142,10 +141,6 @@ def write(lists: Lists, path: Path, adjacency: bool | None = None) -> None:
     as_lists = path.suffix == ".adj" if adjacency is None else adjacency
     text = format_adjacency(lists) if as_lists else format_edges(lists)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        write_atomic(path, text)
     except OSError as error:
         raise GraphError(f"{path}: {error.strerror}") from error

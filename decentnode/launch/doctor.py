@@ -228,7 +228,7 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
     """Yields findings about the connection to every other machine, whose doctor must run at the same time. Blocking for
     at most `wait_seconds` until they answer."""
     mapping = experiment.make_mapping()
-    first = [mapping.place(mapping.local(m)[0]) for m in range(mapping.num_machines)]
+    first = mapping.first_places()
     own = first[machine]
     assert own.port is not None
     others = [m for m in range(mapping.num_machines) if m != machine]

@@ -16,9 +16,9 @@ from decentnode import clock
 from decentnode.errors import EnvironmentFault
 from decentnode.launch.messages import ChildMessage, Progress
 from decentnode.metrics.reader import read
-from decentnode.metrics.summary import write_atomic
 from decentnode.metrics.writer import MetricsWriter, encode, finite
 from decentnode.node.node import Node
+from decentnode.system import replacing, write_atomic
 from decentnode.tensors import FlatModel
 
 Send = Callable[[ChildMessage], None]
@@ -130,12 +130,10 @@ def save(module: nn.Module, path: Path, without: Collection[str] = ()) -> None:
     when the disk refuses."""
     tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()
                if name not in without}  # fmt: skip
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
     except Exception as error:  # safetensors wraps the system's errors in its own
-        temporary.unlink(missing_ok=True)
         raise EnvironmentFault(f"cannot write the model {path}: {error}") from error
 
 

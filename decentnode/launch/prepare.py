@@ -94,7 +94,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     machine = choose_machine(mapping, request.machine, request.config)
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.config}: --join needs node.missing: regroup, which a run must have from its start")
-    machines = [list(mapping.local(number)) for number in range(mapping.num_machines)]
+    machines = [list(uids) for uids in mapping.nodes_by_machine()]
     in_process = request.in_process or experiment.communication.name == "inproc"
     if in_process and len(machines) > 1 and not request.in_process:
         raise UsageError(f"{request.config}: communication inproc runs all nodes in one process, on one machine")

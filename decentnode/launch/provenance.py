@@ -23,7 +23,7 @@ from typing import Any
 import decentnode
 from decentnode import __version__, clock
 from decentnode.config.run_files import CODE
-from decentnode.metrics.summary import write_atomic
+from decentnode.system import write_atomic
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "SLURM_JOB_ID", "SLURM_NODEID", "RANK")
 """Environment variables that are recorded; all others may hold secrets."""

@@ -21,7 +21,7 @@ from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch import provenance, supervisor_file
 from decentnode.launch.messages import Facts
 from decentnode.metrics import summary as summaries
-from decentnode.metrics.summary import write_atomic
+from decentnode.system import replacing, write_atomic
 
 ENVIRONMENT_SECONDS = 30.0
 """Longest wait for versions and git's state at the end of a run."""
@@ -57,13 +57,8 @@ def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = ()) -
 
 def point(link: Path, target: str) -> None:
     """Make the symbolic link `link` point to `target`, atomically. Raises OSError."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}.{secrets.token_hex(2)}")
-    os.symlink(target, temporary)
-    try:
-        os.replace(temporary, link)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(link) as temporary:
+        os.symlink(target, temporary)
 
 
 def write_inputs(path: Path, facts: Facts, command: str) -> None:

@@ -13,7 +13,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from decentnode.metrics.summary import write_atomic
+from decentnode.system import boot_id, write_atomic
 
 FILE = "supervisor.json"
 
@@ -79,6 +79,6 @@ def _began(pid: int) -> str:
 
 def _boot() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id()
     except OSError:
         return ""

@@ -45,6 +45,14 @@ class Mapping(Component, abc.ABC):
         """Returns the uids on one machine, ascending."""
         return tuple(u for u in range(self.num_nodes) if self.place(u).machine == machine)
 
+    def nodes_by_machine(self) -> list[tuple[int, ...]]:
+        """Returns the uids on every machine, ascending."""
+        return [self.local(machine) for machine in range(self.num_machines)]
+
+    def first_places(self) -> list[Place]:
+        """Returns the place of the first node of every machine, where a machine is asked whether it can be reached."""
+        return [self.place(uids[0]) for uids in self.nodes_by_machine()]
+
     @abc.abstractmethod
     def find_machine(self, names: set[str]) -> int:
         """Returns the machine whose host is one of `names` (this host's names and addresses).

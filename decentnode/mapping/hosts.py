@@ -147,7 +147,7 @@ def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
     while the nodes wait for it. Blocking for RESOLVE_SECONDS at most, and for a name that this machine listens on as
     long as the system's resolver is.
     """
-    places = [mapping.place(mapping.local(each)[0]) for each in range(mapping.num_machines)]
+    places = mapping.first_places()
     own = places[machine]
     if own.port is not None and (problem := unknown_name(own.bind, named_by(own))):
         return problem, ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from decentnode.metrics.figures import NodeFigures, TaskMetrics, unpacked_counts
 from decentnode.metrics.writer import finite
+from decentnode.system import write_atomic
 
 Figures = NodeFigures
 
@@ -55,16 +55,6 @@ def losses(nodes: Mapping[int, Figures]) -> dict[str, int]:
     for figures in nodes.values():
         found.update(unpacked_counts(figures.get("without")))
     return {str(uid): count for uid, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))}
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace the file `path` atomically: readers see the old or the new text, never a part. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write(path: Path, summary: Mapping[str, Any]) -> None:

@@ -194,8 +194,8 @@ class Node:
         if self.checkpoints is not None and self.round >= self.config.rounds:
             self.checkpoints.after_the_last()
         if self._stopping():
-            planners = {id(each): each for each in (*self._planners, self._buffer_planner)}.values()
             now = self.generation, self.training.learning_rate
+            planners = {*self._planners, self._buffer_planner}
             later = {uid for planner in planners for uid in planner.neighbors_from(self.round, *now)}
             self.communication.depart(self.round, later)
         # Always, and by everybody: whether an evaluation of this round was finished before a stop or given up because

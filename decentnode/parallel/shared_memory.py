@@ -15,7 +15,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,6 +38,7 @@ from decentnode.parallel.exchange import BucketExchange, Flight
 from decentnode.parallel.plan import Plan
 from decentnode.parallel.presence import WORDS, Absence, Presence
 from decentnode.parallel.process_group import check_alike, together
+from decentnode.system import boot_id
 
 SLOTS = 2
 MAX_NEIGHBORS = 8
@@ -62,8 +62,7 @@ def usable(buckets: Sequence[Bucket], plan: Plan, device: torch.device) -> bool:
     need = SLOTS * sum(b.size_bytes for b in buckets) + (1 << 20)
     try:
         room = free_bytes() > 2 * need * plan.graph.num_nodes
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.stat(FOLDER).st_dev} {os.readlink('/proc/self/ns/mnt')}"
+        host = f"{boot_id()} {os.stat(FOLDER).st_dev} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
         room, host = False, secrets.token_hex(8)
     fits = device.type == "cpu" and room and most <= MAX_NEIGHBORS and stores_in_order()

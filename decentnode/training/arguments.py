@@ -66,13 +66,9 @@ def check_arguments(
     torch's constructors hold the rules of the values.
     """
     try:
-        every = parameters_of(of)
+        parameters = {key: each for key, each in parameters_of(of).items() if key not in reserved}
     except UsageError as error:
         raise problem_at("name", f"must be a class whose arguments are known: {error}", name) from error
-    parameters = {
-        key: parameter for key, parameter in every.items()
-        if key not in reserved and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    }  # fmt: skip
     for key, value in given.items():
         if key not in parameters:
             hint = nearest(key, parameters)

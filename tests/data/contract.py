@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from decentnode.data.base import Dataset, Partition, Samples
+from decentnode.errors import DataError
 from decentnode.samples import Rows
 
 
@@ -26,6 +28,9 @@ def check_dataset(dataset: Dataset) -> None:
     assert same(some.inputs, everything.inputs[chosen]) and same(some.targets, everything.targets[chosen])
     none = dataset.train(np.empty(0, np.int64))
     assert len(none) == 0 and (isinstance(none.inputs, Rows) or none.inputs.shape == (0, *spec.input_shape))
+    for wrong in (-1, count):
+        with pytest.raises(DataError, match=rf"indices must lie in 0\.\.{count - 1}, got {wrong}"):
+            dataset.train(np.array([wrong]))
     taken = everything.take(chosen)
     assert same(taken.inputs, some.inputs) and (taken.scale, taken.offset) == (some.scale, some.offset)
     for keys, length in ((dataset.train_keys(), count), (dataset.test_keys(), len(test))):

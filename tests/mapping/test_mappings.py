@@ -36,7 +36,9 @@ def test_uids_and_places_are_one_to_one(mapping: Mapping) -> None:
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     assert [mapping.uid(p.machine, p.rank) for p in places] == list(range(mapping.num_nodes))
     assert len({(p.machine, p.rank) for p in places}) == mapping.num_nodes
-    local = [mapping.local(machine) for machine in range(mapping.num_machines)]
+    local = mapping.nodes_by_machine()
+    assert local == [mapping.local(machine) for machine in range(mapping.num_machines)]
+    assert mapping.first_places() == [places[uids[0]] for uids in local]
     assert [uid for uids in local for uid in uids] == list(range(mapping.num_nodes))
     ports = [(p.host, port) for p in places if p.port is not None for port in (p.port, p.port + 1)]
     assert len(set(ports)) == len(ports)

@@ -26,7 +26,7 @@ from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.training.base import Direction, Update
 from tests.communication.contract import BATCHED, NETWORKED, nodes, together
 from tests.graph.contract import make
-from tests.node.fakes import Quadratic, stacked
+from tests.node.fakes import ENDLESS, Quadratic, stacked, stopped_in_round_7
 from tests.node.test_generations import Run
 from tests.node.test_phases import Twice
 from tests.sharing.contract import KEEPS_NO_MEAN, RULES, rule, shapes_of, suited
@@ -276,24 +276,11 @@ def test_a_stop_ends_all_nodes_between_rounds(transport: str) -> None:
     """Also where the neighbors of a later round are others than those of this one."""
     graph = make("ring", nodes=4)
     specs = [Spec(10, 5, 2, make("complete", nodes=4)), Spec(20)]
-    config = NodeConfig.model_validate({"rounds": 100_000, "evaluate_every": 0})
     trainings, cut = [Quadratic(u, 24) for u in range(4)], fragments(specs, graph)
     rules = [[FULL(), FULL()] for _ in trainings]
-    with nodes(transport, 4, schemas_of(rules[0], trainings[0].model, cut)) as made:
-        built: list[Node] = []
-
-        def record(r: dict[str, Any]) -> None:
-            if r["kind"] == "round" and r["round"] == 7:
-                built[3].ask_stop()
-
-        built += [Node(u, config, NodeParts(graph, trainings[u], rules[u], made[u], fragments=cut), seed=1,
-                       record=record if u == 3 else lambda _: None) for u in range(4)]  # fmt: skip
-        if transport == "inproc":
-            step_all(built)
-        else:
-            together(made, lambda communication: built[communication.uid].run())
-    assert all(8 <= node.round <= 16 for node in built)
-    assert all(node.figures()["contributors"] == 4 for node in built)
+    stopped_in_round_7(transport, schemas_of(rules[0], trainings[0].model, cut), lambda communication, record: Node(
+        (u := communication.uid), ENDLESS, NodeParts(graph, trainings[u], rules[u], communication, fragments=cut),
+        seed=1, record=record))  # fmt: skip
 
 
 class InGenerations(Run):

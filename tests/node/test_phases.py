@@ -25,7 +25,7 @@ from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
 from tests.communication.contract import BATCHED, NETWORKED, nodes, together
 from tests.graph.contract import make
-from tests.node.fakes import Quadratic, stacked
+from tests.node.fakes import ENDLESS, Quadratic, stacked, stopped_in_round_7
 
 
 class Twice(Full):
@@ -149,27 +149,11 @@ def test_times_are_those_of_all_phases() -> None:
 @pytest.mark.parametrize("transport", ["inproc", "ipc", "shared_memory"])
 def test_a_stop_ends_all_nodes_between_rounds(transport: str) -> None:
     graph = make("complete", nodes=4)
-    config = NodeConfig.model_validate({"rounds": 100_000, "evaluate_every": 0})
     trainings = [Quadratic(u, 10, buffers=2) for u in range(4)]
     rules = [Twice(Full.Config()) for _ in trainings]
-    with nodes(transport, 4, schemas_of(rules[0], trainings[0].model)) as made:
-        built: list[Node] = []
-
-        def record(r: dict[str, Any]) -> None:
-            if r["kind"] == "round" and r["round"] == 7:
-                built[3].ask_stop()
-
-        built += [
-            Node(u, config, NodeParts(graph, trainings[u], rules[u], c), seed=1,
-                 record=record if u == 3 else lambda _: None)
-            for u, c in enumerate(made)
-        ]
-        if transport == "inproc":
-            step_all(built)
-        else:
-            together(made, lambda communication: built[communication.uid].run())
-    assert all(8 <= node.round <= 16 for node in built)
-    assert all(node.figures()["contributors"] == 4 for node in built)
+    stopped_in_round_7(transport, schemas_of(rules[0], trainings[0].model), lambda communication, record: Node(
+        (u := communication.uid), ENDLESS, NodeParts(graph, trainings[u], rules[u], communication), seed=1,
+        record=record))  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", ["fail", "return_weight"])

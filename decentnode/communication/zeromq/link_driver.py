@@ -11,8 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from decentnode import clock
 from decentnode.communication.counters import Counters
+from decentnode.communication.receive.chunking import MESSAGE_COST, chunk_elements
 from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.handshakes import Handshakes
 from decentnode.communication.zeromq.io_thread import IoThread
@@ -50,6 +53,13 @@ class LinkSizes:
     """Most bytes of bulk that one peer may have under way to this node and not used up."""
     max_bulk_bytes: int
     """Of one bulk frame."""
+
+    @classmethod
+    def of(cls, chunk_bytes: int, window_bytes: int) -> LinkSizes:
+        """Those of a config: a window has room for four chunks at least, a frame for a chunk of any kind and 64 KiB."""
+        kinds = (torch.float32, torch.float64)
+        largest = max(chunk_elements(chunk_bytes, kind) * kind.itemsize for kind in kinds)
+        return cls(max(window_bytes, 4 * (largest + MESSAGE_COST)), largest + (1 << 16))
 
 
 class LinkDriver:

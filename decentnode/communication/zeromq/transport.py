@@ -19,7 +19,6 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
 from decentnode.communication.parts import BindPlan, Endpoints, Schema, TransportParts
 from decentnode.communication.path import grouped
-from decentnode.communication.receive.chunking import MESSAGE_COST, chunk_elements
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
@@ -41,9 +40,7 @@ from decentnode.errors import AssemblyError, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
-from decentnode.wire.session import (
-    Session,
-)
+from decentnode.wire.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +101,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if config.secure != (keyring is not None):
             raise ValueError("keyring must be given exactly when the config is secure")
         self._security = None if keyring is None else Security(keyring, config.bulk_security)
-        kinds = (torch.float32, torch.float64)
-        largest = max(chunk_elements(config.chunk_bytes, kind) * kind.itemsize for kind in kinds)
-        window = max(config.window_bytes, 4 * (largest + MESSAGE_COST))
-        sizes = LinkSizes(window, largest + 65536)
+        sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
         self._driver = LinkDriver(self._session, self.counters, sizes, self._security)
         self._links, self._io = self._driver.links, self._driver.io
         self._links.sender.max_payloads = max(MAX_PAYLOADS, 2 * len(schemas))  # a round's fragments are sent together

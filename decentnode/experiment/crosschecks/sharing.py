@@ -51,7 +51,7 @@ def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
     if not _requirements(experiment).groups or mapping is None:
         return
     chosen: Any = experiment.sharing
-    members = members_of(chosen.groups, [mapping.local(machine) for machine in range(mapping.num_machines)])
+    members = members_of(chosen.groups, mapping.nodes_by_machine())
     problem = problem_of(members, mapping.num_nodes)
     if problem:
         by_machine = chosen.groups == "machine"
@@ -204,7 +204,7 @@ def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
         return None
     try:
         made = rule(experiment.sharing)
-        made.set_machines([mapping.local(machine) for machine in range(mapping.num_machines)])
+        made.set_machines(mapping.nodes_by_machine())
     except (UsageError, ValueError):
         return None
     return made

@@ -1,0 +1,75 @@
+"""Files that are replaced at once: whole or not at all, and nothing beside them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from decentnode import system
+from decentnode.checkpoint import store
+from decentnode.errors import DecentnodeError
+from decentnode.graph import file as graph_file
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "text": lambda path: system.write_atomic(path, "new"),
+    "durable text": lambda path: system.write_atomic(path, "new", durable=True),
+    "graph": lambda path: graph_file.write([(1,), (0,)], path),
+    "best checkpoint": lambda path: store.mark_best(path.parent, 3, store.Cut("", 1, 0, "", (3,)), "loss", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_that_cannot_take_its_place_leaves_the_old_one_and_nothing_else(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "best-003.json"
+    WRITERS[name](path)
+    path.write_text("old")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises((OSError, DecentnodeError), match="No space left"):
+        WRITERS[name](path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name] and path.read_text() == "old"
+
+
+def test_a_durable_file_is_on_the_disk_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        order.append(os.readlink(f"/proc/self/fd/{file}"))
+        sync(file)
+
+    def replaced(source: Path, target: Path) -> None:
+        assert source.read_text() == "new", "written as a whole before"
+        order.append("replaced")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    system.write_atomic(tmp_path / "x", "new")
+    assert order == ["replaced"]
+    system.write_atomic(tmp_path / "x", "new", durable=True)
+    (file, middle, folder), where = order[1:], str(tmp_path)
+    assert (middle, folder) == ("replaced", where) and file.startswith(f"{where}/.x.")
+
+
+def test_a_link_is_replaced_too(tmp_path: Path) -> None:
+    for target in ("one", "two"):
+        with system.replacing(tmp_path / "latest") as temporary:
+            os.symlink(target, temporary)
+    assert os.readlink(tmp_path / "latest") == "two" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_boot_has_a_name() -> None:
+    assert uuid.UUID(system.boot_id()) and system.boot_id() == system.boot_id()
