@@ -70,7 +70,12 @@ def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
     except pydantic.ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise DataError(f"data {name}: {problems}; --set KEY=VALUE gives a key") from error
-    for line in check(chosen(config, Path())):
+    dataset = chosen(config, Path())
+    if (index := getattr(dataset, "index", None)) is not None and (damaged := index.damaged()):
+        click.echo(f"{index.folder}: {', '.join(damaged)} has changed since it was written, and is converted again")
+        index.discard()
+        dataset = chosen(config, Path())
+    for line in check(dataset):
         click.echo(line)
     click.echo(f"data: {_flow(given)}")
 
@@ -79,9 +84,8 @@ def check(dataset: Dataset) -> list[str]:
     """Reads every sample. Returns lines about what there is; raises DataError."""
     import numpy as np
 
-    if (index := getattr(dataset, "index", None)) is not None and (damaged := index.damaged()):
-        raise DataError(f"{index.folder}: {', '.join(damaged)} has changed since it was written; remove the folder")
-    keys, train, test = dataset.train_keys(), dataset.num_train(), dataset.num_test()
+    index, keys = getattr(dataset, "index", None), dataset.train_keys()
+    train, test = dataset.num_train(), dataset.num_test()
     for start in range(0, train, BLOCK):
         _finite(dataset.train(np.arange(start, min(start + BLOCK, train))), f"training sample {start} on")
     for start in range(0, test, BLOCK):

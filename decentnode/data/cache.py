@@ -2,7 +2,9 @@
 
 A node then copies its share only, and nodes of one machine share the pages. An index lies in a folder whose name is a
 digest of what it was made from: names, sizes and times of change of the files, and the options. It is written beside,
-and moved to its name when it is whole; a second process waits for the first.
+and moved to its name when it is whole; a second process waits for the first. One that is cut short, or whose content
+is not what was written, is made anew: content is looked at where a file has another time of change than it was left
+with, and by `decentnode data prepare` in any case.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from decentnode.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of the layout; indices of another one are made anew."""
 WAIT_SECONDS = 3600.0
 """How long a process waits for another one that makes the same index."""
@@ -38,7 +40,8 @@ class Index:
     """Arrays of equal or different length, mapped from disk, and notes about them."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError, KeyError or OSError when the folder is not a whole index."""
+        """Raises OSError, ValueError, KeyError, TypeError or AttributeError when the folder is not a whole index, or
+        has changed."""
         self.folder = folder
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         if meta["version"] != VERSION:
@@ -49,6 +52,7 @@ class Index:
             expected = math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
             if (folder / f"{name}.bin").stat().st_size != expected:
                 raise ValueError(f"{name}.bin is cut short")
+        self._check_changed()
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry = self._arrays[name]
@@ -56,6 +60,23 @@ class Index:
             return np.empty(entry["shape"], entry["dtype"])
         # Mode c maps privately: pages stay shared while nobody writes, and torch takes the array without a warning.
         return np.memmap(self.folder / f"{name}.bin", entry["dtype"], mode="c", shape=tuple(entry["shape"]))
+
+    def _check_changed(self) -> None:
+        """Looks at the content of files that were written again since: copied to here, or damaged."""
+        changed = {name: written for name, entry in self._arrays.items()
+                   if (written := (self.folder / f"{name}.bin").stat().st_mtime_ns) != entry["written"]}  # fmt: skip
+        if not changed:
+            return
+        if bad := [name for name in self.damaged() if name in changed]:
+            raise ValueError(f"{', '.join(bad)} has changed")
+        for name, written in changed.items():
+            self._arrays[name]["written"] = written
+        with contextlib.suppress(OSError):  # of a folder that can only be read: looked at again next time
+            _write_meta(self.folder, self.notes, self._arrays)
+
+    def discard(self) -> None:
+        """Let the next one who asks for this index make it anew. What is mapped stays valid."""
+        (self.folder / META).unlink(missing_ok=True)
 
     def damaged(self) -> list[str]:
         """Reads everything, and returns the arrays whose content is not what was written."""
@@ -90,13 +111,26 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-            arrays[name] = {"dtype": dtype.str, "shape": [self._rows[name], *shape], "digest": digest.hexdigest()}
-        text = json.dumps({"version": VERSION, "notes": self.notes, "arrays": arrays})
-        (self.folder / META).write_text(text, encoding="utf-8")
+            arrays[name] = {"dtype": dtype.str, "shape": [self._rows[name], *shape], "digest": digest.hexdigest(),
+                            "written": (self.folder / f"{name}.bin").stat().st_mtime_ns}  # fmt: skip
+        _write_meta(self.folder, self.notes, arrays)
 
     def abort(self) -> None:
         for file, *_ in self._open.values():
             file.close()
+
+
+def _write_meta(folder: Path, notes: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Writes the description of an index beside, and moves it to its name: others may read it meanwhile."""
+    descriptor, partial = tempfile.mkstemp(dir=folder, prefix=f".{META}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"version": VERSION, "notes": notes, "arrays": arrays}, file)
+        Path(partial).chmod(0o644)
+        Path(partial).replace(folder / META)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
 
 
 def root() -> Path:
@@ -150,7 +184,7 @@ def _made(base: Path, name: str, build: Callable[[Writer], None]) -> Index:
 def _opened(folder: Path) -> Index | None:
     try:
         return Index(folder)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a description of any shape
         return None
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,13 @@ def test_prepare_converts_and_checks(tmp_path: Path) -> None:
     assert lines[3] == f"data: {{name: femnist, folder: {tmp_path / 'd'}}}"
     (array,) = (tmp_path / "cache").glob("femnist-*/train_x.bin")
     array.write_bytes(b"\x01" + array.read_bytes()[1:])
+    assert data("prepare", "femnist", "--from", str(tmp_path / "d")).output == found.output
+    whole, times = array.read_bytes(), array.stat()
+    array.write_bytes(b"\x01" + whole[1:])
+    os.utime(array, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
     damaged = data("prepare", "femnist", "--from", str(tmp_path / "d"))
-    assert damaged.exit_code == 2 and "train_x has changed since it was written; remove the folder" in damaged.output
+    assert "train_x has changed since it was written, and is converted again" in damaged.output
+    assert array.read_bytes() == whole
 
 
 def test_prepare_takes_further_keys(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from decentnode.data.cache import META, Index, Writer, indexed, root
+from decentnode.data import cache
+from decentnode.data.cache import META, VERSION, Index, Writer, indexed, root
 from decentnode.errors import DataError
 
 
@@ -21,7 +25,8 @@ def build(writer: Writer) -> None:
 
 def make(folder: Path) -> Index:
     source = folder / "source"
-    source.write_text("1")
+    if not source.exists():  # another time of change would be another index
+        source.write_text("1")
     return indexed("kind", [source], {"a": 1}, build, folder / "c")
 
 
@@ -39,9 +44,64 @@ def test_damage_is_found_and_a_cut_index_made_anew(tmp_path: Path) -> None:
     assert index.damaged() == ["x"]
     content.write_bytes(b"short")
     assert make(tmp_path).damaged() == []
-    for text in ("{", json.dumps({"version": 0}), json.dumps({"version": 1, "notes": {}, "arrays": 3})):
+    for text in ("{", json.dumps({"version": 0}), json.dumps({"version": VERSION, "notes": {}, "arrays": 3})):
         (index.folder / META).write_text(text)
         assert make(tmp_path)["x"].shape == (3, 3)
+
+
+def test_changed_content_is_made_anew(tmp_path: Path) -> None:
+    """Of the same length: seen by the time of change, then by the digest."""
+    content = make(tmp_path).folder / "x.bin"
+    whole = content.read_bytes()
+    content.write_bytes(b"\x01" + whole[1:])
+    os.utime(content, ns=(1, 1))
+    assert make(tmp_path)["x"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2]] and content.read_bytes() == whole
+
+
+def test_an_index_that_was_copied_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = make(tmp_path)
+    os.utime(index.folder / "x.bin", ns=(1, 1))
+    looked: list[str] = []
+    digest = cache._digest
+    monkeypatch.setattr(cache, "_digest", lambda path: [looked.append(path.name), digest(path)][1])
+    build_again = Index(index.folder)
+    assert build_again["x"].shape == (3, 3) and sorted(looked) == ["none.bin", "x.bin"]
+    Index(index.folder)
+    assert len(looked) == 2, "what was looked at once is known"
+
+
+SLOWLY = """
+import sys, pathlib, numpy as np
+from decentnode.data import cache
+from decentnode.data.cache import indexed
+
+folder = pathlib.Path(sys.argv[1])
+sys.stdin.readline()
+
+def build(writer):
+    with open(folder / "made", "a") as file:
+        file.write("x")
+    for n in range(200):
+        writer.append("x", np.full((100, 50), n))
+
+index = indexed("kind", [folder / "source"], {}, build, folder / "c")
+sys.exit(0 if index["x"].sum() == 5000 * 199 * 100 else 1)
+"""
+
+
+def test_processes_that_start_at_once_make_one(tmp_path: Path) -> None:
+    (tmp_path / "source").write_text("1")
+    command = [sys.executable, "-c", SLOWLY, str(tmp_path)]
+    all_of_them = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(3)]
+    for each in all_of_them:
+        assert each.stdin is not None
+        each.stdin.write(b"go\n")
+        each.stdin.flush()
+    assert [each.wait(120) for each in all_of_them] == [0, 0, 0]
+    for each in all_of_them:
+        assert each.stdin is not None
+        each.stdin.close()
+    assert (tmp_path / "made").read_text() == "x"
 
 
 def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
