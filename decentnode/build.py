@@ -85,7 +85,10 @@ class SharedModel:
 
 
 def shared_model(experiment: Experiment, module: torch.nn.Module) -> SharedModel:
-    """Lays the parameters of `module` out in one flat model, by the section `parameters` of the experiment."""
+    """Lays the parameters of `module` out in one flat model, by the section `parameters` of the experiment, and by
+    `training.channels_last`."""
+    if getattr(experiment.training, "channels_last", False):
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     machines = experiment.make_mapping().nodes_by_machine()
     graphs, parameters = experiment.make_fragment_graphs(), experiment.parameters
     fragments: tuple[Fragment, ...] = ()

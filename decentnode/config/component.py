@@ -13,7 +13,7 @@ import re
 import stat
 import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,6 +51,29 @@ class Settings(pydantic.BaseModel):
         if _holds_boolean(value) and not _allows_boolean(cls, str(info.field_name)):
             raise PydanticCustomError("boolean", "must not be true or false")
         return value
+
+
+@dataclass(frozen=True)
+class Added:
+    """Marks a key that came to its section later, as `Annotated[int, ADDED]`: at its default it is left out of digests,
+    and of what checkpoints say of an experiment. Both then stay what they were before the key was there."""
+
+
+ADDED = Added()
+
+
+def added_defaults(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the path of every `ADDED` key below a section that has its default."""
+    if isinstance(value, pydantic.BaseModel):
+        fields = type(value).model_fields
+        for key, child in value:
+            if key in fields and ADDED in fields[key].metadata and child == fields[key].get_default():
+                yield (*path, key)
+            else:
+                yield from added_defaults(child, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, child in enumerate(value):
+            yield from added_defaults(child, (*path, str(index)))
 
 
 class Config(Settings):

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.parts import CommunicationConfig
-from decentnode.config.component import Config, Settings, load_class, section
+from decentnode.config.component import Config, Settings, added_defaults, load_class, section
 from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
 from decentnode.data import DATASETS
@@ -257,7 +257,8 @@ def portable_text(experiment: Experiment) -> str:
     weights = None
     if experiment.weights is not None and any(paths_of(experiment.weights, ())):
         weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
-    content = _portable(experiment.resolved(), {path for path, _ in paths_of(experiment, ())}, ())
+    paths, added = {path for path, _ in paths_of(experiment, ())}, {*added_defaults(experiment)}
+    content = _portable(_without(experiment.resolved(), added, ()), paths, ())
     return json.dumps([content, edges, weights, *([apart] if apart else [])], sort_keys=True, separators=(",", ":"))
 
 
@@ -281,6 +282,15 @@ def _without_empty_names(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: _without_empty_names(v) for key, v in value.items() if (key, v) != ("name", "")}
+
+
+def _without(value: Any, keys: Collection[tuple[str, ...]], at: tuple[str, ...]) -> Any:
+    """The same plain data without these keys."""
+    if isinstance(value, dict):
+        return {key: _without(v, keys, (*at, key)) for key, v in value.items() if (*at, key) not in keys}
+    if isinstance(value, list):
+        return [_without(v, keys, (*at, str(index))) for index, v in enumerate(value)]
+    return value
 
 
 def _portable(value: Any, paths: Collection[tuple[str, ...]], at: tuple[str, ...]) -> Any:

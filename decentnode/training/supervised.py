@@ -20,6 +20,7 @@ from decentnode.tasks.base import LOSS_SUMS, OWN, Task
 from decentnode.tensors import FlatModel
 from decentnode.training import statistics
 from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Training, Update
+from decentnode.training.gradients import Gradients
 from decentnode.training.losses import Loss
 from decentnode.training.lr_schedules import LearningRateSchedule
 from decentnode.training.optimizers import make_optimizer
@@ -55,7 +56,7 @@ class Supervised(Training):
         self.model = model
         self.task = task
         self._loss = Loss(config.loss_for(task.loss), config.label_smoothing)
-        self._checked: set[str] = set()
+        self._gradients = Gradients(config, model, task, self._loss, uid)
         self._seed, self._uid = seed, uid
         self._splits = self._split(data)
         self.evaluated = (EvaluatedSplit(shared=data.shared_test, pooled=data.pooled),)
@@ -148,9 +149,9 @@ class Supervised(Training):
         last_gradient = None
         for step, (inputs, targets) in enumerate(self._batches(steps), 1):
             samples += len(targets)
-            units = units + self._gradient(inputs, targets, loss)
+            units = units + self._gradients.compute(inputs, targets, loss)
             if config.clip_norm is not None:
-                norms += self._clip(config.clip_norm)
+                norms += self._gradients.clip(config.clip_norm)
             if self.keep_gradient and step == steps:
                 last_gradient = self.model.gradients()
             if direction is not None:
@@ -158,7 +159,7 @@ class Supervised(Training):
             self._optimizer.step()
             if config.lr_schedule.every == "step":
                 self._schedule.tick()
-        self._drop_gradients()
+        self._gradients.drop()
         if config.lr_schedule.every == "round":
             self._schedule.tick()
         mean = float(loss) / max(float(units), 1)  # the only point of a round where the host waits for the device
@@ -167,7 +168,7 @@ class Supervised(Training):
                 f"node {self._uid}: the training loss is {mean} in round {round}; "
                 "try a smaller learning rate (training.optimizer.lr) or training.clip_norm"
             )
-        report = {"lr": learning_rate}
+        report = {"lr": learning_rate, **self._gradients.report()}
         if config.clip_norm is not None:
             report["gradient_norm"] = float(norms) / max(steps, 1)
         return Update(steps, samples, mean, report, last_gradient)
@@ -204,50 +205,6 @@ class Supervised(Training):
             start += sum(some)
             yield from zip(inputs.split(some), targets.split(some), strict=True)
 
-    def _gradient(self, inputs: Tensor, targets: Tensor, total: Tensor) -> int | Tensor:
-        """Compute the gradient of the step's mean loss into .grad, and add the summed loss to `total`. Returns how many
-        units of the task the step has."""
-        self._drop_gradients()
-        size, batch = len(targets), self.config.batch_size
-        if size <= batch:
-            loss, units = self._batch_loss(inputs, targets)
-            loss.backward()
-            _add(total, loss, units)
-            return units
-        whole = self.task.units(targets)
-        for start in range(0, size, batch):
-            loss, units = self._batch_loss(inputs[start : start + batch], targets[start : start + batch])
-            (loss * (units / whole)).backward()
-            _add(total, loss, units)
-        return whole
-
-    def _batch_loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
-        """Returns the mean loss of a batch and the number of its units."""
-        outputs, wanted = self._aligned("train", inputs, targets)
-        loss: Tensor = self._loss.mean(outputs, wanted)
-        return loss, self.task.units(targets)
-
-    def _aligned(self, use: str, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the model's outputs and the targets as the task takes them. The first batch of every use is checked.
-        """
-        outputs, wanted = self.task.align(self.model.module(inputs), targets)
-        if use not in self._checked:
-            self.task.check(outputs, wanted)
-            self._checked.add(use)
-        return outputs, wanted
-
-    def _drop_gradients(self) -> None:
-        for p in self._parameters:  # as Optimizer.zero_grad, without its 60 us
-            p.grad = None
-
-    def _clip(self, most: float) -> Tensor:
-        """Scale the gradient to norm `most` when it is longer (exactly: torch's clip adds 1e-6). Returns the norm
-        before."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, (most / norm).clamp(max=1.0))
-        return norm
-
     # -- evaluation -------------------------------------------------------------------------------------------
 
     @property
@@ -272,7 +229,7 @@ class Supervised(Training):
 
     def _sums(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the sums of one batch, float64, in the order of `task.all_sums`."""
-        outputs, wanted = self._aligned("test", inputs, targets)
+        outputs, wanted = self._gradients.aligned("test", self.model.module, inputs, targets)
         units = self.task.units(targets)
         found = self.task.measure(outputs, wanted)
         every = dict(zip(LOSS_SUMS, (self._loss.summed(outputs, wanted, units), units), strict=True)) | found
@@ -310,7 +267,7 @@ class Supervised(Training):
         """Returns the state; its tensors are not copies, and the next round changes them."""
         return {
             "optimizer": self._optimizer.state_dict(), "ticks": self._schedule.ticks,
-            "epoch": self._sampler.epoch, "cursor": self._sampler.cursor,
+            "epoch": self._sampler.epoch, "cursor": self._sampler.cursor, **self._gradients.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -318,6 +275,7 @@ class Supervised(Training):
         try:
             self._optimizer.load_state_dict(state["optimizer"])
             self._keep_memory_formats()
+            self._gradients.load_state_dict(state)
             self._schedule.restore(int(state["ticks"]))
             self._deal(int(state["epoch"]))
             self._sampler.epoch, self._sampler.cursor = int(state["epoch"]), int(state["cursor"])
@@ -332,14 +290,6 @@ class Supervised(Training):
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
                     state[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _add(total: Tensor, mean: Tensor, units: int | Tensor) -> None:
-    """Add the sum over so many units whose mean is `mean`, in place and without waiting for the device."""
-    if isinstance(units, int):
-        total.add_(mean.detach(), alpha=units)
-    else:
-        total.add_(mean.detach() * units)
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

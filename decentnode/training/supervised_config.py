@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from decentnode.config.component import Config, Settings
+from decentnode.config.component import ADDED, Config, Settings
 from decentnode.errors import UsageError
 from decentnode.training.arguments import problem_at
+from decentnode.training.compiled import CompileConfig
 from decentnode.training.losses import LossConfig
 from decentnode.training.lr_schedules import LearningRateSchedule, ScheduleConfig
 from decentnode.training.optimizers import OptimizerConfig, trial_of
+from decentnode.training.precision import Precision
 
 
 def _by_name(value: Any) -> Any:
@@ -75,6 +77,16 @@ class SupervisedConfig(Config):
     arguments. When not given, that of the task."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing of the cross entropy in training; evaluation has none."""
+    amp: Annotated[Precision | None, ADDED] = None
+    """Automatic mixed precision: forward passes of training in bf16 or fp16 where torch holds that to be safe.
+    Parameters, gradients, payloads and evaluations stay float32. With fp16 the loss is scaled by a power of two, and a
+    step whose gradient overflows is made again with half the scale. Default: float32."""
+    compile: Annotated[bool | CompileConfig, ADDED] = False
+    """Whether torch.compile compiles the training steps: true, or a section with its arguments. Evaluations run without
+    it. Needs a C++ compiler on a CPU, triton on a GPU."""
+    channels_last: Annotated[bool, ADDED] = False
+    """Whether images and convolutions lie in memory with their channels last (NHWC), which tensor cores and 16-bit
+    kernels want. All nodes' parameters then lie so, and rules that choose by position see another order."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> SupervisedConfig:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
+from decentnode.experiment.identity import identity
 from decentnode.sharing import SHARINGS
 
 BASE = """\
@@ -353,6 +354,20 @@ def test_digest(write):
     assert load(write(BASE + "run: {dir: elsewhere}\n", "sub/a.yaml"), environ={}).digest() == digest
     for change in ("node.rounds=3", "seed=2", "graph.nodes=5", "training.batch_size=9"):
         assert load(path, [change], {}).digest() != digest, change
+
+
+def test_keys_that_came_later_leave_digests_as_they_were(write):
+    """Machines of two versions agree on a run that uses none of them, and its old checkpoints fit. Annotated with
+    `ADDED`, a key is left out of the digest at its default."""
+    path = write(BASE)
+    assert load(path, environ={}).digest() == "4a33443c217655b9"
+    assert load(path, ["training.amp=null", "training.compile=false"], {}).digest() == "4a33443c217655b9"
+    digests = {load(path, [change], {}).digest() for change in
+               ("training.amp=bf16", "training.compile=true", "training.compile={mode: default}")}  # fmt: skip
+    assert len(digests | {"4a33443c217655b9"}) == 4
+    kept = identity(load(path, environ={}))
+    assert "training.amp" not in kept and "training.compile" not in kept and kept["training.batch_size"] == 8
+    assert identity(load(path, ["training.amp=bf16"], {}))["training.amp"] == "bf16"
 
 
 def test_digest_covers_the_content_of_a_graph_file_not_its_place(write):

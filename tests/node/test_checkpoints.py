@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,12 @@ class Fleet:
     """The nodes of a run in one process: dropout, statistics, a schedule of the learning rate, unequal data."""
 
     def __init__(
-        self, folder: Path, rule: Callable[[], Sharing] = RULES["full"], *, fragments: bool = False, **node: Any
+        self, folder: Path, rule: Callable[[], Sharing] = RULES["full"], *, fragments: bool = False,
+        training: Mapping[str, Any] = TRAINING, **node: Any,
     ) -> None:
         """fragments: exchange two parts of the model in rounds of their own, and leave the rest to every node. node:
         keys of the section."""
-        self.fragments = fragments
+        self.fragments, self.training = fragments, training
         every = {"rounds": ROUNDS, "evaluate_every": 4, "checkpoint": {"every": 3}}
         self.config = NodeConfig.model_validate({**every, **node})
         self.folder, self.rule = folder, rule
@@ -54,7 +55,7 @@ class Fleet:
         self.nodes = [self.make(uid) for uid in range(NODES)]
 
     def make(self, uid: int) -> Node:
-        training = small.make(uid, small.noisy, small.samples(20 + uid, uid), **TRAINING)
+        training = small.make(uid, small.noisy, small.samples(20 + uid, uid), **self.training)
 
         def make_rule() -> Sharing:
             made = self.rule()
@@ -151,6 +152,22 @@ def test_also_between_two_exchanges_of_a_fragment(tmp_path: Path, name: str, sch
     straight = Fleet(tmp_path / "a", RULES[name], **keys).run()
     whole_until(tmp_path / "a", round)
     check_resumed(straight, Fleet(tmp_path / "b", RULES[name], **keys).resume(tmp_path / "a").run(), round)
+
+
+MORE: list[dict[str, Any]] = [
+    {"amp": "fp16", "accumulate": 2, "clip_norm": 0.5}, {"amp": "bf16", "compile": {"backend": "eager"}},
+]
+"""What training may keep beside the optimizer's state, in products."""
+
+
+@pytest.mark.parametrize("name", ["full", "gradient_tracking", "choco"])
+@pytest.mark.parametrize("keys", MORE, ids=str)
+def test_with_all_that_training_keeps(tmp_path: Path, keys: dict[str, Any], name: str) -> None:
+    training = {**TRAINING, **keys}
+    straight = Fleet(tmp_path / "a", RULES[name], training=training).run()
+    whole_until(tmp_path / "a", 3)
+    resumed = Fleet(tmp_path / "b", RULES[name], training=training).resume(tmp_path / "a").run()
+    check_resumed(straight, resumed, 3)
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "recompute"])

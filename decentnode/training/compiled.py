@@ -1,0 +1,84 @@
+"""Forward and backward passes through torch.compile, of a module whose parameters stay where they are."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from decentnode.config.component import Settings
+from decentnode.errors import EnvironmentFault
+
+Forward = Callable[[Tensor], Any]
+CPU_COMPILERS = ("g++", "clang++", "c++")
+
+
+class CompileConfig(Settings):
+    """How torch.compile compiles the model's training steps."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """Mode of torch.compile. The modes with max-autotune choose kernels by timing them: then two runs may differ in
+    their last bits."""
+    backend: str = "inductor"
+    """Backend of torch.compile: inductor, or one that is registered with torch._dynamo."""
+    dynamic: bool = False
+    """false: every shape of a batch gets code of its own, at most 8 of them, so that the same batch always gives the
+    same bits. true: one code for all shapes, for rows of unequal length."""
+    fullgraph: bool = False
+    """Whether a model that cannot be compiled in one piece is an error."""
+
+
+def compiled(module: nn.Module, config: CompileConfig, device: torch.device) -> Forward:
+    """Returns the forward pass of `module`, compiled when a shape is first seen, in seconds to minutes.
+
+    The module itself stays as it is: its parameters may move to other storage, and whatever calls it directly runs
+    without the compiler. Raises EnvironmentFault where this machine has no compiler, or torch not this backend; calls
+    raise what `failure_of` translates.
+    """
+    import torch._dynamo  # 72 MB in a second: only where it is wanted
+    import torch._inductor.config as inductor
+
+    if config.backend == "inductor":
+        _needs_compiler(device)
+        inductor.compile_threads = 1  # no pool of processes beside each node
+        inductor.fx_graph_cache = True  # nodes of a machine, and runs, share what one of them compiled
+    elif config.backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
+        raise EnvironmentFault(f"training.compile.backend must be one of {', '.join(known)}, got {config.backend!r}")
+    # Code that is replaced by the plain module once there are too many shapes would give other bits after a resume.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    mode = None if config.mode == "default" else config.mode
+    made: Forward = torch.compile(
+        module, mode=mode, backend=config.backend, dynamic=config.dynamic, fullgraph=config.fullgraph
+    )
+    return made
+
+
+def _needs_compiler(device: torch.device) -> None:
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise EnvironmentFault("training.compile needs triton for a GPU, which is not installed; install it, leave "
+                                   "the key out, or set backend: cudagraphs")  # fmt: skip
+        return
+    wanted = os.environ.get("CXX")
+    if not any(shutil.which(name) for name in ([wanted] if wanted else CPU_COMPILERS)):
+        tried = f"CXX={wanted}" if wanted else ", ".join(CPU_COMPILERS)
+        raise EnvironmentFault(f"training.compile needs a C++ compiler on a CPU, and there is none here (tried "
+                               f"{tried}); install one, or leave the key out")  # fmt: skip
+
+
+def failure_of(error: Exception) -> EnvironmentFault | None:
+    """Returns what to tell the user of an error that the compiler raised; None for any other error."""
+    import torch._dynamo.exc as exceptions
+
+    if isinstance(error, exceptions.FailOnRecompileLimitHit):
+        return EnvironmentFault("training.compile: batches have more than "
+                                f"{torch._dynamo.config.recompile_limit} shapes; dynamic: true makes one code for all")
+    if isinstance(error, exceptions.TorchDynamoException):
+        first = str(error).strip().split("\n")[0]
+        return EnvironmentFault(f"training.compile: this model cannot be compiled here: {first:.300}")
+    return None
