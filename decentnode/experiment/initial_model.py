@@ -10,6 +10,7 @@ from decentnode.config.component import load_class
 from decentnode.errors import UsageError, told
 from decentnode.experiment.tree import Experiment
 from decentnode.models import MODELS
+from decentnode.models.lora import add_adapters
 from decentnode.models.weights import load_weights
 from decentnode.samples import DataSpec
 
@@ -26,6 +27,8 @@ def make_module(experiment: Experiment, data: DataSpec) -> nn.Module:
         raise UsageError(f"making {name} raised {told(error)}") from error
     if not isinstance(module, nn.Module):
         raise UsageError(f"{name} must make a torch.nn.Module, got {type(module).__name__}")
+    if (lora := getattr(experiment.model, "lora", None)) is not None:
+        add_adapters(module, lora)
     return module
 
 

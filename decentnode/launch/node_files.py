@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from decentnode.errors import EnvironmentFault
 from decentnode.launch.messages import ChildMessage, Progress
 from decentnode.metrics.reader import read
 from decentnode.metrics.writer import MetricsWriter, encode, finite
+from decentnode.models.lora import adapter_names, folded
 from decentnode.node.node import Node
 from decentnode.system import replacing, write_atomic
 from decentnode.tensors import FlatModel
@@ -128,8 +129,12 @@ def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
 def save(module: nn.Module, path: Path, without: Collection[str] = ()) -> None:
     """Write a module's state_dict as safetensors, atomically. without: names that are left out. Raises EnvironmentFault
     when the disk refuses."""
-    tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()
-               if name not in without}  # fmt: skip
+    save_tensors({name: value for name, value in module.state_dict().items() if name not in without}, path)
+
+
+def save_tensors(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors as safetensors, atomically. Raises EnvironmentFault when the disk refuses."""
+    tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
     try:
         with replacing(path) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
@@ -145,9 +150,17 @@ def load_merged(model: FlatModel, merged: Tensor) -> None:
 
 def save_node(node: Node, run_dir: Path) -> None:
     """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors, which has no parameters that the
-    nodes kept to themselves. The node's model may be overwritten by the merged one: it must not be used afterwards."""
+    nodes kept to themselves; of a model with adapters also adapters.safetensors, what of the merged model was trained,
+    and folded.safetensors, the merged model with the adapters added to its weights. The node's model may be overwritten
+    by the merged one: it must not be used afterwards."""
     model = node.training.model
     save(model.module, run_dir / "models" / f"{node.uid:03d}.safetensors")
     if node.uid == node.generation.members[0] and node.merged is not None:
         load_merged(model, node.merged)
-        save(model.module, run_dir / "models" / "merged.safetensors", without=model.names_from(node.shared))
+        kept = set(model.names_from(node.shared))
+        save(model.module, run_dir / "models" / "merged.safetensors", without=kept)
+        if adapter_names(model.module):
+            frozen = {name for name, each in model.module.named_parameters() if not each.requires_grad}
+            save(model.module, run_dir / "models" / "adapters.safetensors", without=kept | frozen)
+            if not kept:
+                save_tensors(folded(model.module), run_dir / "models" / "folded.safetensors")

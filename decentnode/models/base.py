@@ -10,6 +10,7 @@ from torch import nn
 
 from decentnode.config.component import Component, Config
 from decentnode.errors import UsageError
+from decentnode.models.lora import LoraConfig
 from decentnode.samples import DataSpec
 
 
@@ -19,6 +20,9 @@ class ModelConfig(Config):
     init: Path | None = None
     """A .safetensors file with the weights to start from: the state_dict of such a model, as runs leave it in their
     folder models. Default: drawn from the run's seed."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters: the model itself is frozen, and they alone are trained and shared. Default: none, the whole
+    model is."""
 
 
 class Model(Component, abc.ABC):

@@ -1,4 +1,4 @@
-"""Weights to start from: a .safetensors file with the state_dict of a module."""
+"""Weights to start from: a .safetensors file with the state_dict of a module; adapters need not be in it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from decentnode.errors import UsageError
+from decentnode.models.lora import adapter_names
 
 MOST_NAMED = 4
 """Tensors that a message names."""
@@ -18,11 +19,14 @@ def check_weights(module: nn.Module, path: Path) -> None:
     """Raises UsageError unless the file has a tensor of the right shape for every one of the module, and no other. The
     module may be on the meta device; no value is read."""
     expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    adapters = adapter_names(module)
     try:
         with safe_open(path, "pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UsageError(f"init must be a .safetensors file, {path} is none: {error}") from error
+    if not adapters & found.keys():  # of the model before it had any
+        expected = {name: shape for name, shape in expected.items() if name not in adapters}
     wrong = [f"{name} is {list(found[name])} instead of {list(shape)}" for name, shape in expected.items()
              if name in found and found[name] != shape]  # fmt: skip
     for names, what in ((expected.keys() - found, "it lacks"), (found.keys() - expected, "it has besides")):
@@ -36,8 +40,10 @@ def load_weights(module: nn.Module, path: Path) -> None:
     """Copy the values of the file into the module, in place. Raises UsageError as `check_weights` does."""
     check_weights(module, path)
     with safe_open(path, "pt") as file, torch.no_grad():
+        names = set(file.keys())
         for name, value in module.state_dict().items():
-            value.copy_(file.get_tensor(name))
+            if name in names:
+                value.copy_(file.get_tensor(name))
 
 
 def _few(names: list[str]) -> str:

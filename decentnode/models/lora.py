@@ -1,0 +1,137 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): a frozen model, of which small factors are trained."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from decentnode.config.component import Settings
+from decentnode.errors import UsageError
+
+FACTORS = ("lora_a", "lora_b")
+"""Names of an adapter's parameters in its layer."""
+MOST_NAMED = 6
+"""Layers that a message names."""
+
+
+class LoraConfig(Settings):
+    """Adapters beside linear layers, whose own parameters are frozen: they neither move nor leave a node.
+
+    Patterns are those of file names, as in `parameters`."""
+
+    rank: int = Field(8, ge=1)
+    """Of an adapter: it has rank * (inputs + outputs) parameters."""
+    alpha: float = Field(16.0, gt=0)
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: list[str] = Field(default=["*"], min_length=1)
+    """Patterns of the names of the `nn.Linear` layers that get an adapter."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of an adapter's inputs, in training."""
+    train: list[str] = Field(default_factory=list)
+    """Patterns of the model's own parameters that are trained and shared as well, such as a new output layer."""
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer and its adapter: x W' + bias + alpha / rank (dropout(x) A') B', where ' transposes. Weight and
+    bias keep their names, so that a state_dict of the model without adapters fits."""
+
+    lora_a: nn.Parameter  # [rank, inputs]
+    lora_b: nn.Parameter  # [outputs, rank]
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        added = functional.linear(functional.dropout(input, self.lora_dropout, self.training), self.lora_a)
+        whole = functional.linear(input, self.weight, self.bias)
+        return whole + functional.linear(added, self.lora_b) * self.lora_scale
+
+    def folded_weight(self) -> Tensor:
+        """[outputs, inputs], a copy: the weight with which a plain layer does the same, dropout apart."""
+        return self.weight.detach() + self.lora_scale * (self.lora_b.detach() @ self.lora_a.detach())
+
+
+def add_adapters(module: nn.Module, config: LoraConfig) -> None:
+    """Freeze the module and give its linear layers adapters, in place; at first they change no output. A is drawn from
+    torch's global generator, B is zero.
+
+    Layers whose code reads the weight itself (those inside `nn.MultiheadAttention`) and layers whose weight belongs to
+    another module, too, are left out. Raises UsageError where a pattern finds nothing.
+    """
+    layers = dict(_plain_layers(module))
+    chosen = {name: layer for name, layer in layers.items() if _matches(name, config.targets)}
+    for pattern in config.targets:
+        if not any(_matches(name, [pattern]) for name in layers):
+            raise UsageError(f"lora.targets must match nn.Linear layers, got {pattern!r}; {_listed(layers)}")
+    own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    for pattern in config.train:
+        if not any(_matches(name, [pattern]) for name in own):
+            raise UsageError(f"lora.train must match the names of parameters, got {pattern!r}; {_listed(own)}")
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if _matches(name, config.train):
+            parameter.requires_grad_(True)
+    for layer in chosen.values():
+        _adapt(layer, config)
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            # Its fused path for evaluation reads weights without calling layers, unless one of them has a hook
+            for layer in (each for each in part.modules() if isinstance(each, LoraLinear)):
+                layer.register_forward_pre_hook(_nothing)
+
+
+def folded(module: nn.Module) -> dict[str, Tensor]:
+    """The state_dict of the module without adapters that gives the same outputs in evaluation: every adapter is added
+    to its weight."""
+    found = {name: value for name, value in module.state_dict().items() if name.rpartition(".")[2] not in FACTORS}
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoraLinear):
+            found[f"{name}.weight" if name else "weight"] = layer.folded_weight()
+    return found
+
+
+def adapter_names(module: nn.Module) -> set[str]:
+    """Names of the adapters' parameters in the state_dict."""
+    return {f"{name}.{factor}".lstrip(".") for name, layer in module.named_modules() if isinstance(layer, LoraLinear)
+            for factor in FACTORS}  # fmt: skip
+
+
+def _plain_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers whose weight nobody else uses."""
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    for name, part in module.named_modules():
+        if type(part) is nn.Linear and uses[id(part.weight)] == 1:
+            yield name, part
+
+
+def _adapt(layer: nn.Linear, config: LoraConfig) -> None:
+    """Makes the layer a LoraLinear: the object stays, whoever holds it."""
+    layer.__class__ = LoraLinear
+    assert isinstance(layer, LoraLinear)
+    weight = layer.weight
+    layer.lora_a = nn.Parameter(weight.new_empty(config.rank, layer.in_features))
+    layer.lora_b = nn.Parameter(weight.new_zeros(layer.out_features, config.rank))
+    nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))
+    layer.lora_scale, layer.lora_dropout = config.alpha / config.rank, config.dropout
+
+
+def _nothing(module: nn.Module, inputs: Any) -> None:
+    """A hook whose presence is its effect."""
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _listed(names: Any) -> str:
+    some = [*names]
+    if not some:
+        return "this model has none"
+    return f"names: {', '.join(some[:MOST_NAMED])}" + (", ..." if len(some) > MOST_NAMED else "")

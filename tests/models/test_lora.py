@@ -1,0 +1,191 @@
+"""Adapters: against the formula, frozen weights that neither move nor travel, files, and a run that goes on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from decentnode.build import build_in_process, step_all
+from decentnode.errors import ConfigError, UsageError
+from decentnode.experiment import load
+from decentnode.launch.node_files import save_node
+from decentnode.models.lora import LoraConfig, LoraLinear, add_adapters, folded
+from tests.launch.test_resume import Folder, models
+
+LORA = Path(__file__).parents[2] / "configs" / "lora.yaml"
+QUICKSTART = LORA.parent / "quickstart.yaml"
+
+
+def adapted(module: nn.Module, **keys: Any) -> nn.Module:
+    add_adapters(module, LoraConfig.model_validate(keys))
+    return module
+
+
+def disturb(module: nn.Module) -> None:
+    """Values that training would give to the factors that begin with zero."""
+    for name, parameter in module.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.normal_(parameter)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False))
+
+
+def test_the_formula() -> None:
+    layer = adapted(nn.Linear(6, 5), rank=2, alpha=3.0)
+    assert isinstance(layer, LoraLinear)
+    x = torch.randn(7, 6)
+    plain = nn.functional.linear(x, layer.weight, layer.bias)
+    assert torch.equal(layer(x), plain), "an adapter begins with no effect"
+    disturb(layer)
+    wanted = x.double() @ layer.weight.double().T + layer.bias.double()
+    wanted += 3.0 / 2 * (x.double() @ layer.lora_a.double().T) @ layer.lora_b.double().T
+    assert torch.allclose(layer(x).double(), wanted, atol=1e-5) and not torch.allclose(layer(x), plain)
+
+
+def test_what_is_trained() -> None:
+    module = adapted(net(), rank=3, targets=["1"], train=["3.*"])
+    trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    assert trained == {"1.lora_a": (3, 6), "1.lora_b": (5, 3), "3.weight": (4, 5)}
+    assert {name for name, p in module.named_parameters() if not p.requires_grad} == {"1.weight", "1.bias"}
+
+
+def test_dropout_is_of_the_adapter_in_training_alone() -> None:
+    module = adapted(nn.Linear(6, 5), rank=2, dropout=0.5)
+    disturb(module)
+    x = torch.randn(4, 6)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))
+
+
+def test_folded_weights_give_the_same_without_adapters() -> None:
+    module = adapted(net(), rank=2)
+    disturb(module)
+    module.eval()
+    plain = net().eval()
+    plain.load_state_dict(folded(module))  # by the same names, and no other
+    x = torch.randn(9, 6)
+    assert torch.allclose(plain(x), module(x), atol=1e-5) and not torch.allclose(plain(x), net()(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.inner = nn.Linear(6, 6)
+        self.output = nn.Linear(6, 9, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+def test_layers_that_cannot_have_one_are_left_out() -> None:
+    trained = {name for name, p in adapted(Tied()).named_parameters() if p.requires_grad}
+    assert trained == {"inner.lora_a", "inner.lora_b"}
+    with pytest.raises(UsageError, match=r"lora\.targets must match nn\.Linear layers, got 'output'; names: inner"):
+        adapted(Tied(), targets=["output"])
+
+
+@pytest.mark.parametrize("keys, problem", [
+    ({"targets": ["7"]}, "lora.targets must match nn.Linear layers, got '7'; names: 1, 3"),
+    ({"train": ["7.*"]}, "lora.train must match the names of parameters, got '7.*'; names: 1.weight, 1.bias, 3.weight"),
+])
+def test_patterns_that_find_nothing(keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        adapted(net(), **keys)
+    assert problem in str(caught.value)
+    with pytest.raises(UsageError, match="this model has none"):
+        adapted(nn.Conv2d(1, 1, 3))
+
+
+def test_evaluation_of_a_transformer_has_its_adapters() -> None:
+    """torch computes an encoder layer in evaluation by a path of its own, which reads weights and calls no layer."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(3, 4, 8)
+    with torch.no_grad():
+        without = copy.deepcopy(layer).eval()(x)
+        add_adapters(layer, LoraConfig(targets=["linear*"]))
+        disturb(layer)
+        assert torch.allclose(layer(x), layer.eval()(x), atol=1e-5) and not torch.allclose(layer(x), without, atol=0.01)
+
+
+# -- runs
+
+def run(*overrides: str) -> list[Any]:
+    nodes = build_in_process(load(LORA, ["node.rounds=3", "node.evaluate_every=3", "communication=inproc", *overrides]))
+    step_all(nodes)
+    return nodes
+
+
+def test_frozen_weights_neither_move_nor_travel() -> None:
+    start = build_in_process(load(LORA))[0].training.model.module.state_dict()
+    nodes = run("model.lora={rank: 2, alpha: 2, targets: ['*']}")
+    for node in nodes:
+        state = node.training.model.module.state_dict()
+        frozen = {name for name, p in node.training.model.module.named_parameters() if not p.requires_grad}
+        assert frozen == {"1.weight", "1.bias", "3.weight", "3.bias"}
+        assert all(torch.equal(state[name], start[name]) for name in frozen)
+        assert not torch.equal(state["1.lora_b"], torch.zeros_like(state["1.lora_b"]))
+    adapters = 2 * (64 + 64) + 2 * (64 + 10)
+    assert [s.elements for s in nodes[0].communication.schemas] == [adapters]
+    graph, rounds = load(LORA).make_graph(), 3
+    assert nodes[0].figures()["bytes_data"] == 4 * adapters * rounds * len(graph.neighbors(0, 0))
+
+
+def test_adapters_of_one_layer_are_shared_alone() -> None:
+    nodes = run("parameters={share: ['1.lora_*']}")
+    assert [s.elements for s in nodes[0].communication.schemas] == [4 * (64 + 64)]
+    heads = [node.training.model.module.state_dict()["3.weight"] for node in nodes]
+    assert not torch.equal(heads[0], heads[1])
+
+
+def test_a_pattern_that_finds_nothing_is_told_with_its_place() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(LORA, ["model.lora.targets=[output]"])
+    assert "lora.targets must match nn.Linear layers, got 'output'; names: 1, 3" in str(caught.value)
+
+
+def test_files_of_a_run_and_to_start_from(tmp_path: Path) -> None:
+    nodes = run()
+    module = nodes[0].training.model.module
+    (tmp_path / "models").mkdir()
+    save_node(nodes[0], tmp_path)  # which leaves the merged model in the node's
+    merged, alone, plain = (load_file(tmp_path / "models" / f"{name}.safetensors")
+                            for name in ("merged", "adapters", "folded"))  # fmt: skip
+    assert sorted(alone) == ["1.lora_a", "1.lora_b", "3.bias", "3.weight"]
+    assert all(torch.equal(merged[name], value) for name, value in alone.items())
+    wanted = merged["1.weight"] + 4 / 4 * merged["1.lora_b"] @ merged["1.lora_a"]
+    assert sorted(plain) == ["1.bias", "1.weight", "3.bias", "3.weight"] and torch.allclose(plain["1.weight"], wanted)
+    x = torch.randn(5, 1, 8, 8)
+    base = build_in_process(load(QUICKSTART, [f"model.init={tmp_path}/models/folded.safetensors"]))[0]
+    assert torch.allclose(base.training.model.module.eval()(x), module.eval()(x), atol=1e-5)
+    for name, same in (("merged", True), ("folded", False)):  # with adapters and without
+        again = build_in_process(load(LORA, [f"model.init={tmp_path}/models/{name}.safetensors"]))[0]
+        state = again.training.model.module.state_dict()
+        assert torch.equal(state["1.lora_b"], merged["1.lora_b"]) == same
+        assert torch.allclose(again.training.model.module.eval()(x), module.eval()(x), atol=1e-5)
+    save_file({name: value for name, value in merged.items() if name != "1.lora_a"}, tmp_path / "cut.safetensors")
+    with pytest.raises(ConfigError, match=r"it lacks 1\.lora_a"):
+        load(LORA, [f"model.init={tmp_path}/cut.safetensors"])
+
+
+def test_a_run_with_adapters_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    adapters = ["model={name: mlp, hidden: [12], lora: {rank: 2, dropout: 0.2}}"]
+    folder, keep = Folder(tmp_path), "node.checkpoint={every: 3}"
+    straight = models(folder.done(*adapters))
+    folder.done(*adapters, "name=a", "node.rounds=5", keep)
+    resumed = models(folder.done(*adapters, "name=a", keep, resume=""))
+    assert straight.keys() == resumed.keys() and any("folded" in name for name in straight)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+
+
+def test_it_learns() -> None:
+    nodes = run("node.rounds=30", "node.evaluate_every=30")
+    assert float(nodes[0].figures()["accuracy_merged"]) > 0.85
