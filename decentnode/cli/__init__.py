@@ -6,13 +6,14 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import traceback
 from typing import Any
 
 import click
 
-from decentnode.errors import ConfigError, DecentnodeError
+from decentnode.errors import ConfigError, DecentnodeError, EnvironmentFault
 
 COMMANDS: dict[str, str] = {
     "new": "Write a commented experiment with a model, data and a rule of your own, to begin with.",
@@ -74,6 +75,13 @@ class LazyGroup(click.Group):
             prefix = "" if isinstance(error, ConfigError) else "error: "
             click.echo(f"{prefix}{error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.filename is None:  # no file of the user's: a closed pipe, which click answers, or our own fault
+                raise
+            if ctx.meta["decentnode.traceback"]:
+                click.echo(traceback.format_exc(), err=True)
+            click.echo(f"error: {os.fsdecode(error.filename)}: {error.strerror}", err=True)
+            ctx.exit(EnvironmentFault.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)

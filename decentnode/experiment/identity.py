@@ -21,8 +21,8 @@ MAY_CHANGE = (
 def identity(experiment: Experiment) -> dict[str, Any]:
     """Returns "section.key" -> value of everything that decides what is computed, as plain data.
 
-    Paths, ports and devices are left out, but the edges that the graphs came out with are in it, and the machines where
-    the sharing rule's groups are those.
+    Paths, ports and devices are left out, but the edges that the graphs came out with are in it, the content of
+    `model.init`, and the machines where the sharing rule's groups are those.
     """
     content, *graphs = json.loads(portable_text(experiment))
     found = {key: value for key, value in _leaves(content, "") if not _may_change(key)}

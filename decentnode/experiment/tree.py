@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.parts import CommunicationConfig
 from decentnode.config.component import Config, Settings, added_defaults, load_class, section
+from decentnode.config.file_digest import content_digest
 from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
 from decentnode.data import DATASETS
@@ -241,12 +242,14 @@ class Experiment(Settings):
                 yield f"{label} {flow(value)}  # {self.origin('.'.join((*path, key)))}"
 
     def digest(self) -> str:
-        """16 hex digits that all machines of a run must share: the resolved values and the graph's edges."""
+        """16 hex digits that all machines of a run must share: the resolved values, the graph's edges and the content
+        of `model.init`."""
         return hashlib.blake2b(portable_text(self).encode(), digest_size=8).hexdigest()
 
 
 def portable_text(experiment: Experiment) -> str:
-    """What the digest covers: no paths, ports, hosts or devices, but the edges that the graph came out with.
+    """What the digest covers: no paths, ports, hosts or devices, but the edges that the graph came out with, and the
+    content of the weights that the model starts from.
 
     Edges of the first rounds stand for a graph that changes; weights stand for themselves only when a file holds
     them, because computed ones may differ in their last bits.
@@ -259,6 +262,8 @@ def portable_text(experiment: Experiment) -> str:
         weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
     paths, added = {path for path, _ in paths_of(experiment, ())}, {*added_defaults(experiment)}
     content = _portable(_without(experiment.resolved(), added, ()), paths, ())
+    if getattr(experiment.model, "init", None) is not None:
+        content["model"]["init"] = content_digest(experiment.base_dir / experiment.model.init)  # type: ignore[attr-defined]
     return json.dumps([content, edges, weights, *([apart] if apart else [])], sort_keys=True, separators=(",", ":"))
 
 

@@ -159,8 +159,9 @@ def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
     """Returns (path of each file to copy, by its name in the run directory; the path that the copied configs give for
     each key).
 
-    Copied are the experiment's own files as they were written, graphs, weights and mappings. Data is too large and
-    keys are secret: they stay where they are. `run.dir` becomes the folder of the experiment's runs.
+    Copied are the experiment's own files as they were written, graphs, weights, mappings and the model to start from,
+    which is as large as what each node leaves. Data is too large and keys are secret: they stay where they are.
+    `run.dir` becomes the folder of the experiment's runs.
     """
     inputs: dict[str, str] = {}
 
@@ -175,6 +176,6 @@ def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
         copied(os.path.abspath(file))
     kept: dict[str, str] = {}
     for key, path in experiment.paths().items():
-        small = key.split(".")[0] in ("graph", "weights", "mapping") and path.is_file()
-        kept[key] = copied(str(path)) if small else str(path)
+        part = key.split(".")[0] in ("graph", "weights", "mapping") or key == "model.init"
+        kept[key] = copied(str(path)) if part and path.is_file() else str(path)
     return inputs, {**kept, "run.dir": "../.."}

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from decentnode.config.file_digest import content_digest
 from decentnode.config.run_files import DERIVED
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
@@ -31,7 +32,8 @@ class Ran:
     name: str
     seed: Any
     config: Mapping[str, str]
-    """Every resolved value by dotted key, other than those of NO_PART_OF_IT."""
+    """Every resolved value by dotted key, other than those of NO_PART_OF_IT; of `model.init` what stands for its
+    content."""
     status: str
     """finished, interrupted, failed; "not finished" where there is no summary."""
     summary: Mapping[str, Any]
@@ -65,6 +67,8 @@ def read(path: Path) -> Ran:
     if "graph.file" in config:
         edges = path / "graph.edges"
         config[EDGES] = hashlib.sha256(edges.read_bytes()).hexdigest()[:12] if edges.is_file() else ""
+    if (init := config.get("model.init", "null")) != "null":
+        config["model.init"] = content_digest(path / init) or init
     follows = frozenset(key for key in config for each in found if key == each or key.startswith(f"{each}."))
     try:
         summary = summaries.read(path / "summary.json")

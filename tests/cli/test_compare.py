@@ -103,6 +103,19 @@ def test_a_bare_name_means_all_finished_runs_and_the_others_are_named(tmp_path: 
     assert result.exit_code == 2 and "no finished run in latest" in result.output
 
 
+def test_runs_from_other_initial_weights_are_no_repeats(tmp_path: Path) -> None:
+    """The name of the file says nothing, nor does its place."""
+    for seed, content in ((1, b"one"), (2, b"one"), (3, b"two")):
+        model = {"name": "mlp", "init": f"inputs/{seed}.safetensors"}
+        folder = finished(tmp_path / f"exp/{seed}", seed, 0.5, model=model)
+        (folder / "inputs").mkdir()
+        (folder / f"inputs/{seed}.safetensors").write_bytes(content)
+    finished(tmp_path / "exp/4", 4, 0.5, model={"name": "mlp", "init": "/no/such.safetensors"})
+    result = CliRunner().invoke(main, ["compare", str(tmp_path / "exp"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert sorted(row["runs"] for row in json.loads(result.stdout).values()) == [1, 1, 2]
+
+
 def test_one_seed_twice_is_one_sample(tmp_path: Path) -> None:
     finished(tmp_path / "exp" / "early", 1, 0.3)
     finished(tmp_path / "exp" / "late", 1, 0.4)

@@ -117,3 +117,14 @@ def test_traceback_can_be_asked_for_anywhere(monkeypatch):
         assert done.exit_code == 2
         assert "Traceback (most recent call last)" in done.stderr
     assert "Traceback" not in CliRunner().invoke(main, arguments).stderr
+
+
+@pytest.mark.parametrize("arguments", [
+    ("keygen", "2", "-o", "PLACE"), ("schema", "-o", "PLACE/below"), ("keygen", "2", "-o", "PLACE/below"),
+    ("graph", "make", "ring", "-n", "4", "-o", "PLACE/below.edges"),
+], ids=["keygen", "schema", "keygen-below", "graph"])  # fmt: skip
+def test_a_place_that_cannot_be_written_is_told_in_a_line(tmp_path, arguments):
+    (tmp_path / "a file").write_text("")
+    found = CliRunner().invoke(main, [each.replace("PLACE", str(tmp_path / "a file")) for each in arguments])
+    assert found.exit_code in (2, 3) and isinstance(found.exception, SystemExit), found.exception
+    assert found.output.count("\n") == 1 and str(tmp_path / "a file") in found.output, found.output

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from decentnode.cli import start
 from decentnode.errors import DecentnodeError
@@ -19,6 +19,7 @@ from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read, read_kind
+from decentnode.report import repeats
 from tests.launch.faults import experiment
 
 
@@ -173,6 +174,29 @@ def test_another_experiment_is_refused_by_the_names_of_its_keys(tmp_path: Path) 
     same = ["node.rounds=3", "node.evaluate_every=2", "communication.timeout_seconds=33", "node.checkpoint={every: 1}",
             "mapping={nodes_per_machine: 4, threads: 1}", "node.missing=return_weight"]  # fmt: skip
     folder.done(*same, resume="")
+
+
+def test_other_initial_weights_are_another_experiment(tmp_path: Path) -> None:
+    """And a run's folder has the weights that it began with, whatever becomes of the file."""
+    def weights(value: float) -> None:
+        save_file({"1.weight": torch.full((10, 64), value), "1.bias": torch.zeros(10)}, tmp_path / "w.safetensors")
+
+    weights(0.25)
+    model = {"name": "logistic", "init": "w.safetensors"}
+    folder = Folder(tmp_path, node={"rounds": 2, "checkpoint": {"every": 2}}, model=model)
+    first = folder.done()
+    weights(0.5)
+    text = r"these keys differ:\nmodel\.init: \"\w+\" in the checkpoint, \"\w+\" now"
+    with pytest.raises(DecentnodeError, match=text):
+        folder.run("node.rounds=3", resume="")
+    other = folder.done()
+    again = supervise(Request(str(first / start.RESOLVED), [f"run.dir={tmp_path / 'more'}"]), Told(), command="repeat")
+    assert again.exit_code == 0 and again.run_dir is not None
+    check_same(first, again.run_dir)
+    ran = [repeats.read(each) for each in (first, again.run_dir, other)]
+    assert ran[0].config["model.init"] == ran[1].config["model.init"] != ran[2].config["model.init"]
+    weights(0.25)
+    folder.done("node.rounds=3", resume=str(first))
 
 
 def test_the_best_must_be_a_figure_of_the_task(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from decentnode.build import build_in_process
 from decentnode.config.component import load_class, section
 from decentnode.errors import ConfigError, UsageError
 from decentnode.experiment import load
+from decentnode.experiment.identity import identity
 from decentnode.experiment.initial_model import make_model
 from decentnode.models import MODELS
 from decentnode.models.base import Model
@@ -129,8 +130,9 @@ def test_weights_of_another_model_are_refused_before_the_run(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"model\.init must be a \.safetensors file"):
         load(tmp_path / "a.yaml")
     (tmp_path / "w.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ConfigError, match=r"model\.init must be a \.safetensors file"):
+    with pytest.raises(ConfigError, match=r"a\.yaml:5:\d+: model\.init must be a \.safetensors file") as caught:
         load(tmp_path / "a.yaml")
+    assert "see data" not in str(caught.value)
     save_file(nn.Linear(3, 2).state_dict(), tmp_path / "w.safetensors")
     with pytest.raises(ConfigError, match=r"model\.init must hold the weights of .*it lacks 1\.bias, 1\.weight"):
         load(tmp_path / "a.yaml")
@@ -141,3 +143,18 @@ def test_weights_of_another_model_are_refused_before_the_run(tmp_path: Path) -> 
     with pytest.raises(UsageError):
         load_weights(module, tmp_path / "w.safetensors")
     assert torch.equal(module.weight, before)
+
+
+def test_what_is_in_the_file_decides_what_experiment_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(BASE + "model: {name: mlp, hidden: [4]}\n")
+    plain, init = load(tmp_path / "a.yaml").digest(), ["model.init=" + str(tmp_path / "w.safetensors")]
+
+    def digest(value: float, name: str = "w.safetensors") -> str:
+        module = make_model(load(tmp_path / "a.yaml"), DIGITS)
+        save_file({key: torch.full_like(each, value) for key, each in module.state_dict().items()}, tmp_path / name)
+        return load(tmp_path / "a.yaml", [f"model.init={tmp_path / name}"]).digest()
+
+    assert len({plain, digest(1.0), digest(2.0)}) == 3
+    assert digest(2.0, "other.safetensors") == digest(2.0), "a path is no part of it"
+    assert identity(load(tmp_path / "a.yaml", init))["model.init"]
+    assert "model.init" not in identity(load(tmp_path / "a.yaml"))
