@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 import yaml
@@ -33,8 +33,11 @@ from decentnode.rng import GLOBAL, torch_seed
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.tasks import TASKS
-from decentnode.tasks.base import Task
+from decentnode.tasks.base import OWN, Task
 from decentnode.training import TRAININGS
+
+if TYPE_CHECKING:
+    from decentnode.training.base import Training
 
 IMPLIED_NAMES = {"graph": {"file": "file"}}
 """By section: the names that keys stand for where none is written."""
@@ -189,7 +192,9 @@ class Experiment(Settings):
     def measured(self) -> TaskMetrics:
         """What the run measures. Raises as `make_task` does."""
         data = self.open_data()
-        return self.make_task().measured(data.sharded, data.test == "both")
+        training: type[Training] = load_class(self.training.name, TRAININGS, "training")
+        variants = training.variants(self.training)
+        return self.make_task().measured(data.sharded, [*([OWN] if data.test == "both" else []), *variants])
 
     def resolved(self) -> dict[str, Any]:
         """Every value of the run as plain data, in the order of the keys above; without `parameters` where the model

@@ -151,16 +151,29 @@ def load_merged(model: FlatModel, merged: Tensor) -> None:
 def save_node(node: Node, run_dir: Path) -> None:
     """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors, which has no parameters that the
     nodes kept to themselves; of a model with adapters also adapters.safetensors, what of the merged model was trained,
-    and folded.safetensors, the merged model with the adapters added to its weights. The node's model may be overwritten
-    by the merged one: it must not be used afterwards."""
-    model = node.training.model
+    and folded.safetensors, the merged model with the adapters added to its weights. In models/ema/ likewise the moving
+    averages, where there are any, without what follows from adapters.
+
+    The node's model may be overwritten by another one: it must not be used afterwards.
+    """
+    model, lowest = node.training.model, node.uid == node.generation.members[0]
+    kept = set(model.names_from(node.shared))
     save(model.module, run_dir / "models" / f"{node.uid:03d}.safetensors")
-    if node.uid == node.generation.members[0] and node.merged is not None:
+    if lowest and node.merged is not None:
         load_merged(model, node.merged)
-        kept = set(model.names_from(node.shared))
         save(model.module, run_dir / "models" / "merged.safetensors", without=kept)
         if adapter_names(model.module):
             frozen = {name for name, each in model.module.named_parameters() if not each.requires_grad}
             save(model.module, run_dir / "models" / "adapters.safetensors", without=kept | frozen)
             if not kept:
                 save_tensors(folded(model.module), run_dir / "models" / "folded.safetensors")
+    if node.averages is None:
+        return
+    own, merged = node.averages
+    place = run_dir / "models" / "ema"
+    place.mkdir(parents=True, exist_ok=True)
+    load_merged(model, own)
+    save(model.module, place / f"{node.uid:03d}.safetensors")
+    if lowest and merged is not None:
+        load_merged(model, merged)
+        save(model.module, place / "merged.safetensors", without=kept)

@@ -191,6 +191,8 @@ class Metric:
     """Digits that tables show after the decimal point."""
     logarithmic: bool = False
     """Whether plots have a logarithmic axis where values span more than half a decade."""
+    samples: str = "test"
+    """Of which samples it is, in the labels of plots; empty where `word` says it."""
     pooled: bool = False
     """Whether each node has a part of the test samples alone; the mean over the nodes is then that of all samples."""
 
@@ -231,7 +233,7 @@ class Metric:
 
     def curve(self) -> Curve:
         unit = self.suffix or (self.unit if self.unit != "1" else "")
-        label = f"test {self.text}" + (f" ({unit})" if unit else "")
+        label = f"{self.samples} {self.text}".lstrip() + (f" ({unit})" if unit else "")
         return Curve("evaluation", self.name, label, self.scale, self.logarithmic, merged=f"{self.name}_merged")
 
 

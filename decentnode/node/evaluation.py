@@ -6,14 +6,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication, Pending
-from decentnode.tasks.base import Task
+from decentnode.tasks.base import EMA, Task
 from decentnode.tensors import blocks
 from decentnode.training.base import EvaluatedSplit, Evaluation, Training
 
@@ -27,6 +27,11 @@ class Evaluated:
     own."""
     figures: dict[str, float]
     """By the names of metrics/figures.py."""
+    average: Tensor | None = None
+    """[P + B] the node's moving average of its models, with the float buffers that it was evaluated with; None where
+    none is kept."""
+    merged_average: Tensor | None = None
+    """[P + B] mean of all nodes' averages, as `merged`."""
 
 
 class Evaluator:
@@ -55,40 +60,74 @@ class Evaluator:
         model, measured = training.model, self._measure()
         if measured.numel():
             training.load_statistics(measured)
-        shared, kept = model.parameters[: self._shared], model.parameters[self._shared :]
-        own = torch.cat([shared, model.buffers.to(model.dtype)])
-        pending = communication.mean(f"{key}/model", own, closing)
+        average = self._average()
+        own = self._of_shared(torch.cat([model.parameters, model.buffers.to(model.dtype)]))
+        sent = own if average is None else torch.cat([own, self._of_shared(average)])
+        pending = communication.mean(f"{key}/model", sent, closing)
         splits = training.evaluated
-        local = [training.evaluate(split.name) for split in splits]  # while the mean is on its way
-        yield from steps_until_ready(pending, self._phases)
-        merged, contributors = pending.wait(timeout)
-        if kept.numel():
-            merged = torch.cat([merged[: self._shared], kept.to(merged.device), merged[self._shared :]])
-        if measured.numel():
-            merged = yield from self._recomputed(merged, f"{key}/statistics", closing)
-        of_merged = self._evaluate_merged(merged, share)
-        distance, norm = squared_distance(own[: self._shared], merged[: self._shared])
         told = [_SplitFigures(split, training.task) for split in splits]
+        local = [training.evaluate(split.name) for split in splits]  # while the mean is on its way
+        if average is not None:
+            told.append(_SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
+            with self._holding(average):
+                local.append(training.evaluate(splits[0].name))
+        yield from steps_until_ready(pending, self._phases)
+        mean, contributors = pending.wait(timeout)
+        merged = yield from self._merged(mean[: own.numel()], None, f"{key}/statistics", closing)
+        of_merged = self._evaluate_merged(merged, share, splits)
+        distance, norm = squared_distance(own[: self._shared], merged[: self._shared])
+        merged_average = None
+        if average is not None:
+            rest = mean[own.numel() :]
+            merged_average = yield from self._merged(rest, average, f"{key}/average-statistics", closing)
+            of_merged += self._evaluate_merged(merged_average, share, splits[:1])
         packed = [value for each, *both in zip(told, local, of_merged, strict=True) for value in each.packed(*both)]
         pending = communication.mean(f"{key}/figures", torch.tensor([distance, *packed], dtype=torch.float64), closing)
         yield from steps_until_ready(pending, self._phases)
         mean, _ = pending.wait(timeout)
-        rms = math.sqrt(float(mean[0]))
-        figures: dict[str, float] = {}
-        means = iter(mean[1:].tolist())
-        for each, found in zip(told, local, strict=True):
-            figures |= each.named(found.metrics) | each.over_nodes(means, contributors)
-        figures |= {"consensus_distance": rms / max(math.sqrt(norm), 1e-30), "consensus_rms": rms,
-                    "contributors": contributors}  # fmt: skip
+        figures = _figures(told, local, mean.tolist(), contributors, norm)
         if training.has_validation:
             validation = training.evaluate("validation")
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
-        return Evaluated(merged, figures)
+        return Evaluated(merged, figures, average, merged_average)
+
+    def _average(self) -> Tensor | None:
+        """Returns the node's moving average [P + B], with statistics of its own where they are recomputed."""
+        average = self._training.average()
+        if average is None or not self._recompute:
+            return average
+        with self._holding(average):
+            measured = self._measure()
+            if measured.numel():
+                self._training.load_statistics(measured)
+            model = self._training.model
+            return torch.cat([model.parameters, model.buffers.to(model.dtype)])
+
+    def _of_shared(self, whole: Tensor) -> Tensor:
+        """Returns what of a model [P + B] leaves the node: shared parameters, then float buffers."""
+        kept = slice(self._shared, self._training.model.num_parameters)
+        return whole if kept.start == kept.stop else torch.cat([whole[: kept.start], whole[kept.stop :]])
+
+    def _merged(
+        self, mean: Tensor, own: Tensor | None, key: str, closing: bool
+    ) -> Generator[None, None, Tensor]:
+        """Returns the whole merged model [P + B] from the mean of what `_of_shared` gave. own: the node's [P + B] that
+        its unshared parameters are taken from; the present model when None."""
+        model = self._training.model
+        kept = (model.parameters if own is None else own)[self._shared : model.num_parameters]
+        merged = mean
+        if kept.numel():
+            merged = torch.cat([mean[: self._shared], kept.to(mean.device), mean[self._shared :]])
+        if self._recompute:
+            merged = yield from self._recomputed(merged, key, closing)
+        return merged
 
     def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Generator[None, None, Tensor]:
         """Returns the merged model [P + B] with the statistics that it has over the data of all nodes."""
         with self._holding(merged):
             measured = self._measure()
+        if not measured.numel():
+            return merged
         pending = self._communication.mean(key, measured, closing)
         yield from steps_until_ready(pending, self._phases)
         mean, _ = pending.wait(self._communication.config.timeout_seconds)
@@ -97,11 +136,12 @@ class Evaluator:
             model = self._training.model
             return torch.cat([model.parameters, model.buffers.to(model.dtype)])
 
-    def _evaluate_merged(self, merged: Tensor, share: tuple[int, int]) -> list[Evaluation]:
+    def _evaluate_merged(
+        self, merged: Tensor, share: tuple[int, int], splits: Sequence[EvaluatedSplit]
+    ) -> list[Evaluation]:
         """Returns the merged model's evaluations, of this node's part of what all nodes have."""
         with self._holding(merged):
-            return [self._training.evaluate(split.name, share if split.shared else (0, 1))
-                    for split in self._training.evaluated]  # fmt: skip
+            return [self._training.evaluate(split.name, share if split.shared else (0, 1)) for split in splits]
 
     def _measure(self) -> Tensor:
         """Returns statistics of the present model over the node's own samples; empty where they are not recomputed."""
@@ -156,6 +196,20 @@ class _SplitFigures:
     def named(self, metrics: Mapping[str, float], ending: str = "") -> dict[str, float]:
         """Returns metrics by the names that they have in records."""
         return {f"{self._split.prefix}{name}{ending}": value for name, value in metrics.items()}
+
+
+def _figures(
+    told: Sequence[_SplitFigures], local: Sequence[Evaluation], mean: Sequence[float], nodes: int, norm: float
+) -> dict[str, float]:
+    """Returns the figures of an evaluation. mean: over so many nodes, the squared distance to the merged model, then
+    what each of `told` packed. norm: of the merged model, squared."""
+    rms = math.sqrt(mean[0])
+    figures: dict[str, float] = {}
+    means = iter(mean[1:])
+    for each, found in zip(told, local, strict=True):
+        figures |= each.named(found.metrics) | each.over_nodes(means, nodes)
+    return figures | {"consensus_distance": rms / max(math.sqrt(norm), 1e-30), "consensus_rms": rms,
+                      "contributors": nodes}  # fmt: skip
 
 
 def steps_until_ready(pending: Pending, phases: int) -> Iterator[None]:

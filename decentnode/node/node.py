@@ -93,6 +93,9 @@ class Node:
         self.merged: Tensor | None = None
         """[P + B] mean of all models (parameters, then float buffers) at the last evaluation. Parameters that are not
         shared are this node's own."""
+        self.averages: tuple[Tensor, Tensor | None] | None = None
+        """[P + B] of each: this node's moving average of its models, and the mean of all nodes', likewise; None where
+        none is kept."""
         self.reports: dict[int, dict[str, float | int | str]] = {}
         """On the lowest uid after the run: every node's closing figures."""
         self.checkpoints: Checkpoints | None = None
@@ -304,6 +307,7 @@ class Node:
         self.doing = "exchange"
         mixed = self.schedule.finish()
         self._buffers.mix(self._buffer_view, self.schedule)
+        self.training.finish_round()
         self._account_missing(self.sharing.requirements.phases - 1, mixed)
         times, update = self.schedule.times, self._update
         seconds = clock.now() - self._started
@@ -361,6 +365,7 @@ class Node:
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
         found = yield from self._evaluator.evaluate(key, closing, (members.index(self.uid), len(members)))
         self.merged, self.evaluation, self.evaluated = found.merged, found.figures, self.round
+        self.averages = None if found.average is None else (found.average, found.merged_average)
         self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
 
     def figures(self) -> dict[str, float | int | str]:

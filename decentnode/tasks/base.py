@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from decentnode.config.component import Component, Config
@@ -15,8 +15,28 @@ from decentnode.samples import DataSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-OWN = "own_"
-"""Before the names of metrics of a node's own test samples, where there are global ones, too."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Metrics that are measured beside those of a node's model on the test samples."""
+
+    prefix: str
+    """Before their names."""
+    word: str
+    """Before what people read."""
+    meaning: str
+    """Behind what a metric means."""
+    samples: str = "test"
+    """What they are measured on, as plots say it."""
+    of_test: bool = False
+    """Whether they are measured on the same samples, of another model."""
+
+
+OWN = Variant("own_", "own", ", of those that are distributed as the node's training samples")
+"""Of a node's own test samples, where there are global ones, too."""
+TRAIN = Variant("train_", "training", ", of the node's training samples in place of test samples", samples="")
+EMA = Variant("ema_", "EMA", ", of the exponential moving average of the node's models", of_test=True)
 LOSS_SUMS = ("loss", "count")
 """What is summed for the loss: the losses of all units, and how many units there are."""
 
@@ -78,17 +98,16 @@ class Task(Component, abc.ABC):
         """The task's metrics and the loss."""
         return self.metrics if any(each.name == "loss" for each in self.metrics) else (*self.metrics, LOSS)
 
-    def measured(self, pooled: bool = False, own: bool = False) -> TaskMetrics:
+    def measured(self, pooled: bool = False, variants: Sequence[Variant] = ()) -> TaskMetrics:
         """Returns what runs of this task tell of themselves.
 
-        pooled: whether every node has a part of the test set alone. own: whether nodes also have test samples of their
-        own, whose metrics have `own_` before their names.
+        pooled: whether every node has a part of the test set alone. variants: what is measured beside.
         """
         found = [replace(each, pooled=pooled) for each in self.all_metrics]
-        if own:
-            found += [replace(each, name=f"{OWN}{each.name}", word=f"own {each.text}", short="",
-                              meaning=f"{each.meaning}, of those that are distributed as the node's training samples")
-                      for each in self.all_metrics]  # fmt: skip
+        for also in variants:
+            found += [replace(each, name=f"{also.prefix}{each.name}", word=f"{also.word} {each.text}", short="",
+                              meaning=f"{each.meaning}{also.meaning}", samples=also.samples,
+                              pooled=pooled and also.of_test) for each in self.all_metrics]  # fmt: skip
         return TaskMetrics(self.config.name, tuple(found))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decentnode.config.component import Component
-from decentnode.tasks.base import Task
+from decentnode.tasks.base import Task, Variant
 from decentnode.tensors import FlatModel
 
 Direction = Callable[[Tensor], Tensor]
@@ -64,7 +64,13 @@ class Training(Component, abc.ABC):
     task: Task
     num_samples: int
     evaluated: tuple[EvaluatedSplit, ...] = (EvaluatedSplit(),)
+    """The first are the test samples."""
     keep_gradient: bool = False
+
+    @classmethod
+    def variants(cls, config: Any) -> tuple[Variant, ...]:  # noqa: ARG003
+        """Returns what a training with this config measures beside its task's metrics."""
+        return ()
 
     @abc.abstractmethod
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
@@ -73,6 +79,14 @@ class Training(Component, abc.ABC):
         All randomness (order of samples, dropout) comes from (seed, uid, round), so that a round can be
         repeated. Raises Diverged when the loss is not finite.
         """
+
+    def finish_round(self) -> None:
+        """Called when a round is over, with the mixed model in place."""
+
+    def average(self) -> Tensor | None:
+        """Returns a copy [P + B] (parameters, then float buffers) of the moving average of the models that is kept
+        beside the model; None where none is."""
+        return None
 
     @property
     def learning_rate(self) -> float:

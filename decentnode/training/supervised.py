@@ -16,9 +16,10 @@ from decentnode import rng
 from decentnode.config import component
 from decentnode.errors import CheckpointError, DataError, Diverged
 from decentnode.samples import NodeSamples
-from decentnode.tasks.base import LOSS_SUMS, OWN, Task
+from decentnode.tasks.base import EMA, LOSS_SUMS, OWN, TRAIN, Task, Variant
 from decentnode.tensors import FlatModel
 from decentnode.training import statistics
+from decentnode.training.average import ModelAverage
 from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Training, Update
 from decentnode.training.gradients import Gradients
 from decentnode.training.losses import Loss
@@ -61,7 +62,9 @@ class Supervised(Training):
         self._splits = self._split(data)
         self.evaluated = (EvaluatedSplit(shared=data.shared_test, pooled=data.pooled),)
         if data.own is not None:
-            self.evaluated += (EvaluatedSplit("own", OWN, shared=False),)
+            self.evaluated += (EvaluatedSplit("own", OWN.prefix, shared=False),)
+        if config.evaluate_train is not None:
+            self.evaluated += (EvaluatedSplit("train", TRAIN.prefix, shared=False),)
         self.num_samples = len(self._splits["train"][1])
         self._sampler = self._make_sampler()
         self._deal_again = data.deal_again if config.sampling == "resample" else None
@@ -70,6 +73,7 @@ class Supervised(Training):
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(config.optimizer, self._parameters)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
+        self._average = ModelAverage(config.ema, model) if config.ema is not None else None
 
     def _split(self, data: NodeSamples) -> dict[str, tuple[Source, Tensor]]:
         """Returns per split its source and the indices [M] into it. No sample is in two splits, but that those of "own"
@@ -123,6 +127,11 @@ class Supervised(Training):
                     self.num_samples)  # fmt: skip
         return 1
 
+    @classmethod
+    def variants(cls, config: SupervisedConfig) -> tuple[Variant, ...]:
+        wanted = ((config.ema, EMA), (config.evaluate_train, TRAIN))
+        return tuple(variant for key, variant in wanted if key is not None)
+
     @property
     def steps_per_round(self) -> int:
         """Returns the optimizer steps of one round."""
@@ -157,6 +166,8 @@ class Supervised(Training):
             if direction is not None:
                 self.model.set_gradients(direction(self.model.gradients()))
             self._optimizer.step()
+            if self._average is not None and self._average.every == "step":
+                self._average.take()
             if config.lr_schedule.every == "step":
                 self._schedule.tick()
         self._gradients.drop()
@@ -172,6 +183,13 @@ class Supervised(Training):
         if config.clip_norm is not None:
             report["gradient_norm"] = float(norms) / max(steps, 1)
         return Update(steps, samples, mean, report, last_gradient)
+
+    def finish_round(self) -> None:
+        if self._average is not None and self._average.every == "round":
+            self._average.take()
+
+    def average(self) -> Tensor | None:
+        return None if self._average is None else self._average.value()
 
     def _batches(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields inputs and targets of the next steps; with sampling: resample each from its epoch's share."""
@@ -212,10 +230,14 @@ class Supervised(Training):
         return "validation" in self._splits
 
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
-        """As the contract; "train" is a split too: the samples that this node trains on."""
+        """As the contract; "train" is a split too: the samples that this node trains on, or as many of them as the
+        config says."""
         if split not in self._splits:
             raise ValueError(f"split must be one of {', '.join(self._splits)}, got {split!r}")
         source, members = self._splits[split]
+        most = self.config.evaluate_train
+        if split == "train" and isinstance(most, int):
+            members = members[torch.arange(0, len(members), max(1.0, len(members) / most)).long()[:most]]
         members = members[part[0] :: part[1]]
         size = max(1, min(1024, EVALUATION_ELEMENTS // source.sample_elements)) if len(members) else 1
         names = self.task.all_sums
@@ -268,6 +290,7 @@ class Supervised(Training):
         return {
             "optimizer": self._optimizer.state_dict(), "ticks": self._schedule.ticks,
             "epoch": self._sampler.epoch, "cursor": self._sampler.cursor, **self._gradients.state_dict(),
+            **({} if self._average is None else {"ema": self._average.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,6 +299,8 @@ class Supervised(Training):
             self._optimizer.load_state_dict(state["optimizer"])
             self._keep_memory_formats()
             self._gradients.load_state_dict(state)
+            if self._average is not None:
+                self._average.load_state_dict(state["ema"])
             self._schedule.restore(int(state["ticks"]))
             self._deal(int(state["epoch"]))
             self._sampler.epoch, self._sampler.cursor = int(state["epoch"]), int(state["cursor"])

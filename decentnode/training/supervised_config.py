@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from decentnode.config.component import ADDED, Config, Settings
 from decentnode.errors import UsageError
 from decentnode.training.arguments import problem_at
+from decentnode.training.average import EMAConfig
 from decentnode.training.compiled import CompileConfig
 from decentnode.training.losses import LossConfig
 from decentnode.training.lr_schedules import LearningRateSchedule, ScheduleConfig
@@ -19,6 +20,10 @@ from decentnode.training.precision import Precision
 
 def _by_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
+
+
+def _decay(value: Any) -> Any:
+    return {"decay": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 class ValidationConfig(Settings):
@@ -87,6 +92,14 @@ class SupervisedConfig(Config):
     channels_last: Annotated[bool, ADDED] = False
     """Whether images and convolutions lie in memory with their channels last (NHWC), which tensor cores and 16-bit
     kernels want. All nodes' parameters then lie so, and rules that choose by position see another order."""
+
+    ema: Annotated[EMAConfig | None, ADDED, pydantic.BeforeValidator(_decay)] = None
+    """Exponential moving average of the node's models, by its decay alone or a section. Evaluations measure it as
+    `ema_<metric>`, and models/ema/ keeps those of all nodes and their mean. It changes nothing that is trained or
+    sent. Default: none."""
+    evaluate_train: Annotated[PositiveInt | Literal["all"] | None, ADDED] = None
+    """Of how many of the node's training samples, evenly spaced, or of all of them, evaluations measure the metrics,
+    too, as `train_<metric>`. Default: of none."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> SupervisedConfig:

@@ -28,9 +28,10 @@ def models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
     latest = outcome.run_dir
     assert json.loads((latest / "summary.json").read_text())["rounds"] == 5
     found = {}
-    for path in sorted((latest / "models").glob("*.safetensors")):
-        found |= {f"{path.stem}/{name}": tensor for name, tensor in load_file(path).items()}
-    assert len({key.partition("/")[0] for key in found}) == 7
+    for path in sorted((latest / "models").rglob("*.safetensors")):
+        place = path.relative_to(latest / "models").with_suffix("").as_posix().replace("/", "-")
+        found |= {f"{place}/{name}": tensor for name, tensor in load_file(path).items()}
+    assert len({key.partition("/")[0] for key in found if not key.startswith("ema-")}) == 7
     return found
 
 
@@ -47,6 +48,16 @@ def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, schedule: str
         for name, tensor in found.items():
             assert torch.equal(tensor, runs["inproc"][name]), f"{name} differs between inproc and {way}"
     assert any(not torch.equal(tensor, other[name]) for name, tensor in runs["inproc"].items())
+
+
+def test_so_do_they_in_sixteen_bits_compiled_with_averages(tmp_path: Path) -> None:
+    keys = ["training.amp=bf16", "training.accumulate=2", "training.clip_norm=1.0", "training.ema=0.8",
+            "training.compile={backend: eager}", "sharing=gradient_tracking"]  # fmt: skip
+    one, other = (models(tmp_path / way, f"communication={way}", *keys) for way in ("inproc", "zeromq"))
+    assert one.keys() == other.keys() and sum(key.startswith("ema-") for key in one) == sum(
+        not key.startswith("ema-") for key in one)  # fmt: skip
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
 
 
 def test_two_gloo_cliques_and_two_zeromq_nodes_give_the_models_of_zeromq_alone(tmp_path: Path) -> None:

@@ -155,7 +155,8 @@ def test_also_between_two_exchanges_of_a_fragment(tmp_path: Path, name: str, sch
 
 
 MORE: list[dict[str, Any]] = [
-    {"amp": "fp16", "accumulate": 2, "clip_norm": 0.5}, {"amp": "bf16", "compile": {"backend": "eager"}},
+    {"amp": "fp16", "accumulate": 2, "clip_norm": 0.5, "ema": {"decay": 0.8, "every": "step"}},
+    {"amp": "bf16", "compile": {"backend": "eager"}, "ema": 0.9, "evaluate_train": 4},
 ]
 """What training may keep beside the optimizer's state, in products."""
 

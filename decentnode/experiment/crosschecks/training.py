@@ -137,7 +137,7 @@ def best_is_a_metric(experiment: Experiment) -> Iterator[Problem]:
     if checkpoint is None or checkpoint.best is None or not checkpoint.best.metric or spec_of(experiment) is None:
         return
     try:
-        known = [each.name for each in experiment.make_task().measured().metrics]
+        known = [each.name for each in experiment.measured().metrics]
     except UsageError:
         return
     if checkpoint.best.metric not in known:
