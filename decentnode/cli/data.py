@@ -125,8 +125,12 @@ def info(config: str, overrides: tuple[str, ...], draw: Path | None, as_json: bo
     total, test = data.dataset().num_train(), data.dataset().num_test()
     left_out = max(total - sum(found.sizes), 0)
     partition: Any = getattr(experiment.data, "partition", None)
+    augment: Any = getattr(experiment.training, "augment", None)
+    tested = report.tested(data)
     if as_json:
-        facts = {"training_samples": total, "left_out": left_out, "test_samples": test, "nodes": found.facts()}
+        facts = {"training_samples": total, "left_out": left_out, "test_samples": test, "tested_samples": tested,
+                 **report.normalization(data), "augmentation": augment.model_dump() if augment is not None else None,
+                 "nodes": found.facts()}  # fmt: skip
         click.echo(json.dumps(facts))
     else:
         kind = f", {spec.num_classes} classes" if spec.num_classes is not None else f", {spec.task}"
@@ -134,6 +138,9 @@ def info(config: str, overrides: tuple[str, ...], draw: Path | None, as_json: bo
         rest = f"; {left_out:,} left out" if left_out else ""
         span = f"{min(found.sizes):,} to {max(found.sizes):,}"
         click.echo(f"{partition.name} on {len(found.sizes)} nodes: {span} each{rest}")
+        click.echo(report.inputs(data) + (f"; in training {augment.text}" if augment is not None else ""))
+        if tested != test:
+            click.echo(f"each node's model is tested on {'up to ' if data.sharded else ''}{tested:,} test samples")
         click.echo()
         for line in report.lines(found):
             click.echo(line.rstrip())

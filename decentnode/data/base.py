@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from decentnode.config.component import Component, Config, section
+from decentnode.config.component import ADDED, Component, Config, section
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import DataError
 from decentnode.samples import AnySamples, DataSpec, Samples
@@ -35,6 +35,9 @@ class DatasetConfig(Config):
     shard_test: bool = False
     """Test each node's own model on every n-th sample of the global test set alone, with n nodes: for large test sets.
     Figures over the nodes are then those of all samples together."""
+    sample_test: Annotated[PositiveInt | None, ADDED] = None
+    """Test on so many samples of the global test set alone, drawn once and the same on all nodes, in all rounds and
+    with every seed. With `shard_test` each node's own model is tested on its part of them. Default: all."""
 
 
 class CachedConfig(DatasetConfig):

@@ -36,6 +36,10 @@ class OpenedData:
         self._paths = [name for name, value in config if isinstance(value, Path) and _has_place(value)]
 
     @property
+    def num_nodes(self) -> int:
+        return len(self._machines)
+
+    @property
     def private(self) -> bool:
         return bool(self._paths)
 
@@ -54,6 +58,11 @@ class OpenedData:
         """Raises DataError where keys contradict each other."""
         if self.private and self.test != "own":
             raise DataError(f"data.test must be own where each node has private files, got {self.test}")
+        wanted = getattr(self.config, "sample_test", None)
+        if wanted is not None and self.test == "own":
+            raise DataError("data.sample_test draws from the global test set, which data.test own does not use")
+        if wanted is not None and wanted > (there := self.dataset().num_test()):
+            raise DataError(f"data.sample_test must be at most the {there} test samples, got {wanted}")
         if self.private:
             self.dataset().check_private()
 
@@ -154,13 +163,22 @@ class OpenedData:
         if self.test == "own":
             return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False,
                                deal_again=deal_again)  # fmt: skip
+        sampled = self.tested()
         if self.sharded:
-            mine = np.arange(uid, dataset.num_test(), len(self._machines))
+            mine = (sampled if sampled is not None else np.arange(dataset.num_test()))[uid :: len(self._machines)]
             test, shared = dataset.test_part(mine), False
         else:
-            test, shared = dataset.test(), True
+            test, shared = dataset.test() if sampled is None else dataset.test_part(sampled), True
         own = self._own_test(dataset, shares, uid) if self.test == "both" else None
         return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again)
+
+    def tested(self) -> np.ndarray | None:
+        """Sorted indices of the global test samples that nodes are tested on; None where these are all."""
+        wanted: int | None = getattr(self.config, "sample_test", None)
+        if wanted is None:
+            return None
+        draw = rng.stream(0, rng.GLOBAL, "sampled test")  # not by the run's seed: runs of several are comparable
+        return np.sort(draw.choice(self.dataset().num_test(), wanted, replace=False))
 
     def _own_test(self, dataset: Dataset, shares: Mapping[int, np.ndarray], uid: int) -> Any:
         if len(shares) == 1:

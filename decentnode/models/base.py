@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 import math
 from pathlib import Path
+from typing import Annotated
 
 from torch import nn
 
-from decentnode.config.component import Component, Config
+from decentnode.config.component import ADDED, Component, Config
 from decentnode.errors import UsageError
 from decentnode.models.lora import LoraConfig
 from decentnode.samples import DataSpec
@@ -20,7 +21,7 @@ class ModelConfig(Config):
     init: Path | None = None
     """A .safetensors file with the weights to start from: the state_dict of such a model, as runs leave it in their
     folder models. Default: drawn from the run's seed."""
-    lora: LoraConfig | None = None
+    lora: Annotated[LoraConfig | None, ADDED] = None
     """Low-rank adapters: the model itself is frozen, and they alone are trained and shared. Default: none, the whole
     model is."""
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from decentnode.data.opened import OpenedData
 from decentnode.errors import UsageError
+from decentnode.samples import AnySamples, Samples
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST_CLASSES = 100
@@ -103,3 +104,36 @@ def draw(shares: Shares, path: Path, title: str) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(title)
     figure.savefig(path, dpi=150)
+
+
+def normalization(data: OpenedData) -> dict[str, float]:
+    """By which scale and offset inputs come to the model; empty where they come as they are, or as a Dataset makes
+    them."""
+    samples = _first(data)
+    return {} if not isinstance(samples, Samples) or samples.ids else {"scale": samples.scale, "offset": samples.offset}
+
+
+def inputs(data: OpenedData) -> str:
+    """In a line what the model gets as inputs."""
+    samples, shape = _first(data), f"inputs {[*data.spec.input_shape]}"
+    if not isinstance(samples, Samples):
+        return f"{shape} as the Dataset makes them"
+    if samples.ids:
+        return f"{shape} of whole numbers"
+    if samples.scale == 1 and samples.offset == 0:
+        return f"{shape} {samples.inputs.dtype} as they are"
+    low, high = (value * samples.scale + samples.offset for value in (0, 255))
+    span = f", from {low:.4g} to {high:.4g}" if samples.inputs.dtype == np.uint8 else ""
+    return f"{shape} {samples.inputs.dtype}, times {samples.scale:.6g}, plus {samples.offset:.6g}{span}"
+
+
+def tested(data: OpenedData) -> int:
+    """How many test samples a node's own model is tested on, the most that any has where each has a part; those of the
+    test set where nodes are tested on samples of their own."""
+    sampled = data.tested() if data.test != "own" else None
+    count = data.dataset().num_test() if sampled is None else len(sampled)
+    return -(-count // data.num_nodes) if data.sharded else count
+
+
+def _first(data: OpenedData) -> AnySamples:
+    return data.dataset().train(np.zeros(1, np.int64))

@@ -22,6 +22,8 @@ class Source:
 
     def __init__(self, samples: AnySamples, device: torch.device) -> None:
         self._device = device
+        self.zero = 0.0
+        """What the normalization makes of 0; of samples that are made when they are taken, 0."""
         self._lazy = samples if isinstance(samples, LazySamples) else None
         self._length = len(samples)
         if isinstance(samples, Samples):
@@ -31,6 +33,7 @@ class Source:
         self._targets = _Array(samples.targets, self._device)
         self._inputs = _Array(samples.inputs, self._device)
         self._scale, self._offset, self._ids = samples.scale, samples.offset, samples.ids
+        self.zero = samples.offset
         if not self._ids and isinstance(samples.inputs, np.ndarray) and samples.inputs.size * 4 <= CONVERT_ONCE_BYTES:
             self._inputs.tensor = self._normalize(self._inputs.tensor)
             self._scale, self._offset = 1.0, 0.0

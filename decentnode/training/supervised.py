@@ -19,6 +19,7 @@ from decentnode.samples import NodeSamples
 from decentnode.tasks.base import EMA, LOSS_SUMS, OWN, TRAIN, Task, Variant
 from decentnode.tensors import FlatModel
 from decentnode.training import statistics
+from decentnode.training.augment import Augmentation
 from decentnode.training.average import ModelAverage
 from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Training, Update
 from decentnode.training.gradients import Gradients
@@ -70,6 +71,7 @@ class Supervised(Training):
         self._deal_again = data.deal_again if config.sampling == "resample" else None
         if config.sampling == "resample" and self._deal_again is None:
             raise DataError("training.sampling must be fixed for data that cannot be dealt anew, got resample")
+        self._augment = Augmentation(config.augment, seed=seed, uid=uid) if config.augment is not None else None
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(config.optimizer, self._parameters)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
@@ -195,10 +197,11 @@ class Supervised(Training):
         """Yields inputs and targets of the next steps; with sampling: resample each from its epoch's share."""
         while steps:
             some = steps
-            if self._deal_again is not None:
+            if self._deal_again is not None or self._augment is not None:
                 self._deal(self._sampler.upcoming)
                 some = min(steps, self._sampler.steps_left)
-            yield from self._gathered(*self._sampler.take(some))
+            epoch = self._sampler.upcoming
+            yield from self._gathered(*self._sampler.take(some), epoch)
             steps -= some
 
     def _deal(self, epoch: int) -> None:
@@ -211,15 +214,19 @@ class Supervised(Training):
         self._sampler = self._make_sampler()
         self._sampler.epoch = epoch
 
-    def _gathered(self, indices: np.ndarray, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets of each step. Those of several steps are gathered at once, which costs less."""
+    def _gathered(self, indices: np.ndarray, sizes: list[int], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields inputs and targets of each step, augmented by the draws of the epoch. Those of several steps are
+        gathered at once, which costs less."""
         source, members = self._splits["train"]
         picked = members[torch.from_numpy(indices).to(members.device)]
         group = max(1, GATHER_ELEMENTS // (source.sample_elements * self._sampler.batch))
         start = 0
         for first in range(0, len(sizes), group):
             some = sizes[first : first + group]
-            inputs, targets = source.take(picked[start : start + sum(some)])
+            chosen = picked[start : start + sum(some)]
+            inputs, targets = source.take(chosen)
+            if self._augment is not None:
+                inputs = self._augment(inputs, chosen, epoch, source.zero)
             start += sum(some)
             yield from zip(inputs.split(some), targets.split(some), strict=True)
 

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt
 from decentnode.config.component import ADDED, Config, Settings
 from decentnode.errors import UsageError
 from decentnode.training.arguments import problem_at
+from decentnode.training.augment import AugmentConfig
 from decentnode.training.average import EMAConfig
 from decentnode.training.compiled import CompileConfig
 from decentnode.training.losses import LossConfig
@@ -72,6 +73,8 @@ class SupervisedConfig(Config):
     training samples are dealt anew by the partition, so that in time a node sees all of them; papers differ in this.
     With shares of unequal size nodes begin their epochs at different times, and local_epochs counts the steps of the
     share that a round begins with."""
+    augment: Annotated[AugmentConfig | None, ADDED] = None
+    """What is done to training images. Default: nothing."""
     shuffle: bool = True
     """Whether every epoch takes the samples in a new random order; otherwise in the stored order."""
     drop_last: bool = False

@@ -63,8 +63,9 @@ def test_info_shows_who_has_what(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     lines = found.output.splitlines()
     assert lines[0] == "digits: 1,437 training samples, 360 test samples, 10 classes"
-    assert lines[1].startswith("dirichlet on 16 nodes: ") and len(lines) == 4 + 16
-    assert "samples of each class" in lines[3] and "|" in lines[4] and "█" in found.output
+    assert lines[1].startswith("dirichlet on 16 nodes: ") and len(lines) == 5 + 16
+    assert lines[2] == "inputs [1, 8, 8] uint8, times 0.0625, plus 0, from 0 to 15.94"
+    assert "samples of each class" in lines[4] and "|" in lines[5] and "█" in found.output
     facts = json.loads(data("info", QUICKSTART, "--json").output)
     assert sum(node["samples"] for node in facts["nodes"]) == 1437
     assert sum(sum(node["classes"]) for node in facts["nodes"]) == 1437 and facts["left_out"] == 0
@@ -76,8 +77,21 @@ def test_info_of_users(tmp_path: Path) -> None:
     found = data("info", QUICKSTART, "-s", section, "-s", "graph={name: ring, nodes: 2}",
                  "-s", "mapping={machines: 1, nodes_per_machine: 2}", "-s", "model=femnist_cnn")  # fmt: skip
     assert found.exit_code == 0, found.output
-    assert "left out" in found.output and "keys" in found.output.splitlines()[3]
-    assert [line.split("|")[0].split()[3] for line in found.output.splitlines()[4:]] == ["2", "2"]
+    assert "left out" in found.output and "keys" in found.output.splitlines()[4]
+    assert [line.split("|")[0].split()[3] for line in found.output.splitlines()[5:]] == ["2", "2"]
+
+
+def test_info_tells_what_is_done_to_inputs_and_what_is_tested_on(tmp_path: Path) -> None:
+    sets = [word for each in ("training.augment={random_crop: 2, flip: true}", "data.sample_test=100",
+                              "data.shard_test=true") for word in ("-s", each)]  # fmt: skip
+    lines = data("info", QUICKSTART, *sets).output.splitlines()
+    assert lines[2].endswith("; in training shifted by up to 2 pixels, mirrored")
+    assert lines[3] == "each node's model is tested on up to 7 test samples"
+    facts = json.loads(data("info", QUICKSTART, *sets, "--json").output)
+    assert facts["scale"] == 1 / 16 and facts["offset"] == 0 and facts["tested_samples"] == 7
+    assert facts["augmentation"]["random_crop"] == 2
+    text = data("info", str(Path(QUICKSTART).parent / "tasks" / "next_character.yaml")).output.splitlines()
+    assert text[2] == "inputs [40] of whole numbers"
 
 
 def test_info_draws(tmp_path: Path) -> None:

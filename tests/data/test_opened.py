@@ -46,6 +46,33 @@ def test_sharded_parts_are_all_samples_once() -> None:
     assert np.array_equal(arrays(found[1].test)[0], whole[1::4])
 
 
+def test_a_sample_of_the_test_set_is_the_same_for_all() -> None:
+    found = [digits(sample_test=50).of(uid) for uid in range(4)]
+    assert all(each.shared_test and len(each.test) == 50 for each in found)
+    config = load_class("digits", DATASETS, "data").Config.model_validate({"sample_test": 50})
+    other = OpenedData(config, DATASETS, Path(), [0] * 4, 99).of(1)
+    assert all(np.array_equal(arrays(each.test)[0], arrays(other.test)[0]) for each in found), "whatever the seed"
+    whole = arrays(digits().dataset().test())[0].reshape(360, -1)
+    drawn = arrays(other.test)[0].reshape(50, -1)
+    at = [int(np.flatnonzero((whole == row).all(1))[0]) for row in drawn]
+    assert at == sorted(at) and len(set(at)) == 50 and max(at) > 300
+
+
+def test_parts_of_a_sample_are_all_of_it_once() -> None:
+    parts = [digits(sample_test=50, shard_test=True).of(uid) for uid in range(4)]
+    assert [len(each.test) for each in parts] == [13, 13, 12, 12] and all(each.pooled for each in parts)
+    whole = arrays(digits(sample_test=50).of(0).test)[0]
+    assert all(np.array_equal(arrays(each.test)[0], whole[uid::4]) for uid, each in enumerate(parts))
+
+
+def test_samples_of_the_test_set_that_cannot_be_drawn() -> None:
+    with pytest.raises(DataError, match="sample_test must be at most the 360 test samples, got 361"):
+        digits(sample_test=361).check()
+    with pytest.raises(DataError, match="sample_test draws from the global test set"):
+        digits(sample_test=5, test="own").check()
+    assert len(digits(sample_test=5, test="both").of(0).own or []) > 5
+
+
 def test_own_test_samples_are_distributed_as_the_training_samples() -> None:
     data = digits(test="own", partition={"name": "dirichlet", "alpha": 0.1})
     found = [data.of(uid) for uid in range(4)]

@@ -61,6 +61,16 @@ def test_parts_of_the_test_set_give_the_figures_of_all_samples() -> None:
     assert bytes_of[0] == bytes_of[1]
 
 
+def test_parts_of_a_sample_give_the_figures_of_the_sample() -> None:
+    quick = ["node.rounds=3", "node.evaluate_every=0", "data.sample_test=100"]
+    _, nodes, whole = ran(CONFIGS / "quickstart.yaml", *quick)
+    _, parted, parts = ran(CONFIGS / "quickstart.yaml", *quick, "data.shard_test=true")
+    assert {node.training.evaluate("test").samples for node in nodes} == {100}
+    assert sum(node.training.evaluate("test").samples for node in parted) == 100
+    assert parts["accuracy_merged"] == pytest.approx(whole["accuracy_merged"], abs=1e-12)
+    assert whole["accuracy_merged"] * 100 == pytest.approx(round(whole["accuracy_merged"] * 100), abs=1e-9)
+
+
 def test_nodes_without_test_samples_are_left_out_of_means(tmp_path: Path) -> None:
     """Of five nodes two have no test sample of their own classes."""
     draw = np.random.default_rng(1)

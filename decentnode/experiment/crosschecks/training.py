@@ -29,6 +29,14 @@ def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
         yield raised("data", error, type(experiment.data).model_fields)
 
 
+def images_can_be_augmented(experiment: Experiment) -> Iterator[Problem]:
+    training, spec = experiment.training, spec_of(experiment)
+    if not isinstance(training, SupervisedConfig) or training.augment is None or spec is None:
+        return
+    if problem := training.augment.problem_of(spec.input_shape, spec.inputs):
+        yield Problem(("training", "augment"), problem, other=("data",))
+
+
 def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
     """The partition fits the number of classes, samples and nodes."""
     graph, spec = graph_of(experiment), spec_of(experiment)

@@ -1,0 +1,140 @@
+"""Augmentation of training images: shifted, mirrored and with a square left out, on their device and batch by batch.
+
+What happens to a sample depends on (seed, uid, epoch, sample) alone, not on the batch that it is in, nor on what was
+drawn before: a run repeats bit for bit on every transport, device and after a resume.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from decentnode import rng
+from decentnode.config.component import Settings
+
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+"""The step of SplitMix64 (Steele et al. 2014, doi 10.1145/2660193.2660195), as a signed number."""
+FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+DRAWS = 8
+"""Numbers that a sample has in an epoch."""
+
+
+class AugmentConfig(Settings):
+    """What is done to training images, in this order. Evaluation sees images as they are."""
+
+    random_crop: int = Field(0, ge=0)
+    """Images are shifted by up to so many pixels in each direction: a crop of the image with so many around it."""
+    padding: Literal["zero", "edge"] = "zero"
+    """What is beyond the border. zero: pixels of the value 0 before normalization, as the field has it. edge: those of
+    the border, for images whose background is not black."""
+    flip: bool = False
+    """Whether every other image, at random, is mirrored left to right."""
+    cutout: int = Field(0, ge=0)
+    """Side of a square whose inputs are 0 after normalization (DeVries and Taylor 2017, arXiv 1708.04552). Its middle
+    is anywhere in the image, so that it may reach beyond the border."""
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.random_crop or self.flip or self.cutout):
+            raise ValueError("must have random_crop, flip or cutout")
+        return self
+
+    def problem_of(self, input_shape: tuple[int, ...], inputs: str) -> str:
+        """Why samples of such a shape cannot be augmented; empty where they can."""
+        if inputs != "values" or len(input_shape) != 3:
+            return f"needs images [channels, height, width], got samples of shape {list(input_shape)}"
+        height, width = input_shape[1:]
+        if self.random_crop >= min(height, width):
+            return f"must have random_crop below the {min(height, width)} pixels of an image, got {self.random_crop}"
+        return ""
+
+    @property
+    def text(self) -> str:
+        """In a line for people."""
+        found = [f"shifted by up to {self.random_crop} pixels" if self.random_crop else "",
+                 "mirrored" if self.flip else "",
+                 f"a square of {self.cutout} left out" if self.cutout else ""]  # fmt: skip
+        return ", ".join(filter(None, found))
+
+
+class Augmentation:
+    """Augments the batches of one node."""
+
+    def __init__(self, config: AugmentConfig, *, seed: int, uid: int) -> None:
+        self.config = config
+        self._seed, self._uid = seed, uid
+
+    def __call__(self, inputs: Tensor, samples: Tensor, epoch: int, zero: float) -> Tensor:
+        """Returns augmented images [B, C, H, W]; `inputs` may be overwritten.
+
+        samples: [B] int64, their numbers in the node's share. zero: a pixel of 0 after normalization.
+        """
+        key = rng.torch_seed(self._seed, self._uid, "augmentation", epoch)
+        numbers = _hash(key, samples)
+        reach = self.config.random_crop
+        if reach:
+            down, right = (_below(numbers[:, k], 2 * reach + 1) - reach for k in (0, 1))
+            inputs = shifted(inputs, down, right, None if self.config.padding == "edge" else zero)
+        if self.config.flip:
+            inputs = flipped(inputs, _below(numbers[:, 2], 2) == 1)
+        if self.config.cutout:
+            row, column = (_below(numbers[:, 3 + k], inputs.shape[2 + k]) for k in (0, 1))
+            inputs = cut_out(inputs, row, column, self.config.cutout)
+        return inputs
+
+
+def shifted(images: Tensor, down: Tensor, right: Tensor, zero: float | None) -> Tensor:
+    """Images [B, C, H, W] of which pixel (y, x) is that of (y + down, x + right). down, right: [B] int64. zero: beyond
+    the border, None for the border's own."""
+    _, _, height, width = images.shape
+    rows = torch.arange(height, device=images.device) + down[:, None]
+    columns = torch.arange(width, device=images.device) + right[:, None]
+    found = _along(images, 2, rows.clamp(0, height - 1))
+    found = _along(found, 3, columns.clamp(0, width - 1))
+    if zero is None:
+        return found
+    there = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+    return found.masked_fill_(~there[:, None], zero)
+
+
+def flipped(images: Tensor, which: Tensor) -> Tensor:
+    """Images [B, C, H, W], those of `which` [B] bool mirrored left to right."""
+    return torch.where(which[:, None, None, None], images.flip(3), images)
+
+
+def cut_out(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
+    """Images [B, C, H, W], in place, with 0 in the square of `side` around (row, column): [B] int64."""
+    rows = torch.arange(images.shape[2], device=images.device) - row[:, None] + side // 2
+    columns = torch.arange(images.shape[3], device=images.device) - column[:, None] + side // 2
+    inside = ((rows >= 0) & (rows < side))[:, :, None] & ((columns >= 0) & (columns < side))[:, None, :]
+    return images.masked_fill_(inside[:, None], 0.0)
+
+
+def _along(images: Tensor, dimension: int, places: Tensor) -> Tensor:
+    """Rows (dimension 2) or columns (3) of every image at its `places` [B, size]."""
+    shape = [len(images), 1, 1, 1]
+    shape[dimension] = places.shape[1]
+    return images.gather(dimension, places.view(shape).expand(images.shape))
+
+
+def _hash(key: int, samples: Tensor) -> Tensor:
+    """[B, DRAWS] int64 with 31 random bits each: SplitMix64 of a counter. Whole numbers, so that every device finds the
+    same."""
+    counter = samples[:, None] * DRAWS + torch.arange(1, DRAWS + 1, device=samples.device)
+    x = counter * GOLDEN + key
+    for shift, factor in zip((30, 27), FACTORS, strict=True):
+        x = (x ^ _right(x, shift)) * factor
+    return _right(x ^ _right(x, 31), 33)
+
+
+def _right(x: Tensor, shift: int) -> Tensor:
+    """The bits of signed numbers shifted as if there were no sign."""
+    return (x >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _below(numbers: Tensor, bound: int) -> Tensor:
+    """Whole numbers from 0 to bound - 1, of 31 random bits; uneven by less than bound / 2^31."""
+    return (numbers * bound) >> 31
