@@ -15,7 +15,7 @@ from tests.conftest import scale
 
 SEEDS, PER_CASE = scale(200, 20_000), scale(50, 500)
 FAULTY_SECONDS, SETTLE_SECONDS = 4.0, 120.0
-FORGIVEN = {"checksum_mismatch", "protocol_version", "malformed_header", "unknown_type"}
+FORGIVEN = {"checksum_mismatch", "protocol_version", "malformed_header", "malformed_multipart", "unknown_type"}
 """What a flipped bit may look like."""
 ENCRYPTED = FORGIVEN | {"wrong_run", "wrong_generation", "wrong_identity", "unknown_uid", "unknown_kind", "wrong_plane"}
 """Where bodies are encrypted, a header has no sum, and is read before the body proves it."""
