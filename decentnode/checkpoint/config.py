@@ -39,7 +39,8 @@ class BestConfig(Settings):
         return found[1] if found else ""
 
 
-def _of_figure(value: Any) -> Any:
+def of_figure(value: Any) -> Any:
+    """The section of a figure that is given by its name alone."""
     return {"figure": value} if isinstance(value, str) else value
 
 
@@ -54,7 +55,7 @@ class CheckpointConfig(Settings):
     keep: int = Field(2, ge=1)
     """How many checkpoints a node keeps, the newest ones; further ones until all nodes have written a newer one."""
     best: Annotated[
-        BestConfig, pydantic.BeforeValidator(_of_figure, json_schema_input_type=BestConfig | str)
+        BestConfig, pydantic.BeforeValidator(of_figure, json_schema_input_type=BestConfig | str)
     ] | None = None
     """Beside them, the one whose evaluation was the best by this figure: its name, or {figure: ..., better: ...}."""
     recent: int = Field(20, ge=0)

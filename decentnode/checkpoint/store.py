@@ -192,6 +192,16 @@ def mark_best(folder: Path, uid: int, cut: Cut, figure: str, value: float) -> No
     write_atomic(folder / f"best-{uid:03d}.json", json.dumps(found) + "\n", durable=True)
 
 
+def read_best(folder: Path, uid: int) -> dict[str, Any] | None:
+    """Returns what `mark_best` noted: "cut" (its folder), "round", "figure" and "value"; None without a whole note."""
+    try:
+        found = json.loads((folder / f"best-{uid:03d}.json").read_text(encoding="utf-8"))
+        return {"cut": str(found["cut"]), "round": int(found["round"]), "figure": str(found["figure"]),
+                "value": float(found["value"])}  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def surplus(cuts: Iterable[Cut], keep: int, protected: Collection[Cut]) -> list[Cut]:
     """Returns the cuts that are neither protected nor among the `keep` newest."""
     ordered = sorted(cuts, key=lambda cut: cut.age, reverse=True)

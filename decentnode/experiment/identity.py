@@ -13,7 +13,7 @@ from decentnode.sharing.compressed import make_sharing
 MAY_CHANGE = (
     "name", "run", "mapping", "communication",
     *(f"node.{key}" for key in ("rounds", "checkpoint", "evaluate_every", "mix_in_background", "missing", "min_nodes",
-                                "restarts", "check_finite")),
+                                "restarts", "check_finite", "early_stop")),
 )  # fmt: skip
 """Keys, or whole sections, that say where, how long and how safely a run computes, but not what."""
 

@@ -73,7 +73,7 @@ def run_task(task: Task, channel: Pipe) -> int:
             if task.run_dir:
                 save_node(node, Path(task.run_dir))
             reporters[node.uid].close()
-            stopped = node.round < experiment.node.rounds
+            stopped = not node.over
             channel.send(Finished(node.uid, node.figures(), stopped, modules=local_modules()))
         return Interrupted.exit_code if any(node.round < experiment.node.rounds for node in nodes) else 0
     except BaseException as error:

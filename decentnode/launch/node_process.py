@@ -210,7 +210,7 @@ def run_node(task: Task, link: Link) -> int:
             save_node(node, Path(task.run_dir))
         node.communication.close()
         reporter.close()
-        stopped = node.round < experiment.node.rounds
+        stopped = not node.over
         if live is not None and events is not None:
             events("stopped" if stopped else "finished", None, f"{node.round} rounds")
             live.close("stopped" if stopped else "finished")

@@ -158,6 +158,18 @@ def _add(known: Figures, record: Mapping[str, Any]) -> None:
         known["evaluated_round"] = record.get("round")
 
 
+def _end(figures: Mapping[int, Figures], status: str) -> dict[str, Any]:
+    """Returns why the run ended, and its best evaluation where it had one, as a node with figures tells."""
+    told = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
+    early = bool(told.get("stopped_early")) and status == "finished"
+    ended = {"finished": "early_stop" if early else "rounds", "interrupted": "stop", "failed": "failure"}[status]
+    if not told:
+        return {"ended": ended}
+    best = {"figure": told["best_figure"], "value": told["best_value"], "round": told["best_round"],
+            "evaluations_since": told.get("evaluations_since_best")}  # fmt: skip
+    return {"ended": ended, "best": best}
+
+
 @dataclass(frozen=True)
 class Durations:
     """Seconds since the command."""
@@ -180,6 +192,7 @@ def summary(
         "run": run_dir.name if run_dir else None,
         "digest": facts.digest,
         "status": status,
+        **_end(ledger.figures(), status),
         "exit_code": exit_code,
         "num_nodes": facts.num_nodes,
         "rounds_planned": facts.rounds,

@@ -17,6 +17,7 @@ from decentnode.launch.messages import Task
 from decentnode.launch.node_files import Reporter
 from decentnode.metrics import summary as summaries
 from decentnode.node.checkpoints import Checkpoints
+from decentnode.node.course import ended_early
 from decentnode.node.node import Node
 from decentnode.node.resume_agreement import ResumeFrom
 
@@ -78,12 +79,18 @@ def finished(found: Found, experiment: Experiment) -> str:
     """Returns, of a run that has done as many rounds as are wanted now and has written its results, a sentence that
     says so; "" for others."""
     try:
-        status = summaries.read(found.run / "summary.json").get("status")
+        summary = summaries.read(found.run / "summary.json")
     except (OSError, ValueError):
         return ""
-    rounds = experiment.node.rounds
+    rounds, stop = experiment.node.rounds, experiment.node.early_stop
     cut = _newest_of_all(found, experiment.make_graph().num_nodes)
-    if status != "finished" or cut is None or cut.round < rounds:
+    if summary.get("status") != "finished" or cut is None:
+        return ""
+    if cut.round < rounds and stop is not None and summary.get("ended") == "early_stop":
+        why = ended_early(stop, summary.get("best") or {}) if cut.round == summary.get("rounds") else ""
+        return f"{found.run} ended early, after {cut.round} of {rounds} rounds: {why}; more patience than " \
+               f"{stop.patience}, or --set node.early_stop=null, goes on" if why else ""  # fmt: skip
+    if cut.round < rounds:
         return ""
     return f"{found.run} is finished: it has done {cut.round} of {rounds} rounds; --set node.rounds=N goes on to N"
 

@@ -13,12 +13,14 @@ import torch
 
 from decentnode import clock
 from decentnode.checkpoint import agreement, store
-from decentnode.checkpoint.config import FIGURE, CheckpointConfig
+from decentnode.checkpoint.config import CheckpointConfig
 from decentnode.checkpoint.store import Cut, Manifest
 from decentnode.checkpoint.writer import Writer, Written
 from decentnode.communication.base import Pending
-from decentnode.errors import CheckpointError, Interrupted, PeerLost, UsageError
+from decentnode.errors import CheckpointError, Interrupted, PeerLost
+from decentnode.node.course import Best
 from decentnode.node.evaluation import steps_until_ready
+from decentnode.node.handover import agree_on_course, give_models
 from decentnode.node.resumable import Resumable
 from decentnode.node.resume_agreement import ResumeFrom, agreed_cut, gathered, no_common_cut
 from decentnode.node.snapshot import Restored, capture
@@ -79,7 +81,8 @@ class Checkpoints:
         self._whole: set[Cut] = set()
         self._known_to_all: Cut | None = None
         """The newest that every node is known to have."""
-        self._best: float | None = None
+        best = self.config.best
+        self._best = None if best is None else Best.of(best, node.training, "node.checkpoint.best")
         self._best_cut: Cut | None = None
         self.begin_generation()
 
@@ -253,27 +256,17 @@ class Checkpoints:
 
     def _is_best(self) -> bool:
         """Whether this round's evaluation is the best so far; then it is noted as such. Raises UsageError."""
-        best, node = self.config.best, self.node
-        if best is None or node.evaluated != node.round:
-            return False
-        value = node.evaluation.get(best.figure)
-        if value is None:
-            known = ", ".join(name for name in node.evaluation if FIGURE.fullmatch(name))
-            raise UsageError(f"node.checkpoint.best must be a figure of the evaluations ({known}), got {best.figure!r}")
-        better = best.better or next((each.better for each in node.training.task.measured().metrics
-                                      if each.name == best.metric), "lower")  # fmt: skip
-        if value != value or (self._best is not None and not (value > self._best if better == "higher" else
-                                                              value < self._best)):  # fmt: skip
-            return False
-        self._best = value
-        return True
+        node = self.node
+        return (self._best is not None and node.evaluated == node.round
+                and self._best.take(node.evaluation, node.round))  # fmt: skip
 
     def _mark_best(self, cut: Cut) -> None:
-        best, value = self.config.best, self._best
-        if best is None or value is None or self._best_cut == cut:
+        best = self._best
+        if best is None or best.value is None or self._best_cut == cut:
             return
         self._best_cut = cut
-        self._writer.do(functools.partial(store.mark_best, self._folder, self.node.uid, cut, best.figure, value))
+        mark = functools.partial(store.mark_best, self._folder, self.node.uid, cut, best.figure, best.value)
+        self._writer.do(mark)
 
     def _collect(self) -> None:
         """Note and record what was written since the last time."""
@@ -352,7 +345,7 @@ class Checkpoints:
         if without:
             if node.uid in without:
                 logger.warning("no checkpoint of this node: it goes on from the mean of the others' models")
-            yield from node.give_models(frozenset(without), "resume/model")
+            yield from give_models(node, frozenset(without), "resume/model")
             node.renew_rules()
         elif restored is not None:
             restored.put_rule(node)
@@ -360,6 +353,8 @@ class Checkpoints:
             node.training.skip_to(round)
         else:
             restored.put_progress(node)
+        if without:
+            yield from agree_on_course(node, frozenset(without), "resume/course")
         node.round = self._last_round = round
         node.communication.begin_at(round)
         self.resuming = False
@@ -378,6 +373,26 @@ class Checkpoints:
         self._cuts = [cut, *(each for each in self._cuts if each != cut)]
         self._known_to_all = cut
         self._whole.add(cut)
+        self._adopt_best(manifest)
+
+    def _adopt_best(self, newest: Manifest) -> None:
+        """Keep the best checkpoint of the run that this one goes on from, where it was the best by the same figure."""
+        folder, best = newest.path.parents[1], self._best
+        mark = store.read_best(folder, self.node.uid)
+        if best is None or mark is None or mark["figure"] != best.figure or mark["round"] > newest.cut.round:
+            return
+        found = next((each for each in store.scan([folder], self.node.uid)[0] if each.cut.folder == mark["cut"]), None)
+        if found is None:
+            return
+        try:
+            store.adopt(found, self._folder)
+        except OSError as error:
+            logger.warning("the best checkpoint could not be kept: %s", error)
+            return
+        self._cuts = [*self._cuts, *([found.cut] if found.cut not in self._cuts else [])]
+        self._whole.add(found.cut)
+        best.value, best.round = mark["value"], mark["round"]
+        self._mark_best(found.cut)
 
     def take_own(self, first_round: int) -> bool:
         """After the node's process was started again: take the model and the training's state of the newest checkpoint

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
+import pydantic
 from pydantic import Field, model_validator
 
-from decentnode.checkpoint.config import CheckpointConfig
-from decentnode.config.component import Settings
+from decentnode.checkpoint.config import BestConfig, CheckpointConfig, of_figure
+from decentnode.config.component import ADDED, Settings
+
+
+class EarlyStopConfig(BestConfig):
+    """When a run ends before its last round."""
+
+    patience: int = Field(5, ge=1)
+    """After how many evaluations in a row without a better value the run ends."""
+    min_delta: float = Field(0.0, ge=0)
+    """By how much a value has to be better than the best one, in the unit of the figure."""
+    after: int = Field(0, ge=0)
+    """Evaluations up to this round do not count against the patience."""
 
 
 class NodeConfig(Settings):
@@ -42,12 +54,18 @@ class NodeConfig(Settings):
     of all nodes; the average of variances is too small where nodes hold different data."""
     check_finite: bool = True
     """Stop the run with exit code 6 when a model holds NaN or infinity after its local steps."""
+    early_stop: Annotated[EarlyStopConfig | None, ADDED, pydantic.BeforeValidator(
+        of_figure, json_schema_input_type=EarlyStopConfig | str | None)] = None
+    """End the run, on all nodes after the same round, once a figure of the evaluations has not become better for a
+    while: the figure's name (`accuracy_merged`), or a section. When not given, all rounds are made."""
     checkpoint: CheckpointConfig | None = None
     """Keep the whole state of all nodes on the disk, every so many rounds or minutes and after the last round, so that
     `--resume` goes on from there; nothing is kept when not given."""
 
     @model_validator(mode="after")
-    def _behind_what(self) -> Self:
+    def _consistent(self) -> Self:
+        if self.early_stop is not None and not self.evaluate_every:
+            raise ValueError("early_stop needs evaluate_every of at least 1; otherwise nothing is measured in between")
         if self.mix_in_background and self.schedule != "overlapped":
             raise ValueError("mix_in_background: true needs schedule: overlapped; otherwise nothing is mixed meanwhile")
         return self

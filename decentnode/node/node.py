@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from decentnode import clock
@@ -20,8 +19,10 @@ from decentnode.graph.base import parts as connected_parts
 from decentnode.node.buffers import BufferExchange
 from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.config import NodeConfig
-from decentnode.node.evaluation import Evaluator, steps_until_ready
+from decentnode.node.course import Course
+from decentnode.node.evaluation import Evaluator
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
+from decentnode.node.handover import agree_on_course, give_models
 from decentnode.node.plan import Planner
 from decentnode.node.schedule import SCHEDULES
 from decentnode.node.totals import RoundTotals
@@ -88,6 +89,7 @@ class Node:
             self.training, self.communication, recompute=config.buffers == "recompute",
             phases=self.sharing.requirements.phases, shared=self.shared,
         )  # fmt: skip
+        self.course = Course(config, self.training)
         self.round = 0
         """How many rounds are finished."""
         self.merged: Tensor | None = None
@@ -180,7 +182,7 @@ class Node:
             yield from self.checkpoints.resume()
         if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._stopping():
             yield from self.evaluate_between()
-        while self.round < self.config.rounds and not self._stopping():
+        while not self.over and not self._stopping():
             if self.checkpoints is not None:
                 yield from self.checkpoints.between_rounds()
             self.communication.enter(self.round)
@@ -194,7 +196,7 @@ class Node:
             every = self.config.evaluate_every
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
                 yield from self.evaluate_between()
-        if self.checkpoints is not None and self.round >= self.config.rounds:
+        if self.checkpoints is not None and self.over:
             self.checkpoints.after_the_last()
         if self._stopping():
             now = self.generation, self.training.learning_rate
@@ -209,6 +211,11 @@ class Node:
         self.communication.report(self.figures())
         yield
         self.reports = self.communication.reports(self.communication.config.timeout_seconds)
+
+    @property
+    def over(self) -> bool:
+        """Whether this was the last round, on all nodes alike."""
+        return self.round >= self.config.rounds or self.course.over
 
     def _stopping(self) -> bool:
         if self._stop_asked and not self.communication.stopping:
@@ -235,7 +242,8 @@ class Node:
         first_round = min(generation.first_round, self.config.rounds)
         if generation.fresh:
             self.doing = "getting a model" if self.uid in generation.fresh else "giving a model"
-            yield from self.give_models(generation.fresh, "generation/model")
+            yield from give_models(self, generation.fresh, "generation/model")
+        yield from agree_on_course(self, generation.fresh, "generation/course")
         if self.uid in generation.fresh:
             if self.checkpoints is not None:
                 self.checkpoints.take_own(first_round)
@@ -261,21 +269,6 @@ class Node:
         """Let the sharing rules begin anew."""
         assert self._renew is not None
         self._take_rules(self._renew())
-
-    def give_models(self, to: frozenset[int], key: str) -> Iterator[None]:
-        """Give the mean of the other members' models to those of `to`; the models of the others stay as they are, and
-        so do parameters that are not shared. key: names the mean, the same on all nodes."""
-        model, shared = self.training.model, self.shared
-        own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)])
-        fresh = self.uid in to
-        pending = self.communication.mean(key, torch.zeros_like(own) if fresh else own, closing=True)
-        yield from steps_until_ready(pending, self.sharing.requirements.phases)
-        mean, contributors = pending.wait(self.communication.config.timeout_seconds)
-        if fresh:
-            mean = (mean * (contributors / (contributors - len(to)))).to(own.device)
-            with torch.no_grad():
-                model.parameters[:shared].copy_(mean[:shared])
-                model.buffers.copy_(mean[shared:])
 
     # -- one round --------------------------------------------------------------------------------------------
 
@@ -367,13 +360,16 @@ class Node:
         self.merged, self.evaluation, self.evaluated = found.merged, found.figures, self.round
         self.averages = None if found.average is None else (found.average, found.merged_average)
         self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
+        self.course.take(self.evaluation, self.round)
+        if self.course.over and not closing:
+            self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **self.course.figures()})
 
     def figures(self) -> dict[str, float | int | str]:
         """Returns the node's closing figures, by the names of summary.json."""
         counters = self.communication.counters
         return {
             "uid": self.uid, "rounds": self.round, **self.evaluation,
-            **({"evaluated_round": self.evaluated} if self.evaluation else {}),
+            **({"evaluated_round": self.evaluated} if self.evaluation else {}), **self.course.figures(),
             **self._totals.figures(),
             **{f"bytes_{purpose}": sent for purpose, sent in counters.bytes_sent().items()},
             "bytes_saved": counters.saved_bytes,
@@ -396,11 +392,12 @@ class Node:
         """Returns figures and counters of the rounds so far, which a resumed run goes on from."""
         return {
             **self._totals.state_dict(), "evaluation": dict(self.evaluation), "evaluated": self.evaluated,
-            "counters": self.communication.counters.totals(),
+            "counters": self.communication.counters.totals(), "course": self.course.state_dict(),
         }
 
     def load_progress(self, state: Mapping[str, Any]) -> None:
         """Restores what `progress` returned."""
         self._totals.load_state_dict(state)
         self.evaluation, self.evaluated = dict(state["evaluation"]), state["evaluated"]
+        self.course.load_state_dict(state.get("course"))
         self.communication.counters.earlier = dict(state["counters"])

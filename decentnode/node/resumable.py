@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from decentnode.communication.base import Communication
 from decentnode.graph.base import Graph
 from decentnode.node.config import NodeConfig
+from decentnode.node.course import Course
 from decentnode.sharing.base import Sharing
 from decentnode.training.base import Training
 from decentnode.wire.generation import Generation
@@ -22,6 +23,8 @@ class Resumable(Protocol):
     training: Training
     communication: Communication
     generation: Generation
+    course: Course
+    shared: int
     round: int
     doing: str
     evaluation: dict[str, float]
@@ -33,8 +36,6 @@ class Resumable(Protocol):
     def record(self, record: dict[str, Any], /) -> None: ...
 
     def renew_rules(self) -> None: ...
-
-    def give_models(self, to: frozenset[int], key: str) -> Iterator[None]: ...
 
     def evaluate_between(self) -> Iterator[None]: ...
 

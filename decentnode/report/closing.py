@@ -18,7 +18,9 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
         "interrupted": f"stopped after round {rounds} of {planned}, {wall}",
         "failed": f"failed after round {rounds} of {planned}, {wall}",
     }[summary["status"]]
-    lines = [f"{did}{_main_metric(summary)}"]
+    if summary.get("ended") == "early_stop":
+        did = f"stopped early after round {rounds} of {planned}, {wall}"
+    lines = [f"{did}{_main_metric(summary)}", *_best(summary)]
     count = len(summary["nodes"])
     if not count:
         return lines
@@ -48,6 +50,15 @@ def _main_metric(summary: Mapping[str, Any]) -> str:
         f"max {told[high]:.3f} node {high}), merged model {number(summary[f'{main.name}_merged'], '.3f')}, "
         f"consensus distance {number(summary['consensus_distance'], '.1e')}"
     )
+
+
+def _best(summary: Mapping[str, Any]) -> list[str]:
+    """Of a run that ended early: what was best, and since when."""
+    best = summary.get("best")
+    if not best or summary.get("ended") != "early_stop":
+        return []
+    return [f"best     {best['figure']} {number(best['value'], '.4g')} after round {best['round']}, not better in "
+            f"{plural(best['evaluations_since'], 'evaluation')} since"]  # fmt: skip
 
 
 MOST_NAMED = 5

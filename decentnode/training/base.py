@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from decentnode.config.component import Component
-from decentnode.tasks.base import Task, Variant
+from decentnode.tasks.base import EMA, Task, Variant
 from decentnode.tensors import FlatModel
 
 Direction = Callable[[Tensor], Tensor]
@@ -79,6 +79,12 @@ class Training(Component, abc.ABC):
         All randomness (order of samples, dropout) comes from (seed, uid, round), so that a round can be
         repeated. Raises Diverged when the loss is not finite.
         """
+
+    def better(self, metric: str) -> Literal["higher", "lower"]:
+        """Returns which values of a metric are better, also of one with a prefix; lower ones of what is none."""
+        prefixes = ("", EMA.prefix, *(split.prefix for split in self.evaluated))
+        return next((each.better for each in self.task.all_metrics
+                     if any(metric == f"{prefix}{each.name}" for prefix in prefixes)), "lower")  # fmt: skip
 
     def finish_round(self) -> None:
         """Called when a round is over, with the mixed model in place."""

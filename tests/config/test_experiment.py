@@ -363,8 +363,9 @@ def test_keys_that_came_later_leave_digests_as_they_were(write):
     assert load(path, environ={}).digest() == "4a33443c217655b9"
     assert load(path, ["training.amp=null", "training.compile=false"], {}).digest() == "4a33443c217655b9"
     digests = {load(path, [change], {}).digest() for change in
-               ("training.amp=bf16", "training.compile=true", "training.compile={mode: default}")}  # fmt: skip
-    assert len(digests | {"4a33443c217655b9"}) == 4
+               ("training.amp=bf16", "training.compile=true", "training.compile={mode: default}", "training.ema=0.9",
+                "node.early_stop=loss_merged", "model={name: mlp, lora: {rank: 2}}")}  # fmt: skip
+    assert len(digests | {"4a33443c217655b9"}) == 7
     kept = identity(load(path, environ={}))
     assert "training.amp" not in kept and "training.compile" not in kept and kept["training.batch_size"] == 8
     assert identity(load(path, ["training.amp=bf16"], {}))["training.amp"] == "bf16"

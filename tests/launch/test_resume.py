@@ -20,6 +20,7 @@ from decentnode.launch.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read, read_kind
 from decentnode.report import repeats
+from decentnode.report.closing import closing
 from tests.launch.faults import experiment
 
 
@@ -87,6 +88,33 @@ def test_a_run_of_processes_goes_on_where_one_process_stopped(tmp_path: Path, ca
     assert found["resumed"]["round"] == 5 and found["rounds"] == 8 and len(found["resumed"]["runs"]) == 1
     assert found["bytes_sent_total"] == plain["bytes_sent_total"] and found["accuracy_mean"] == plain["accuracy_mean"]
     assert found["checkpoints"] == 2 and found["checkpoint_copy_seconds"] > 0 and found["checkpoint_cpu_seconds"] > 0
+
+
+def test_a_run_that_ends_early_says_why_and_so_does_its_resumption(tmp_path: Path) -> None:
+    """By processes and in one, after the same round with the same models."""
+    keys = ["node.rounds=60", "node.evaluate_every=1", "node.checkpoint={every: 50, best: accuracy_merged}"]
+    stop = "node.early_stop={figure: accuracy_merged, patience: 2}"
+    folder = Folder(tmp_path)
+    run = folder.done(*keys, stop)
+    check_same(run, folder.done(*keys, stop, "name=b", "communication=zeromq"))
+    found = json.loads((run / "summary.json").read_text())
+    assert found["status"] == "finished" and found["ended"] == "early_stop" and found["rounds"] < 60
+    best = found["best"]
+    assert best["figure"] == "accuracy_merged" and best["evaluations_since"] == 2
+    records = read_kind(run / "nodes/000/metrics.jsonl", "evaluation")
+    values = {each["round"]: each["accuracy_merged"] for each in records}
+    assert best["value"] == max(values.values()) == values[best["round"]] and best["round"] == found["rounds"] - 2
+    mark = json.loads((run / "checkpoints" / "best-003.json").read_text())
+    assert mark["round"] == best["round"] and (run / "checkpoints" / mark["cut"] / "003.json").exists()
+    lines = closing(found)
+    assert lines[0].startswith(f"stopped early after round {found['rounds']} of 60")
+    assert lines[1].startswith("best     accuracy_merged") and "not better in 2 evaluations since" in lines[1]
+    outcome = folder.run(*keys, stop, resume="tiny")
+    assert outcome.exit_code == 0 and len(folder.told.notices) == 1
+    assert f"ended early, after {found['rounds']} of 60 rounds: accuracy_merged was best" in folder.told.notices[0]
+    longer = folder.done(*keys, "node.early_stop=null", "node.rounds=20", resume="tiny")
+    told = json.loads((longer / "summary.json").read_text())
+    assert told["rounds"] == 20 and told["ended"] == "rounds" and told["best"]["evaluations_since"] is None
 
 
 def test_fragments_with_a_graph_of_their_own(tmp_path: Path) -> None:

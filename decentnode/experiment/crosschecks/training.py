@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from decentnode.checkpoint.config import BestConfig
 from decentnode.config.problems import Problem, raised
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
@@ -140,15 +141,21 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
 
 
 def best_is_a_metric(experiment: Experiment) -> Iterator[Problem]:
-    """The figure by which the best checkpoint is kept is measured by the task."""
+    """The figures by which the best checkpoint is kept, and by which the run ends early, are measured by the task."""
     checkpoint = experiment.node.checkpoint
-    if checkpoint is None or checkpoint.best is None or not checkpoint.best.metric or spec_of(experiment) is None:
+    chosen: dict[tuple[str, ...], BestConfig | None] = {
+        ("checkpoint", "best"): checkpoint.best if checkpoint is not None else None,
+        ("early_stop",): experiment.node.early_stop,
+    }
+    named = {key: best for key, best in chosen.items() if best is not None and best.metric}
+    if not named or spec_of(experiment) is None:
         return
     try:
         known = [each.name for each in experiment.measured().metrics]
     except UsageError:
         return
-    if checkpoint.best.metric not in known:
-        figures = ", ".join(f"{name}_{of}" for name in known for of in ("mean", "merged"))
-        message = f"must be one of {figures}, consensus_distance, consensus_rms, got {checkpoint.best.figure!r}"
-        yield Problem(("node", "checkpoint", "best"), message, other=("task",))
+    for key, best in named.items():
+        if best.metric not in known:
+            figures = ", ".join(f"{name}_{of}" for name in known for of in ("mean", "merged"))
+            message = f"must be one of {figures}, consensus_distance, consensus_rms, got {best.figure!r}"
+            yield Problem(("node", *key), message, other=("task",))
