@@ -333,9 +333,8 @@ class _Reader:
             sharing["step_size"] = step
         if rule == "subsample":
             sharing["layerwise"] = self._value("SHARING", "layerwise", False, bool)
-            if sharing["fraction"] > self._value("SHARING", "metadata_cap", 1.0, float):
-                sharing = {"name": "full"}
-                self._note("alpha is above metadata_cap, from which SubSampling sends whole models: full")
+            if (cap := self._value("SHARING", "metadata_cap", 1.0, float)) < 1:
+                sharing["full_above"] = cap
         for key in ("save_shared", "save_accumulated"):
             if self._value("SHARING", key, False, bool):
                 self._problem(f"[SHARING] {key}: such dumps are not here; leave it out")
@@ -349,7 +348,9 @@ class _Reader:
     def _scores(self) -> Section:
         """What counts for the choice of the entries that are sent."""
         if not self._value("SHARING", "change_based_selection", True, bool):
-            self._problem("[SHARING] change_based_selection: cannot be False: entries are chosen by their change here")
+            if self._value("SHARING", "accumulation", False, bool):
+                self._note("accumulation is left out: without change_based_selection nothing depends on it")
+            return {"scored": "value"}
         if not self._value("SHARING", "accumulation", False, bool):
             return {"accumulate": "none"}
         if not self._value("SHARING", "accumulate_averaging_changes", False, bool):

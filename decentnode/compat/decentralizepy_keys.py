@@ -42,16 +42,17 @@ DATASETS: dict[str, DatasetNames] = {
 OF_EVERY_SHARING = ("sharing_package", "sharing_class", "compress", "compression_package", "compression_class",
                     "float_precision")  # fmt: skip
 TOP_K = ("alpha", "dict_ordered", "save_shared", "metadata_cap", "accumulation", "save_accumulated",
-         "change_based_selection", "accumulate_averaging_changes")  # fmt: skip
+         "accumulate_averaging_changes")  # fmt: skip
+IN_BASIS = (*TOP_K, "change_based_selection")
 WAVELET = ("wavelet", "level")
 SHARINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Sharing": ("full", ()),
     "PlainAverageSharing": ("full", ()),
     "PartialModel": ("topk", TOP_K),
     "SubSampling": ("subsample", ("alpha", "dict_ordered", "save_shared", "metadata_cap", "pickle", "layerwise")),
-    "FFT": ("fft", TOP_K),
-    "Wavelet": ("wavelet", (*TOP_K, *WAVELET)),
-    "JWINS": ("jwins", (*TOP_K, *WAVELET, "alpha_list")),
+    "FFT": ("fft", IN_BASIS),
+    "Wavelet": ("wavelet", (*IN_BASIS, *WAVELET)),
+    "JWINS": ("jwins", (*IN_BASIS, *WAVELET, "alpha_list")),
     "Choco": ("choco", ("step_size", "alpha", "dict_ordered")),
 }
 CODECS: dict[str, tuple[Any, str]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -12,6 +12,7 @@ from torch import Tensor
 from decentnode import rng
 from decentnode.compression import select
 from decentnode.config import component
+from decentnode.config.component import ADDED
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
@@ -25,6 +26,8 @@ class SubsampleConfig(SharingConfig):
     """Probability with which an entry is sent."""
     layerwise: bool = False
     """true: draw exactly this fraction of every parameter tensor. false: draw each entry independently."""
+    full_above: Annotated[float, ADDED, Field(gt=0, le=1)] = 1.0
+    """Above this fraction whole models are sent (decentralizepy's metadata_cap)."""
 
 
 class Subsample(Sharing):
@@ -45,6 +48,8 @@ class Subsample(Sharing):
 
     def chosen(self, elements: int, uid: int, view: RoundView) -> Tensor:
         """Returns the ascending positions that node `uid` sends in this round."""
+        if self.config.fraction > self.config.full_above:
+            return torch.arange(elements)
         draws = rng.stream(view.seed, uid, view.purpose("subsample"), view.round)
         if not self.config.layerwise:
             return select.at_random(self.config.fraction, elements, draws)

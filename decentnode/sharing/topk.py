@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decentnode.compression import indices, select
 from decentnode.config import component
+from decentnode.config.component import ADDED
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
@@ -56,8 +57,16 @@ class TopKConfig(SharingConfig):
     full_from: float = Field(1.0, gt=0, le=1)
     """From this fraction on, the whole model is sent without indices, which is then shorter."""
 
+    scored: Annotated[Literal["change", "value"], ADDED] = "change"
+    """What an entry's score is. change: how far it is from what `accumulate` says. value: how far from zero it is
+    itself, whatever changed (decentralizepy's change_based_selection: False)."""
+
     @pydantic.model_validator(mode="after")
     def _order_matters(self) -> TopKConfig:
+        if self.scored == "value" and self.accumulate != "all":
+            raise ValueError(f"must have accumulate all, its default, with scored value, got {self.accumulate}")
+        if self.scored == "value" and self.cleared == "before_mixing":
+            raise ValueError("must have scored change with cleared before_mixing, which is about changes")
         if self.cleared == "before_mixing" and self.accumulate != "all":
             raise ValueError(f"must have accumulate all with cleared before_mixing, got {self.accumulate}")
         return self
@@ -125,20 +134,15 @@ class TopK(Tensors, Sharing):
     # -- the rule
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        if self.reference is None:
+        if self.reference is None and self.config.scored == "change":
             self.reference = self.transform(model).clone()
             self.previous = self.reference.clone() if self.config.cleared == "before_mixing" else None
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self.begin(model, view)  # an overlapped schedule asks for the initial model itself, which has not changed yet
-        assert self.reference is not None
         self._own = own = self.transform(model)
         self._in_model = own is model
-        change = own - self.reference
-        if self.accumulate == "training":
-            self.changes = change.clone() if self.changes is None else self.changes.add_(change)
-            change = self.changes.clone()
-        scores = self.score(change)
+        scores = self.score(self._change(own))
         count = self.count(self.fraction(view), scores.numel())
         self._sent = select.largest(scores, count)
         values = own if count == scores.numel() else own.index_select(0, self._sent)
@@ -146,6 +150,17 @@ class TopK(Tensors, Sharing):
         self._decoded = coded, self._sent
         payload = Payload({"indices": coded, "values": self.numbers(values)}, {}, METADATA)
         return dict.fromkeys(view.neighbors, payload)
+
+    def _change(self, own: Tensor) -> Tensor:
+        """Returns what the scores of coefficients `own` [C] are made of, in a new tensor."""
+        if self.config.scored == "value":
+            return own.clone()
+        assert self.reference is not None
+        change = own - self.reference
+        if self.accumulate == "training":
+            self.changes = change.clone() if self.changes is None else self.changes.add_(change)
+            change = self.changes.clone()
+        return change
 
     def numbers(self, values: Tensor) -> Tensor:
         """Returns the floats that represent coefficients in a payload."""
@@ -181,8 +196,16 @@ class TopK(Tensors, Sharing):
             own = model if own.data_ptr() == model.data_ptr() else model.copy_(own)
         arrived = {uid: (payload.tensors["at"], payload.tensors["values"]) for uid, payload in received.items()}
         mix_filled(own, arrived, view.weights)
+        self._note_sent(own)
+        if arrived and not self._in_model:
+            self.restore(own, model)
+
+    def _note_sent(self, own: Tensor) -> None:
+        """After mixing, with coefficients `own` [C]: what was sent begins to change anew."""
         if self.changes is not None:
             self.changes[self._sent] = 0
+        if self.config.scored == "value":
+            return
         if self.accumulate == "all":
             assert self.reference is not None
             known = own if self.previous is None else self.previous
@@ -191,8 +214,6 @@ class TopK(Tensors, Sharing):
                 self.previous = own.clone()
         else:
             self.reference = own.clone()
-        if arrived and not self._in_model:
-            self.restore(own, model)
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         count = self.coefficients(elements)

@@ -49,6 +49,9 @@ RULES |= {f"{name} {form}": rule(name, form=form) for name in ("gradient_trackin
           for form in ("dsgt", "atc")}  # fmt: skip
 RULES["elastic after"] = rule("elastic", force="after")
 RULES["topk cleared before"] = rule("topk", cleared="before_mixing")
+RULES["topk by value"] = rule("topk", scored="value")
+RULES["jwins by value"] = rule("jwins", scored="value")
+RULES["subsample of whole models"] = rule("subsample", fraction=0.3, full_above=0.2)
 RULES["powergossip of rank 1"] = rule("powergossip", rank=1)
 RULES["deepsqueeze of all"] = rule("deepsqueeze", choose="all", compression={"name": "int4"}, step_size=0.1)
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)

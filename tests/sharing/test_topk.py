@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,27 @@ def test_topk_accumulates_as_told() -> None:
             chosen.append(int(each._sent))  # type: ignore[attr-defined]
             each.mix(models[0], {}, seen)
         assert chosen == expected, accumulate
+
+
+@pytest.mark.parametrize("name", ["topk", "wavelet", "fft", "jwins"])
+def test_the_largest_values_are_sent_whatever_changed(name: str) -> None:
+    """Against the choice written out: those coefficients of the model itself whose magnitude is largest."""
+    models = [torch.randn(70, generator=torch.Generator().manual_seed(4), dtype=torch.float64)]
+    options = {"fractions": [0.2]} if name == "jwins" else {"fraction": 0.2}
+    each: Any = bound(rule(name, scored="value", **options), models)[0]
+    for r in range(4):
+        seen = view(make("ring", nodes=1), 0, r, 1)
+        each.begin(models[0], seen)
+        models[0][r * 9 : r * 9 + 9] += 0.01  # which is all that changes
+        own = each.transform(models[0]).clone()
+        each.outgoing(models[0], seen)
+        count = round(0.2 * own.numel())
+        assert each._sent.tolist() == sorted(own.abs().argsort(descending=True)[:count].tolist())
+        each.mix(models[0], {}, seen)
+        assert not each.state_dict(), "nothing is remembered"
+    for refused in ({"accumulate": "none"}, {"cleared": "before_mixing"}):
+        with pytest.raises(ValueError, match=r"must have (accumulate all|scored change)"):
+            rule(name, scored="value", **refused)()
 
 
 @pytest.mark.parametrize("name", ["topk", "wavelet"])
