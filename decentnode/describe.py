@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from decentnode.communication import COMMUNICATIONS
 from decentnode.compression import CODECS
-from decentnode.config.component import Config, Section, Settings, load_class, nearest
+from decentnode.config.component import Config, Section, Settings, Table, load_class, nearest
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
@@ -122,7 +122,10 @@ class ComponentInfo:
 def names(kind: str) -> tuple[str, ...]:
     """Names of a kind's components; of a group of keys its own name. Raises UsageError for an unknown kind."""
     _check_kind(kind, kind)
-    return tuple(TABLES[kind]) if kind in TABLES else (kind,)
+    if kind not in TABLES:
+        return (kind,)
+    table = TABLES[kind]
+    return (*table, *(f"{each}:NAME" for each in table.libraries)) if isinstance(table, Table) else tuple(table)
 
 
 def _check_kind(kind: str, path: str) -> None:
@@ -165,7 +168,8 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
     if kind in GROUPS:
         component, key = describe(kind, kind), rest
     else:
-        name, _, key = rest.partition(".") if ":" not in rest else (rest, "", "")
+        of_library = next((each for each in known if ":" in each and rest.startswith(f"{each}.")), rest)
+        name, _, key = rest.partition(".") if ":" not in rest else (of_library, "", rest[len(of_library) + 1 :])
         if name not in known and ":" not in name:
             raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{_hint_of_path(rest, known)}")
         component = describe(kind, name)

@@ -38,6 +38,9 @@ class DataSpec:
     """Of ratings; the second id of an input is less than it."""
     target_shape: tuple[int, ...] = ()
     """Of the target of one sample: () for a class or a number, (T,) for a token behind each of T."""
+    padding: int | None = None
+    """Of rows of unequal length: the token behind the end of shorter ones, which no other place has; models that know
+    of it do not look there."""
 
     def facts(self) -> dict[str, Any]:
         """Returns what is known of `FACTS`, by name."""

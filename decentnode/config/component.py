@@ -124,11 +124,13 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 class Table(dict[str, str]):
     """A room's table whose outsiders need not be components: `adapt` ("module:function") makes a component of a foreign
-    class, or returns None."""
+    class, or returns None. libraries: for names such as "timm:resnet18" the component that finds what a library has
+    under the name behind the colon."""
 
-    def __init__(self, names: Mapping[str, str], adapt: str) -> None:
+    def __init__(self, names: Mapping[str, str], adapt: str, libraries: Mapping[str, str] | None = None) -> None:
         super().__init__(names)
         self.adapt = adapt
+        self.libraries = libraries or {}
 
     def component(self, found: type[Any]) -> type[Any]:
         """The component for a class; the class itself where it is one, or cannot be made one. Raises UsageError."""
@@ -145,11 +147,12 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
 
     Raises UsageError when the name is in no table, or the module or class cannot be found.
     """
-    target = table.get(name, name)
+    libraries = table.libraries if isinstance(table, Table) else {}
+    target = table.get(name, libraries.get(name.partition(":")[0], name) if ":" in name else name)
     module_name, colon, class_name = target.partition(":")
     if not colon:
         hint = nearest(name, table)
-        known = ", ".join(table)
+        known = ", ".join([*table, *(f"{each}:NAME" for each in libraries)])
         raise UsageError(
             f"{kind} must be one of {known}, or 'package.module:Class', got {name!r}"
             + (f"; did you mean {hint!r}?" if hint else "")
@@ -170,7 +173,7 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
         )
     if not isinstance(found, type):
         raise UsageError(f"{kind} {name!r} must name a class, got {type(found).__name__}")
-    return table.component(found) if name not in table and isinstance(table, Table) else found
+    return table.component(found) if target == name and name not in table and isinstance(table, Table) else found
 
 
 _beside: list[str] = []
@@ -261,17 +264,21 @@ class Section:
         alternatives: list[dict[str, Any]] = [
             {"enum": list(self.table), "description": f"A bare name: {self.kind} with the component's defaults."}
         ]
-        for name in self.table:
+        libraries = self.table.libraries if isinstance(self.table, Table) else {}
+        for name in [*self.table, *(f"{each}:" for each in libraries)]:
             chosen = self.config_of(name)
             chosen.model_rebuild()
             component = dict(handler.resolve_ref_schema(handler(chosen.__pydantic_core_schema__)))
             keys = {key: dict(value) for key, value in component.get("properties", {}).items()}
-            keys["name"] = {"const": name, "description": _summary(load_class(name, self.table, self.kind))}
+            written = {"const": name} if name in self.table else {"type": "string", "pattern": f"^{name}.+$"}
+            keys["name"] = {**written, "description": _summary(load_class(name, self.table, self.kind))}
             implied = name == self.default or name in self.implied.values()
             required = [key for key in component.get("required", []) if key != "name"]
             component |= {"properties": keys, "required": required if implied else ["name", *required], "title": name}
             component.pop("description", None)
             alternatives.append(component)
+        if libraries:
+            alternatives.append({"type": "string", "pattern": f"^({'|'.join(libraries)}):.+$"})
         pattern = {"type": "string", "pattern": r"^[\w.]+:\w+$", "description": "package.module:Class"}
         alternatives.append({"type": "object", "properties": {"name": pattern}, "required": ["name"]})
         return {"anyOf": alternatives}

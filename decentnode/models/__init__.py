@@ -20,4 +20,8 @@ MODELS = Table({
     "shakespeare_lstm": "decentnode.models.shakespeare_lstm:ShakespeareLstm",
     "reddit_rnn": "decentnode.models.reddit_rnn:RedditRnn",
     "matrix_factorization": "decentnode.models.matrix_factorization:MatrixFactorization",
-}, adapt="decentnode.models.own:adapted")
+}, adapt="decentnode.models.own:adapted", libraries={
+    "hf": "decentnode.models.hugging_face:HuggingFace",
+    "timm": "decentnode.models.vision:Timm",
+    "torchvision": "decentnode.models.vision:Torchvision",
+})

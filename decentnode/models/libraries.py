@@ -1,0 +1,35 @@
+"""What models of other libraries have in common: importing the library, and what it raises."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from decentnode.errors import UsageError, told
+
+
+def library(module: str, model: str, extra: str = "") -> Any:
+    """The module of a library. Raises UsageError, naming the model, where it is not installed or cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise UsageError(f"model {model}: importing {module} raised {told(error)}") from error
+        install = f"'decentnode[{extra}]' has it" if extra else package
+        raise UsageError(f"model {model} needs {package}, which is not installed; pip install {install}") from error
+    except Exception as error:  # torchvision beside another build of torch raises RuntimeError
+        raise UsageError(f"model {model}: importing {module} raised {told(error)}") from error
+
+
+def called(model: str, make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` returns. Raises UsageError for whatever the library raises."""
+    try:
+        return make()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"making {model} raised {told(error)}") from error

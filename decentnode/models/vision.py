@@ -1,0 +1,132 @@
+"""Image models of timm and of torchvision: `model: {name: "timm:resnet18"}`. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from decentnode.config.component import Config
+from decentnode.errors import UsageError, told
+from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
+from decentnode.models.libraries import called, library
+from decentnode.samples import DataSpec
+
+
+class VisionConfig(ModelConfig):
+    pretrained: bool = False
+    """Whether weights come from the library's local cache; otherwise the model is drawn from the run's seed. Nothing is
+    downloaded."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Of the library's constructor, such as {drop_rate: 0.1}."""
+
+
+class TimmConfig(VisionConfig):
+    name: str = "timm:"
+    """timm: and one of its models, such as timm:resnet18."""
+
+
+class Timm(Model):
+    """A model of timm with as many outputs as the data has classes. Needs timm (extra `timm`)."""
+
+    Config: ClassVar[type[Config]] = TimmConfig
+
+    def __init__(self, config: TimmConfig) -> None:
+        self.config = config
+
+    def make(self, data: DataSpec) -> nn.Module:
+        name, config = self.config.name, self.config
+        channels, outputs = image_shape(name, data, 1)[0], outputs_of(name, data)
+        timm = library("timm", name, "timm")
+        chosen = name.partition(":")[2]
+        if not timm.is_model(chosen):
+            near = ", ".join(timm.list_models(f"*{chosen}*")[:5])
+            raise UsageError(f"timm has no model {chosen!r}" + (f"; it has {near}" if near else ""))
+        with _offline():
+            try:
+                module: nn.Module = timm.create_model(
+                    chosen, pretrained=config.pretrained, num_classes=outputs, in_chans=channels, **config.arguments)
+            except Exception as error:
+                why = "model.pretrained: its weights are not in the local cache; " if config.pretrained else ""
+                raise UsageError(f"{why}making {name} raised {told(error)}") from error
+        return module
+
+
+class TorchvisionConfig(VisionConfig):
+    name: str = "torchvision:"
+    """torchvision: and one of its models, such as torchvision:resnet18."""
+
+
+class Torchvision(Model):
+    """A model of torchvision with as many outputs as the data has classes. Needs a torchvision that goes with the
+    installed torch."""
+
+    Config: ClassVar[type[Config]] = TorchvisionConfig
+
+    def __init__(self, config: TorchvisionConfig) -> None:
+        self.config = config
+
+    def make(self, data: DataSpec) -> nn.Module:
+        name = self.config.name
+        channels, outputs = image_shape(name, data, 1)[0], outputs_of(name, data)
+        if channels != 3:
+            raise UsageError(f"model {name} needs images of 3 channels, got {channels}")
+        models: Any = library("torchvision.models", name)
+        chosen = name.partition(":")[2]
+        known = models.list_models()
+        if chosen not in known:
+            near = ", ".join(each for each in known if chosen in each)
+            raise UsageError(f"torchvision has no model {chosen!r}" + (f"; it has {near}" if near else ""))
+        module = called(name, lambda: models.get_model(chosen, weights=None, num_classes=outputs,
+                                                       **self.config.arguments))  # fmt: skip
+        if self.config.pretrained:
+            _load_pretrained(module, models.get_model_weights(chosen), name)
+        return module
+
+
+def _load_pretrained(module: nn.Module, weights: Any, name: str) -> None:
+    """Copies the library's default weights from its local cache, but for those of another shape, of the layer that
+    names the classes. Raises UsageError."""
+    url: str = weights.DEFAULT.url
+    path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise UsageError(f"model.pretrained: {path} is not there; {url} has it where there is a network") from error
+    except Exception as error:
+        raise UsageError(f"model.pretrained: {path} cannot be read as weights: {told(error)[:300]}") from error
+    own = module.state_dict()
+    fitting = {key: value for key, value in found.items() if key in own and own[key].shape == value.shape}
+    left = sorted({key.rpartition(".")[0] for key in own if key not in fitting})
+    if len(left) > 1:
+        raise UsageError(f"model.pretrained: {path} has no weights for {', '.join(left[:5])} of {name}")
+    module.load_state_dict(fitting, strict=False)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """The hub that timm loads weights from looks into its local cache alone."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants: Any = None
+    with contextlib.suppress(ImportError):
+        constants = importlib.import_module("huggingface_hub.constants")
+    online = getattr(constants, "HF_HUB_OFFLINE", None)
+    if constants is not None:
+        constants.HF_HUB_OFFLINE = True  # read when it was imported
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
+        if constants is not None:
+            constants.HF_HUB_OFFLINE = online
