@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -29,6 +30,8 @@ LINE_SECONDS = 10.0
 REFRESH_SECONDS = 0.5
 SUSPEND_SECONDS = 0.5
 """Longest wait for a terminal to take the last line before this process is stopped."""
+HEADER_SECONDS = 5.0
+"""Longest time that rows wait for the header, which is computed while the nodes start."""
 REFRESH_SHARE = 25
 """The time between two redraws is at least this many times that of one: a slow terminal gets fewer."""
 
@@ -69,6 +72,8 @@ class ConsoleObserver(Observer):
         self._note = ""
         self._single = True
         self._joined = False
+        self._held: list[Callable[[], None]] | None = []
+        """What is shown below the header, until that has come; None from then on."""
         self._changed = False
         self._said_round = -1
         """The last round that was printed: each is printed once."""
@@ -100,6 +105,19 @@ class ConsoleObserver(Observer):
     def header(self, lines: list[list[str]]) -> None:
         for label, text in lines:
             self.say(label, text)
+        self._let_go()
+
+    def _below_header(self, show: Callable[[], None]) -> None:
+        """Show something that belongs below the header, once that has been shown."""
+        if self._held is None:
+            show()
+        else:
+            self._held.append(show)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held or [], None
+        for show in held:
+            show()
 
     def waiting(self, text: str) -> None:
         if self.console.is_terminal or clock.now() - self._line_at > 5:
@@ -114,10 +132,10 @@ class ConsoleObserver(Observer):
 
     def _begin(self, what: str) -> None:
         assert self._state is not None
-        self.say("nodes", what)
         self._line_at = clock.now()
         self._joined = True
-        self._begin_live()
+        self._below_header(lambda: self.say("nodes", what))
+        self._below_header(self._begin_live)
 
     def _begin_live(self) -> None:
         if self.live:
@@ -136,10 +154,12 @@ class ConsoleObserver(Observer):
 
     def _say_line(self, line: str, round: int) -> None:
         self._line_at, self._said_round = clock.now(), max(self._said_round, round)
-        self._print(escape(line), kind=OutputKind.PROGRESS)
+        self._below_header(lambda: self._print(escape(line), kind=OutputKind.PROGRESS))
 
     def tick(self) -> None:
         now = clock.now()
+        if self._held and now - self._line_at > HEADER_SECONDS:
+            self._let_go()
         if self._live is not None:
             if self.output.behind or not self.output.foreground:
                 return  # a frame is drawn over the last one, which must have been taken
@@ -186,7 +206,9 @@ class ConsoleObserver(Observer):
     # -- after the run ----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Remove the live table. Idempotent."""
+        """Remove the live table, and show what still waits for the header. Idempotent."""
+        if self._held:
+            self._let_go()
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()

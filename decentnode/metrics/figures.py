@@ -117,6 +117,8 @@ FIGURES = (
            "rounds without", digits=0, of=("rounds_without",), how=_total),
     Figure("checkpoints", "checkpoints", "that every node wrote", "node/checkpoints.py", "checkpoints", digits=0,
            of=("checkpoints",), how=_least),
+    Figure("checkpoints_kept", "checkpoints", "that every node has at the end", "node/checkpoints.py",
+           "checkpoints kept", digits=0, of=("checkpoints_kept",), how=_least),
     Figure("bytes_checkpoints_total", "bytes", "of all checkpoints that all nodes wrote", "node/checkpoints.py",
            "checkpoint MB", 1e-6, of=("bytes_checkpoints",), how=_total),
     Figure("checkpoint_copy_seconds", "s", "in which the training thread copied its state, of the node with the most",

@@ -90,7 +90,8 @@ class Checkpoints:
         """Returns what checkpoints have cost, by the names of summary.json; nothing without any."""
         found = self.figures
         return {} if not found.count else {
-            "checkpoints": found.count, "bytes_checkpoints": found.bytes,
+            "checkpoints": found.count, "checkpoints_kept": len(self._whole.intersection(self._cuts)),
+            "bytes_checkpoints": found.bytes,
             "checkpoint_copy_seconds": found.copy_seconds, "checkpoint_wait_seconds": found.wait_seconds,
             "checkpoint_cpu_seconds": found.cpu_seconds,
         }  # fmt: skip

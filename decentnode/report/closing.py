@@ -88,8 +88,11 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     if not summary.get("checkpoints"):
         return []
     waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
+    made = round(summary["checkpoints"])
+    kept = round(summary.get("checkpoints_kept", made))
+    of = f" of {made}" if kept < made else f" ({made} of them new)" if kept > made else ""
     return [
-        f"kept     {plural(round(summary['checkpoints']), 'checkpoint')} per node, "
-        f"{size(summary['bytes_checkpoints_total'])} in all; training waited {duration(waited)} for them, "
+        f"kept     {plural(kept, 'checkpoint')}{of} per node, "
+        f"{size(summary['bytes_checkpoints_total'])} written in all; training waited {duration(waited)} for them, "
         f"writing took {duration(summary['checkpoint_cpu_seconds'])} of CPU time"
     ]

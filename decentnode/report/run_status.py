@@ -44,31 +44,44 @@ def state_of(status: dict[str, Any]) -> str:
     return doing if os.path.exists(f"/proc/{status.get('pid')}") or not os.path.exists("/proc/self") else "gone"
 
 
+COLUMNS = ("node", "round", "doing", "waits for", "since", "sent", "received", "chunks", "resends", "faults")
+OF_EDGES = ("chunks",)
+"""Columns that only a table with edges has, so that a terminal of 80 columns holds every row of numbers whole."""
+WORDS = ("doing", "waits for")
+"""Columns that are cut where the width does not do."""
+
+
 def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> RenderableType:
     """Returns a table with one row per node, and with edges one more per neighbor."""
-    made = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("node", "round", "doing", "waits for", "since", "sent", "received", "chunks", "resends", "faults"):
-        made.add_column(column, justify="left" if column in ("doing", "waits for") else "right")
+    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for column in COLUMNS:
+        if edges or column not in OF_EDGES:
+            made.add_column(_cut(column), justify="left" if column in WORDS else "right", no_wrap=column not in WORDS)
     for uid, status in statuses.items():
         over = status["edges"].values()
         whom = status["waiting_for"]
         state = state_of(status)
-        waits = Text(", ".join(map(str, whom[:6])) + (", ..." if len(whom) > 6 else ""))
         made.add_row(
             str(uid), f"{status['round']}/{status['rounds']}",
-            Text(state, style="red" if state in ("gone", "failed") else ""), waits,
+            _cut(state, "red" if state in ("gone", "failed") else ""),
+            _cut(", ".join(map(str, whom[:6])) + (", ..." if len(whom) > 6 else "")),
             duration(status["waiting_seconds"]) if whom else "",
             size(sum(e["sent"] for e in over)), size(sum(e["received"] for e in over)),
-            str(sum(e["chunks"] for e in over)), str(sum(e["resends"] for e in over)),
+            *([str(sum(e["chunks"] for e in over))] if edges else []), str(sum(e["resends"] for e in over)),
             str(sum(status["faults"].values())),
         )  # fmt: skip
         if edges:
             for other, edge in status["edges"].items():
                 made.add_row(
-                    "", "", Text(f"  to node {other}", style="dim"), "", duration(edge["wait_seconds"]),
+                    "", Text(f"to {other}", style="dim"), "", "", duration(edge["wait_seconds"]),
                     size(edge["sent"]), size(edge["received"]), str(edge["chunks"]), str(edge["resends"]), "",
                 )  # fmt: skip
     return Group(made, Text(blame(statuses), style="dim"))
+
+
+def _cut(text: str, style: str = "") -> Text:
+    """A text on one line, cut where its column is too narrow."""
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def blame(statuses: dict[int, dict[str, Any]]) -> str:

@@ -53,6 +53,7 @@ def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)
     observer.facts(FACTS, None)
+    observer.header([])
     for uid in FACTS.local:
         observer.progress(uid, {"kind": "round", "round": 6, "loss": 1.0})
     clock.sleep(module.LINE_SECONDS + 1)
@@ -69,6 +70,44 @@ def test_only_nodes_of_a_run_that_starts_are_said_to_be_connected(join: bool) ->
     output = Output(out)
     observer = ConsoleObserver(output, started=100.0, share="", live=False)
     observer.facts(FACTS, None)
+    observer.header([])
     (observer.asks_to_join if join else observer.joined)(1.0)
     assert output.drain(30)
     assert ("all connected" in out.getvalue(), "let them in" in out.getvalue()) == (not join, join)
+
+
+HEADER = [["graph", "ring, 4 nodes"], ["warning", "listens on everything"]]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_the_header_comes_before_the_first_row(clock: VirtualClock, live: bool) -> None:
+    """It is computed while the nodes start: on a busy machine these are quicker."""
+    out = io.StringIO()
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=live)
+    observer.facts(FACTS, None)
+    observer.joined(1.0)
+    for uid in FACTS.local:
+        observer.progress(uid, {"kind": "evaluation", "round": 0, "accuracy": 0.1, "accuracy_mean": 0.1})
+    observer.tick()
+    observer.notice("something that cannot wait")
+    assert output.drain(30)
+    assert "cannot wait" in out.getvalue() and not re.search("all connected|round", out.getvalue())
+    observer.header(HEADER)
+    observer.tick()
+    observer.end()
+    assert output.drain(30)
+    shown = ["ring, 4 nodes", "listens on", "all connected", *([] if live else ["round=0/10"])]
+    assert all(text in out.getvalue() for text in shown), out.getvalue()
+    assert shown == sorted(shown, key=out.getvalue().index)
+
+
+def test_a_header_that_does_not_come_holds_nothing_back(clock: VirtualClock) -> None:
+    out = io.StringIO()
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=False)
+    observer.facts(FACTS, None)
+    observer.joined(1.0)
+    clock.sleep(module.HEADER_SECONDS + 1)
+    observer.tick()
+    assert output.drain(30) and "all connected" in out.getvalue()

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -40,7 +41,7 @@ def test_who_waits_for_whom() -> None:
              2: status(2, doing="local steps")}  # fmt: skip
     assert "node 2 (local steps; 1 wait for it)" in blame(chain)
     text = shown(chain, edges=True)
-    assert "12" in text and "to node 9" in text and "3/9" in text
+    assert "12" in text and "to 9" in text and "3/9" in text
     chain[2] = status(2, doing="local steps", pid=2**22 + 5, time=time.time() - 60)
     assert state_of(chain[2]) == "gone" and "node 2 (gone" in blame(chain)
     assert going(chain) and not going({0: status(0, doing="finished")})
@@ -51,6 +52,21 @@ def test_who_has_not_entered_a_collective_call() -> None:
     clique = {uid: status(uid, waiting_for=sorted({0, 1, 2, 3} - {uid}), waiting_seconds=12.0) for uid in (0, 1, 3)}
     clique[2] = status(2, doing="local steps")
     assert blame(clique) == "everything waits for node 2 (local steps; 3 wait for it)"
+
+
+@pytest.mark.parametrize("edges", [False, True])
+def test_the_table_fits_80_columns_a_line_per_node_or_edge(edges: bool) -> None:
+    edge = {"sent": 123_456_789_000, "received": 999_900_000, "chunks": 1_234_567, "resends": 123_456,
+            "wait_seconds": 4000.0}  # fmt: skip
+    each = {"round": 99_999, "rounds": 100_000, "waiting_for": [*range(900, 920)], "waiting_seconds": 7199.0,
+            "doing": "agreeing on the next generation", "edges": {"900": edge}, "faults": {"stranger": 12_345}}
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table({uid: status(uid, **each) for uid in (7, 900)}, edges))
+    head, *rows = [line.rstrip() for line in console.export_text().splitlines()][: 5 if edges else 3]
+    assert max(map(len, (head, *rows))) <= 80 and all("99999/100000" in row for row in rows[:: 1 + edges])
+    for number in ("123.5 GB", "999.9 MB", "123456", "12345", "1 h 59 min", "900"):
+        assert number in rows[0], (number, rows[0])
+    assert not edges or all(text in rows[1] for text in ("to 900", "1234567", "123.5 GB"))
 
 
 def test_without_a_run(tmp_path: Path) -> None:

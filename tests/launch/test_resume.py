@@ -87,6 +87,7 @@ def test_a_run_of_processes_goes_on_where_one_process_stopped(tmp_path: Path, ca
     plain = json.loads((straight / "summary.json").read_text())
     assert found["resumed"]["round"] == 5 and found["rounds"] == 8 and len(found["resumed"]["runs"]) == 1
     assert found["bytes_sent_total"] == plain["bytes_sent_total"] and found["accuracy_mean"] == plain["accuracy_mean"]
+    assert found["checkpoints_kept"] == len([*(by_processes / "checkpoints").glob("0*/000.json")])
     assert found["checkpoints"] == 2 and found["checkpoint_copy_seconds"] > 0 and found["checkpoint_cpu_seconds"] > 0
 
 

@@ -21,6 +21,7 @@ from decentnode.launch.supervisor import supervise
 from decentnode.launch.workers import LoadError
 from decentnode.metrics.reader import read_kind
 from decentnode.report.closing import closing
+from decentnode.report.runs import lines
 from decentnode.report.words import size
 from tests.conftest import scale
 from tests.launch.faults import experiment
@@ -172,6 +173,7 @@ def test_a_failed_run_closes_with_what_the_nodes_files_tell(tmp_path: Path, faul
     assert f"failed after round {rounds} of 8" in first and size(found["bytes_sent_total"]) in traffic
     assert outcome.run_dir is not None
     assert json.loads((outcome.run_dir / "summary.json").read_text())["rounds"] == rounds
+    assert [line.label for line in lines([outcome.run_dir])[0]] == [f"tiny (failed after round {rounds} of 8)"]
 
 
 def test_a_node_killed_by_a_signal_is_named(tmp_path: Path) -> None:

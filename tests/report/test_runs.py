@@ -218,3 +218,11 @@ def test_plot_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot write"):
         plot(found, METRICS, list(AXES), tmp_path / "file" / "a.png")
+
+
+def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "exp" / "a")
+    before = load(run).series("accuracy", "bytes")
+    with open(run / "nodes" / "000" / "metrics.jsonl", "ab") as file:
+        file.write(b'\xff\n[1]\n{"kind": 3}\n{"kind": "round"}\n{"kind": "evaluation", "round": "x"}\n')
+    assert load(run).series("accuracy", "bytes") == before
