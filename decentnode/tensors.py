@@ -118,6 +118,12 @@ class FlatModel:
         """Shapes of the parameters in the order of `parameters`."""
         return [tuple(p.shape) for p in self._trainable]
 
+    @property
+    def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names in the module and shapes of the parameters, in the order of `parameters`."""
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        return [(names[id(p)], tuple(p.shape)) for p in self._trainable]
+
     def names_from(self, start: int) -> list[str]:
         """Returns the names in the module of the parameters that lie at `start` of the flat tensor or behind it."""
         at, found = 0, set()

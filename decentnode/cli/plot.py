@@ -21,10 +21,12 @@ from decentnode.metrics.figures import AXES
 @click.option("--paper", is_flag=True,
               help="One panel of column width (3.3 in) as PDF: the task's main metric by rounds, unless told "
                    "other.")  # fmt: skip
+@click.option("--dumps", is_flag=True,
+              help="What the sharing rule chose to send, from the dumps of one run (sharing.dump).")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write; .png, .pdf or .svg.")
 def command(
     runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], paper: bool,
-    output: Path | None,
+    dumps: bool, output: Path | None,
 ) -> None:
     """Draw runs into one figure: the mean over nodes, and a band from the lowest to the highest node.
 
@@ -37,6 +39,15 @@ def command(
     from decentnode.report.plots import plot
     from decentnode.report.runs import lines, overview
 
+    if dumps:
+        from decentnode.report.dumps import plot as plot_dumps
+
+        if len(runs) > 1:
+            raise click.UsageError(f"--dumps draws one run, got {len(runs)}")
+        target = output or resolve(runs[0]) / "plots" / "dumps.png"
+        plot_dumps(resolve(runs[0]), target)
+        click.echo(str(target))
+        return
     paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
     drawn, said = lines(paths, labels, seeds_once=all_runs)
     if paper:

@@ -335,15 +335,27 @@ class _Reader:
             sharing["layerwise"] = self._value("SHARING", "layerwise", False, bool)
             if (cap := self._value("SHARING", "metadata_cap", 1.0, float)) < 1:
                 sharing["full_above"] = cap
-        for key in ("save_shared", "save_accumulated"):
-            if self._value("SHARING", key, False, bool):
-                self._problem(f"[SHARING] {key}: such dumps are not here; leave it out")
+        sharing |= self._dumps(rule)
         if self._value("SHARING", "compress", False, bool):
             codec, note = CODECS[self._class("SHARING", "compression_class", CODECS) or "Elias"]
             self._note(f"compression: {note}")
             if codec is not None and sharing["name"] != "choco":
                 sharing["compression"] = codec
         self.found.experiment["sharing"] = sharing
+
+    def _dumps(self, rule: str) -> Section:
+        """What is written of the choice. There two nodes of every machine write the positions, and all the changes."""
+        shared, scores = (self._value("SHARING", key, False, bool) for key in ("save_shared", "save_accumulated"))
+        if not shared and not scores:
+            return {}
+        if rule == "subsample":
+            self._note("save_shared writes the positions that are sent; there a slip keeps SubSampling from it")
+        first, uids = 0, list[int]()
+        procs = self.command.procs_per_machine
+        for count in procs if len(procs) > 1 else procs * self.command.machines:
+            uids += range(first, first + min(2, count))
+            first += count
+        return {"dump": {"shared": shared, "scores": scores, "nodes": "all" if scores else uids}}
 
     def _scores(self) -> Section:
         """What counts for the choice of the entries that are sent."""

@@ -11,7 +11,7 @@ from decentnode.experiment.tree import Experiment, portable_text
 from decentnode.sharing.compressed import make_sharing
 
 MAY_CHANGE = (
-    "name", "run", "mapping", "communication",
+    "name", "run", "mapping", "communication", "sharing.dump",
     *(f"node.{key}" for key in ("rounds", "checkpoint", "evaluate_every", "mix_in_background", "missing", "min_nodes",
                                 "restarts", "check_finite", "early_stop")),
 )  # fmt: skip

@@ -152,10 +152,12 @@ def save_node(node: Node, run_dir: Path) -> None:
     """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors, which has no parameters that the
     nodes kept to themselves; of a model with adapters also adapters.safetensors, what of the merged model was trained,
     and folded.safetensors, the merged model with the adapters added to its weights. In models/ema/ likewise the moving
-    averages, where there are any, without what follows from adapters.
+    averages, where there are any, without what follows from adapters. What dumps count is written, too.
 
     The node's model may be overwritten by another one: it must not be used afterwards.
     """
+    if node.dumps is not None:
+        node.dumps.close()
     model, lowest = node.training.model, node.uid == node.generation.members[0]
     kept = set(model.names_from(node.shared))
     save(model.module, run_dir / "models" / f"{node.uid:03d}.safetensors")

@@ -18,6 +18,7 @@ from decentnode.launch.node_files import Reporter
 from decentnode.metrics import summary as summaries
 from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.course import ended_early
+from decentnode.node.dumps import Dumps
 from decentnode.node.node import Node
 from decentnode.node.resume_agreement import ResumeFrom
 
@@ -103,7 +104,12 @@ def _newest_of_all(found: Found, num_nodes: int) -> Cut | None:
 
 
 def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -> None:
-    """Let a node make checkpoints in the folder of its run, and go on from those that the task names."""
+    """Let a node make checkpoints and dumps in the folder of its run, and go on from the checkpoints that the task
+    names."""
+    dump = getattr(experiment.sharing, "dump", None)
+    if task.run_dir is not None and dump is not None and dump.by(node.uid):
+        folder = run_dir.node_dir(task.run_dir, node.uid) / "dumps"
+        node.dumps = Dumps(folder, dump, node.training.model.named_shapes)
     if task.run_dir is None or (experiment.node.checkpoint is None and task.resume is None):
         return
     resume = None

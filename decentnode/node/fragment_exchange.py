@@ -15,6 +15,7 @@ from decentnode import clock
 from decentnode.communication.base import AveragingGroup, Communication, Exchange
 from decentnode.errors import PeerFault, PeerLost
 from decentnode.graph.base import RoundView
+from decentnode.node.dumps import Dumps
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.decoding import decode
@@ -192,6 +193,11 @@ class FragmentExchange:
             group = AveragingGroup(view.averaging, self.rule.own_contribution(own, view))
         channel = channel_of(phase, self.fragment.index, self._num_fragments)
         self._exchange = self._communication.exchange(self._round, self._outgoing, view.sources, channel, group)
+
+    def dump(self, round: int, dumps: Dumps) -> None:
+        """After the round: write what the rule chose to send in it."""
+        coefficients = self.rule.coefficients(self.fragment.elements)
+        dumps.take(round, self.fragment.index, self.rule.chosen_entries(), coefficients)
 
     def sends_from(self, model: Tensor) -> bool:
         """Whether the payload is the model [P] where it lies."""

@@ -20,6 +20,7 @@ from decentnode.node.buffers import BufferExchange
 from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.config import NodeConfig
 from decentnode.node.course import Course
+from decentnode.node.dumps import Dumps
 from decentnode.node.evaluation import Evaluator
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.handover import agree_on_course, give_models
@@ -102,6 +103,8 @@ class Node:
         """On the lowest uid after the run: every node's closing figures."""
         self.checkpoints: Checkpoints | None = None
         """Set before the first step where the run has a folder."""
+        self.dumps: Dumps | None = None
+        """Likewise, where the rule's choices are to be written."""
         self.evaluation: dict[str, float] = {}
         """The figures of the last evaluation."""
         self.evaluated = -1
@@ -301,6 +304,8 @@ class Node:
         mixed = self.schedule.finish()
         self._buffers.mix(self._buffer_view, self.schedule)
         self.training.finish_round()
+        if self.dumps is not None:
+            self.schedule.dump(round, self.dumps)
         self._account_missing(self.sharing.requirements.phases - 1, mixed)
         times, update = self.schedule.times, self._update
         seconds = clock.now() - self._started

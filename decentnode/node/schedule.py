@@ -20,6 +20,7 @@ from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.graph.base import RoundView
 from decentnode.node.background import BackgroundMixer, supported, worthwhile
+from decentnode.node.dumps import Dumps
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes
 from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel, blocks
@@ -72,6 +73,11 @@ class Schedule(abc.ABC):
         """Whether the model is exchanged as one: then it may live where the transport sends from."""
         elements = self.model.parameters.numel()
         return len(self.fragments) == 1 and self.fragments[0].fragment.elements == elements
+
+    def dump(self, round: int, dumps: Dumps) -> None:
+        """After the round: write what the rules of the fragments that were exchanged chose to send."""
+        for fragment in self._due:
+            fragment.dump(round, dumps)
 
     def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Update:
         """Make the local steps and begin the first phase's exchanges. `check` is called after the local steps, before

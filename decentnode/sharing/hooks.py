@@ -113,6 +113,16 @@ class Hooks:
     def undelivered(self, uid: int, payload: Payload) -> None:
         """Called when a payload certainly did not reach `uid`: the rule can take back what it carried."""
 
+    def chosen_entries(self) -> Mapping[str, Tensor]:
+        """Returns what the last `outgoing` chose, for dumps, where the rule's config has a section `dump`: "sent" [K]
+        int64, the positions of coefficients that were sent, unless all were; with `dump.scores` "change" [C], what
+        their scores are made of, and "value" [C]."""
+        return {}
+
+    def coefficients(self, elements: int) -> int:
+        """Returns among how many coefficients of a model with so many elements a rule chooses."""
+        return elements
+
     # -- other ways to mix
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
+import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -17,6 +18,7 @@ from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.operator import sizes_at
 from decentnode.sharing.topk import mix_filled
 
@@ -28,6 +30,14 @@ class SubsampleConfig(SharingConfig):
     """true: draw exactly this fraction of every parameter tensor. false: draw each entry independently."""
     full_above: Annotated[float, ADDED, Field(gt=0, le=1)] = 1.0
     """Above this fraction whole models are sent (decentralizepy's metadata_cap)."""
+    dump: Annotated[DumpConfig | None, ADDED] = None
+    """Write what was chosen, for studies; nothing is written when not given."""
+
+    @pydantic.model_validator(mode="after")
+    def _no_scores(self) -> SubsampleConfig:
+        if self.dump is not None and self.dump.scores:
+            raise ValueError("must have dump.scores: false, as a random choice has no scores")
+        return self
 
 
 class Subsample(Sharing):
@@ -40,6 +50,7 @@ class Subsample(Sharing):
         super().__init__(config)
         self._sizes: tuple[int, ...] = ()
         self._elements = 0
+        self._sent = torch.empty(0, dtype=torch.int64)
         self._drawn: tuple[tuple[int, int, int], Tensor] | None = None
         """((seed, uid, round), positions) that were drawn last."""
 
@@ -75,7 +86,11 @@ class Subsample(Sharing):
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._elements = model.numel()
         at = self._chosen(view.uid, view).to(model.device)
+        self._sent = at
         return dict.fromkeys(view.neighbors, Payload({"values": model.index_select(0, at)}))
+
+    def chosen_entries(self) -> Mapping[str, Tensor]:
+        return {"sent": self._sent} if self._sent.numel() < self._elements else {}
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         values = payload.tensors["values"]

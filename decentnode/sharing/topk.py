@@ -18,6 +18,7 @@ from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.operator import add_at, sizes_at
 from decentnode.sharing.state import Tensors
 
@@ -61,6 +62,9 @@ class TopKConfig(SharingConfig):
     """What an entry's score is. change: how far it is from what `accumulate` says. value: how far from zero it is
     itself, whatever changed (decentralizepy's change_based_selection: False)."""
 
+    dump: Annotated[DumpConfig | None, ADDED] = None
+    """Write what was chosen, for studies; nothing is written when not given."""
+
     @pydantic.model_validator(mode="after")
     def _order_matters(self) -> TopKConfig:
         if self.scored == "value" and self.accumulate != "all":
@@ -96,6 +100,10 @@ class TopK(Tensors, Sharing):
         self._own = torch.empty(0)
         self._in_model = False
         self._sent = torch.empty(0, dtype=torch.int64)
+        self._all_sent = True
+        self._dumps_scores = config.dump is not None and config.dump.scores
+        self._chosen: dict[str, Tensor] = {}
+        """What dumps show beside the positions."""
         self._sizes: list[int] = []
         self._decoded = NOTHING
         """Coded indices and what they are decoded to: the last that were asked for."""
@@ -112,10 +120,6 @@ class TopK(Tensors, Sharing):
     def restore(self, coefficients: Tensor, model: Tensor) -> None:
         """Writes the model [P] from its coefficients; not called where `transform` returns the model itself."""
         model.copy_(coefficients)
-
-    def coefficients(self, elements: int) -> int:
-        """Returns the number of coefficients of a model with so many elements."""
-        return elements
 
     def score(self, change: Tensor) -> Tensor:
         return change.abs_()
@@ -142,14 +146,20 @@ class TopK(Tensors, Sharing):
         self.begin(model, view)  # an overlapped schedule asks for the initial model itself, which has not changed yet
         self._own = own = self.transform(model)
         self._in_model = own is model
-        scores = self.score(self._change(own))
+        change = self._change(own)
+        self._chosen = {"change": change.clone(), "value": own.clone()} if self._dumps_scores else {}
+        scores = self.score(change)
         count = self.count(self.fraction(view), scores.numel())
         self._sent = select.largest(scores, count)
+        self._all_sent = count == scores.numel()
         values = own if count == scores.numel() else own.index_select(0, self._sent)
         coded = indices.encode(self._sent, scores.numel())
         self._decoded = coded, self._sent
         payload = Payload({"indices": coded, "values": self.numbers(values)}, {}, METADATA)
         return dict.fromkeys(view.neighbors, payload)
+
+    def chosen_entries(self) -> Mapping[str, Tensor]:
+        return self._chosen if self._all_sent else {**self._chosen, "sent": self._sent}
 
     def _change(self, own: Tensor) -> Tensor:
         """Returns what the scores of coefficients `own` [C] are made of, in a new tensor."""

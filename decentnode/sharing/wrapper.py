@@ -74,6 +74,12 @@ class Wrapper(Sharing):
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         return self.rule.unpack(payload, uid, view)
 
+    def chosen_entries(self) -> Mapping[str, Tensor]:
+        return self.rule.chosen_entries()
+
+    def coefficients(self, elements: int) -> int:
+        return self.rule.coefficients(elements)
+
     def undelivered(self, uid: int, payload: Payload) -> None:
         self.rule.undelivered(uid, payload)
 

@@ -28,7 +28,7 @@ def fake_node(uid: int = 1, members: tuple[int, ...] = (0, 1), waiting: Any = No
     communication = SimpleNamespace(waiting=waiting, counters=Counters())
     return SimpleNamespace(
         uid=uid, round=4, config=SimpleNamespace(rounds=9), doing="exchange", training=training, merged=None,
-        averages=None,
+        averages=None, dumps=None,
         communication=communication, generation=SimpleNamespace(members=members), shared=training.model.num_parameters,
     )  # fmt: skip
 

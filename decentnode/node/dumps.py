@@ -1,0 +1,82 @@
+"""Writes what a rule chose to send, round by round: nodes/<uid>/dumps/ of a run, never more than was allowed.
+
+    00000012-0.safetensors    of round 12 and fragment 0: sent [K] int64; change [C] and value [C] with `scores`
+    counts.safetensors        by fragment: in how many rounds each coefficient was sent, [C] int32
+    parameters.json           the names and shapes of the parameters, in their order in the model
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decentnode.checkpoint import tensor_file
+from decentnode.sharing.dump import DumpConfig
+
+logger = logging.getLogger(__name__)
+
+COUNTS = "counts.safetensors"
+PARAMETERS = "parameters.json"
+
+
+class Dumps:
+    """The dumps of one node. All methods belong to the training thread, and wait for the disk; what it refuses is
+    logged and left out."""
+
+    def __init__(self, folder: Path, config: DumpConfig, parameters: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """parameters: names and shapes, in their order in the model."""
+        self._folder, self._config = folder, config
+        self._names = [{"name": name, "shape": list(shape)} for name, shape in parameters]
+        self._left = config.most_megabytes * 1e6
+        self._counts: dict[int, Tensor] = {}
+        self._full = False
+
+    def take(self, round: int, fragment: int, chosen: Mapping[str, Tensor], coefficients: int) -> None:
+        """Take what a rule chose in a round (`Sharing.chosen_entries`), of so many coefficients. Rounds in which all
+        are sent have no "sent", and count for none."""
+        if "sent" in chosen and self._config.shared:
+            counts = self._counts.setdefault(fragment, torch.zeros(coefficients, dtype=torch.int32))
+            counts[chosen["sent"].cpu()] += 1
+        wanted = {"sent"} if self._config.shared else set[str]()
+        wanted |= {"change", "value"} if self._config.scores else set()
+        tensors = {name: _plain(tensor) for name, tensor in chosen.items() if name in wanted}
+        if round % self._config.every == 0 and tensors:
+            self._write(f"{round:08d}-{fragment}.safetensors", tensors)
+
+    def close(self) -> None:
+        """Write the counts. Idempotent."""
+        if self._counts:
+            self._write(COUNTS, {str(fragment): counts for fragment, counts in self._counts.items()}, bounded=False)
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor], *, bounded: bool = True) -> None:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._full and bounded:
+            return
+        if bounded and size > self._left:
+            self._full = True
+            logger.warning("dumps have reached sharing.dump.most_megabytes (%g): no more of them",
+                           self._config.most_megabytes)  # fmt: skip
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            names = self._folder / PARAMETERS
+            if not names.exists():
+                names.write_text(json.dumps(self._names) + "\n", encoding="utf-8")
+            partial = self._folder / f".{name}"
+            tensor_file.write(partial, tensors)
+            partial.replace(self._folder / name)
+        except OSError as error:
+            logger.warning("a dump could not be written: %s", error)
+            return
+        self._left -= size if bounded else 0
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, complex numbers as two columns."""
+    found = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return found.detach().to("cpu").contiguous()
