@@ -22,6 +22,7 @@ from decentnode.compat.decentralizepy_keys import (
     OF_EVERY_DATASET,
     OF_EVERY_SHARING,
     SHARINGS,
+    TOKENIZERS,
     USUAL_LOSS,
 )
 from decentnode.config.component import nearest
@@ -250,6 +251,13 @@ class _Reader:
         if name == "reddit":
             vocabulary = f"{train}/../../vocab/reddit_vocab.pck"
             folders["vocabulary"] = os.path.normpath(self._place(vocabulary, self.path.parent))
+        if name == "amazon_reviews":
+            tokenizer = self._value("DATASET", "tokenizer", "BERT", str)
+            if tokenizer not in TOKENIZERS:
+                self._problem(f"[DATASET] tokenizer: must be one of {', '.join(TOKENIZERS)}, got {tokenizer!r}")
+            folders |= {"tokenizer": TOKENIZERS.get(tokenizer), "length": 512}
+            self._note("the cross entropy of the five stars, where decentralizepy takes five questions of yes or no; "
+                       "all test reviews, where it takes one batch; weights and tokenizer come from the local cache")
         if name == "celeba":
             folders["images"] = self._place(self._value("DATASET", "images_dir", "", str), self.path.parent)
             folders["pixels"] = "raw"
@@ -261,6 +269,8 @@ class _Reader:
         if name != "cifar10":
             if sizes is not None:
                 self._problem("[DATASET] sizes: stated parts of users cannot be said here; leave it empty")
+            if name == "amazon_reviews":
+                return {"name": "by_key", "keys_per_node": 1}
             order = {"order": "ascending"} if name == "movielens" else {}
             return {"name": "by_key", "even": "keys", **order}
         kind = self._value("DATASET", "partition_niid", "simple", str)
@@ -280,7 +290,7 @@ class _Reader:
 
     def _training(self) -> None:
         self._section("TRAIN_PARAMS")
-        self._class("TRAIN_PARAMS", "training_class", {"Training": 0})
+        self._class("TRAIN_PARAMS", "training_class", {"Training": 0, "LLMTraining": 0})
         steps = "local_epochs" if self._value("TRAIN_PARAMS", "full_epochs", False, bool) else "local_steps"
         training: Section = {
             "batch_size": self._value("TRAIN_PARAMS", "batch_size", 1, int),
@@ -291,7 +301,7 @@ class _Reader:
         }
         dataset = self.found.experiment.get("data", {}).get("name", "")
         key = "loss_class" if self._value("TRAIN_PARAMS", "loss_class", "", str) else "loss"
-        loss = LOSSES.get(self._class("TRAIN_PARAMS", key, LOSSES), "")
+        loss = "" if dataset == "amazon_reviews" else LOSSES.get(self._class("TRAIN_PARAMS", key, LOSSES), "")
         if loss and loss != USUAL_LOSS.get(dataset, "cross_entropy"):
             training["loss"] = loss
         if size := self._value("DATASET", "validation_size", None, float):

@@ -36,6 +36,10 @@ DATASETS: dict[str, DatasetNames] = {
     "Celeba": DatasetNames("celeba", {"CNN": "celeba_cnn"}, ("images_dir",)),
     "Shakespeare": DatasetNames("shakespeare", {"LSTM": "shakespeare_lstm"}),
     "Reddit": DatasetNames("reddit", {"RNN": "reddit_rnn"}),
+    "AmazonReview": DatasetNames("amazon_reviews", {
+        "BERT": {"name": "hf:bert-base-uncased", "pretrained": True},
+        "MobileBERT": {"name": "hf:google/mobilebert-uncased", "pretrained": True},
+    }, ("tokenizer",)),
     "MovieLens": DatasetNames("movielens", {"MatrixFactorization": "matrix_factorization"}),
 }  # fmt: skip
 
@@ -65,5 +69,6 @@ CODECS: dict[str, tuple[Any, str]] = {
 }
 LOSSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll", "MSELoss": "mse", "L1Loss": "l1",
           "cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}  # fmt: skip
+TOKENIZERS = {"BERT": "bert-base-uncased", "MobileBERT": "google/mobilebert-uncased"}
 USUAL_LOSS = {"movielens": "mse"}
 """Datasets whose task has another loss than the cross entropy."""

@@ -18,6 +18,7 @@ DATASETS = Table({
     "shakespeare": "decentnode.data.leaf_text:Shakespeare",
     "reddit": "decentnode.data.reddit:Reddit",
     "movielens": "decentnode.data.movielens:Movielens",
+    "amazon_reviews": "decentnode.data.amazon_reviews:AmazonReviews",
     "text": "decentnode.data.text:Text",
     "tiny_imagenet": "decentnode.data.tiny_imagenet:TinyImagenet",
     "npz": "decentnode.data.npz:Npz",

@@ -101,6 +101,8 @@ SOURCES: dict[str, Source] = {
                              "data/reddit/data is the one to name"),
     "movielens": Source(by_hand="https://files.grouplens.org/datasets/movielens/ml-latest-small.zip holds ratings.csv; "
                                 "its authors change it without a digest"),
+    "amazon_reviews": Source(by_hand="its authors give out reviews as lines of JSON "
+                                     "(https://amazon-reviews-2023.github.io), FedScale as a CSV for each user"),
 }  # fmt: skip
 """Datasets that are not part of the package."""
 

@@ -21,6 +21,7 @@ from tests.data.files import (
     write_femnist,
     write_movielens,
     write_reddit,
+    write_reviews,
     write_shakespeare,
 )
 
@@ -227,6 +228,21 @@ def test_reddit(folder: Path, sharing: dict[str, Any]) -> None:
     nodes = build_in_process(experiment)
     step_all(nodes)
     assert nodes[0].round == 1
+
+
+def test_amazon_reviews(folder: Path) -> None:
+    """Its models and tokenizer are those of transformers, which is not asked here."""
+    write_reviews(folder / "reviews")
+    keys = {**leaf("AmazonReview", "BERT"), "dataset_package": "decentralizepy.datasets.text.AmazonReview",
+            "train_dir": "reviews/train", "test_dir": "reviews/test", "tokenizer": "BERT"}  # fmt: skip
+    write(folder, DATASET=keys, TRAIN_PARAMS={"training_class": "LLMTraining", "loss_class": None})
+    plain = converted("-ps", "4")
+    assert plain["model"] == {"name": "hf:bert-base-uncased", "pretrained": True} and "loss" not in plain["training"]
+    assert plain["data"] == {
+        "name": "amazon_reviews", "train_folder": "reviews/train", "test_folder": "reviews/test", "length": 512,
+        "tokenizer": "bert-base-uncased", "partition": {"name": "by_key", "keys_per_node": 1}}
+    write(folder, DATASET={**keys, "tokenizer": "GPT"}, TRAIN_PARAMS={"training_class": "LLMTraining"})
+    assert "[DATASET] tokenizer: must be one of BERT, MobileBERT, got 'GPT'" in convert("--force").output
 
 
 def test_graph_files_and_addresses(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import pickle
@@ -256,3 +257,29 @@ def write_reddit(folder: Path, users: int = 4, vocabulary: bool = True) -> list[
                    "pad_symbol": 0}  # fmt: skip
         (folder / "vocab" / "reddit_vocab.pck").write_bytes(pickle.dumps(content))
     return words
+
+
+def write_reviews(folder: Path, users: int = 4, lines: bool = False) -> None:
+    """Five stars for what is lovely, one for what is awful, three for what is neither; CSV of each user in train and
+    test, or all as lines of JSON."""
+    draw = np.random.default_rng(7)
+    things = ["book", "lamp", "kettle", "chair", "clock", "coat"]
+    moods = {5: "a lovely, lovely", 1: "what an awful", 3: "it is some"}
+    found: dict[str, list[tuple[str, int]]] = {}
+    for user in range(users):
+        stars = draw.choice([1, 3, 5], 20)
+        found[f"A{user}"] = [(f"{moods[each]} {draw.choice(things)}!" + " Really." * int(draw.integers(0, 3)), each)
+                             for each in map(int, stars)]  # fmt: skip
+    if lines:
+        folder.mkdir(parents=True)
+        rows = [json.dumps({"reviewerID": user, "overall": float(stars), "reviewText": text})
+                for user, each in found.items() for text, stars in each]  # fmt: skip
+        (folder / "reviews.jsonl").write_text("\n".join(rows) + "\n")
+        return
+    for split, part in (("train", slice(15)), ("test", slice(15, 20))):
+        (folder / split).mkdir(parents=True)
+        for user, each in found.items():
+            with open(folder / split / f"{user}.csv", "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["data_path", "label_name", "label_id"])
+                writer.writerows((text, stars, stars - 1) for text, stars in each[part])

@@ -43,6 +43,9 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
     elif name == "reddit":
         files.write_reddit(tmp_path / "d", vocabulary=packed)
         section["folder"] = "d/data"
+    elif name == "amazon_reviews":
+        files.write_reviews(tmp_path / "d", lines=packed)
+        section |= {"folder": "d", "length": 6}
     elif name == "celeba":
         files.write_celeba(tmp_path / "d", tmp_path / "img")
         section |= {"folder": "d", "images": "img", "side": 20}

@@ -1,0 +1,254 @@
+"""Reviews of products with one to five stars: CSV by user, as decentralizepy and FedScale have Amazon's, or lines of
+JSON (https://amazon-reviews-2023.github.io)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from decentnode import rng
+from decentnode.config.component import Config
+from decentnode.data.base import CachedConfig, Dataset, checked_indices, existing
+from decentnode.data.cache import Writer, indexed
+from decentnode.data.sources import remedy
+from decentnode.data.tokens import CountedWords, OfTransformers, Tokenizer, WordPiece
+from decentnode.errors import DataError
+from decentnode.samples import DataSpec, Rows, Samples
+
+STARS = 5
+BLOCK = 1024
+"""Reviews that are in memory at once while they are converted."""
+TEXTS = ("data_path", "reviewText", "text")
+RATINGS = ("label_name", "overall", "rating")
+USERS = ("reviewerID", "user_id", "user")
+"""Names of columns and keys, the first that is there counts."""
+ENDINGS = (".csv", ".jsonl", ".json")
+
+Review = tuple[str, int, str, str]
+"""User, stars less one, text, and where it stands."""
+
+
+class AmazonReviewsConfig(CachedConfig):
+    name: str = "amazon_reviews"
+    folder: Path | None = None
+    """Folder that holds .csv or .jsonl files, which are dealt into training and test samples by train_fraction; or the
+    folders train and test with such files."""
+    train_folder: Path | None = None
+    """Folder of the training files, where it is not folder/train."""
+    test_folder: Path | None = None
+    """Folder of the test files, where it is not folder/test."""
+    vocabulary: Path | None = None
+    """vocab.txt of BERT, a piece of a word in each line: reviews become its tokens, as BERT's own code makes them."""
+    tokenizer: str | None = None
+    """Name of a tokenizer in the local cache of transformers, such as bert-base-uncased, instead of a vocabulary."""
+    vocabulary_size: int = Field(30_000, ge=3, le=1 << 22)
+    """How many numbers there are where neither is given: those of the most frequent words of the training reviews, of
+    padding and of the unknown."""
+    length: int = Field(128, ge=2, le=1 << 16)
+    """Longer reviews are cut to so many tokens; decentralizepy has 512."""
+    train_fraction: float = Field(0.9, gt=0, lt=1)
+    """Part of the reviews that is trained on, drawn at random, where there are no folders of their own."""
+    split_seed: int = Field(0, ge=0)
+    """Seed of that draw, apart from the run's."""
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        if self.folder is None and (self.train_folder is None or self.test_folder is None):
+            raise ValueError("must have folder, or both train_folder and test_folder")
+        if self.vocabulary is not None and self.tokenizer is not None:
+            raise ValueError("must have vocabulary or tokenizer, got both")
+        return self
+
+
+class AmazonReviews(Dataset):
+    """Inputs are the tokens of a review, rows of unequal length with padding behind their end; the target is its stars,
+    0 to 4 for one to five. The key of a sample is its user: the column or key `reviewerID` or `user_id`, else the name
+    of the file."""
+
+    Config: ClassVar[type[Config]] = AmazonReviewsConfig
+    num_classes = STARS
+
+    def __init__(self, config: AmazonReviewsConfig, base_dir: Path) -> None:
+        self.config = config
+        self.input_shape = (config.length,)
+        self._files = self._find(base_dir)
+        self._vocabulary = existing(base_dir / config.vocabulary, "vocab.txt of BERT (data.vocabulary)") \
+            if config.vocabulary is not None else None  # fmt: skip
+        options: dict[str, Any] = {"length": config.length, "tokenizer": config.tokenizer}
+        options |= {split: len(paths) for split, paths in self._files.items()}
+        if self._vocabulary is None and config.tokenizer is None:
+            options["size"] = config.vocabulary_size
+        if "both" in self._files:
+            options |= {"fraction": config.train_fraction, "seed": config.split_seed}
+        sources = [path for paths in self._files.values() for path in paths]
+        sources += [self._vocabulary] if self._vocabulary is not None else []
+        self.index = indexed("amazon_reviews", sources, options, self._build, config.cache_folder(base_dir))
+        self._starts = {split: np.cumsum(lengths) - lengths for split in ("train", "test")
+                        for lengths in [self.index[f"{split}_length"].astype(np.int64)]}  # fmt: skip
+
+    @property
+    def spec(self) -> DataSpec:
+        notes = self.index.notes
+        return DataSpec(self.input_shape, "ids", num_classes=STARS, vocabulary=notes["vocabulary"],
+                        padding=notes["padding"])  # fmt: skip
+
+    def check_private(self) -> None:
+        if self.config.vocabulary is None and self.config.tokenizer is None:
+            raise DataError("data.vocabulary or data.tokenizer must be given where each node has private files: the "
+                            "words of one need not be those of the others")  # fmt: skip
+
+    def train_targets(self) -> np.ndarray:
+        return np.array(self.index["train_y"])
+
+    def test_labels(self) -> np.ndarray:
+        return np.array(self.index["test_y"])
+
+    def train_keys(self) -> np.ndarray:
+        return np.array(self.index["train_user"])
+
+    def test_keys(self) -> np.ndarray:
+        return np.array(self.index["test_user"])
+
+    def num_test(self) -> int:
+        return len(self.index["test_y"])
+
+    def train(self, indices: np.ndarray) -> Samples:
+        return self._samples("train", checked_indices(indices, len(self.index["train_y"])))
+
+    def test(self) -> Samples:
+        return self._samples("test", np.arange(self.num_test()))
+
+    def _samples(self, split: str, indices: np.ndarray) -> Samples:
+        lengths = self.index[f"{split}_length"][indices].astype(np.int64)
+        rows = Rows(self.index[f"{split}_tokens"], self._starts[split][indices], lengths, self.index.notes["padding"])
+        return Samples(rows, np.array(self.index[f"{split}_y"][indices]), ids=True)
+
+    # -- files -------------------------------------------------------------------------------------------------
+
+    def _find(self, base_dir: Path) -> dict[str, list[Path]]:
+        """Paths of "train" and "test", or of "both" together."""
+        config, folder = self.config, base_dir / (self.config.folder or Path())
+        if config.train_folder is None and config.test_folder is None and (found := _files_in(folder)):
+            return {"both": found}
+        places = {"train": config.train_folder, "test": config.test_folder}
+        chosen = {split: base_dir / place if place is not None else folder / split for split, place in places.items()}
+        files = {split: _files_in(place) for split, place in chosen.items()}
+        for split, place in chosen.items():
+            if not files[split]:
+                why = "no .csv or .jsonl file in it" if place.is_dir() else "no such folder"
+                raise DataError(f"{place}: {why}; expected reviews (data.folder, data.{split}_folder); "
+                                f"{remedy('amazon_reviews')}")  # fmt: skip
+        return files
+
+    def _reviews(self) -> Iterator[tuple[str, Review]]:
+        """Yields (split, review) one by one."""
+        draw = rng.stream(self.config.split_seed, rng.GLOBAL, "split of reviews")
+        for split, paths in self._files.items():
+            for path in paths:
+                for review in reviews_of(path):
+                    if split == "both":
+                        yield ("train" if draw.random() < self.config.train_fraction else "test"), review
+                    else:
+                        yield split, review
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._vocabulary is not None:
+            return WordPiece(self._vocabulary)
+        if self.config.tokenizer is not None:
+            return OfTransformers(self.config.tokenizer)
+        texts = (text for split, (_, _, text, _) in self._reviews() if split == "train")
+        return CountedWords(texts, self.config.vocabulary_size)
+
+    def _build(self, writer: Writer) -> None:
+        tokenizer, users = self._tokenizer(), dict[str, int]()
+        writers = {split: _Split(writer, split) for split in ("train", "test")}
+        for split, (user, stars, text, _) in self._reviews():
+            tokens = tokenizer.encode(text, self.config.length)
+            writers[split].add(tokens, stars, users.setdefault(user, len(users)))
+        for split, each in writers.items():
+            each.flush()
+            if not each.count:
+                raise DataError(f"no review for the {split} samples in {sum(map(len, self._files.values()))} files")
+        writer.notes |= {"vocabulary": tokenizer.size, "padding": tokenizer.padding}
+
+
+class _Split:
+    """Reviews of a split on their way into the index, some at a time."""
+
+    def __init__(self, writer: Writer, name: str) -> None:
+        self._writer, self._name = writer, name
+        self._held: list[tuple[list[int], int, int]] = []
+        self.count = 0
+
+    def add(self, tokens: list[int], stars: int, user: int) -> None:
+        self._held.append((tokens, stars, user))
+        self.count += 1
+        if len(self._held) >= BLOCK:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._held:
+            return
+        tokens, stars, users = zip(*self._held, strict=True)
+        self._writer.append(f"{self._name}_tokens", np.array([each for row in tokens for each in row], np.int32))
+        self._writer.append(f"{self._name}_length", np.array([len(row) for row in tokens], np.int32))
+        self._writer.append(f"{self._name}_y", np.array(stars, np.int64))
+        self._writer.append(f"{self._name}_user", np.array(users, np.int64))
+        self._held.clear()
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.suffix in ENDINGS) if folder.is_dir() else []
+
+
+def reviews_of(path: Path) -> Iterator[Review]:
+    """Yields the reviews of a file, one at a time in memory. Raises DataError with the line."""
+    rows: Callable[[Path], Iterator[tuple[int, Any]]] = _csv_rows if path.suffix == ".csv" else _json_rows
+    for line, row in rows(path):
+        where = f"{path}:{line}"
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: must be an object, got {type(row).__name__}")
+        text, rating = _first(row, TEXTS, where), _first(row, RATINGS, where)
+        try:
+            stars = float(rating)
+        except (TypeError, ValueError):
+            stars = 0.0
+        if stars not in range(1, STARS + 1) or isinstance(rating, bool):
+            raise DataError(f"{where}: a rating must be 1 to {STARS} stars, got {rating!r:.40}")
+        if not isinstance(text, str):
+            raise DataError(f"{where}: a review must be a text, got {text!r:.40}")
+        user = next((row[key] for key in USERS if key in row), path.stem)
+        yield str(user), int(stars) - 1, text, where
+
+
+def _first(row: dict[str, Any], keys: tuple[str, ...], where: str) -> Any:
+    for key in keys:
+        if key in row:
+            return row[key]
+    raise DataError(f"{where}: must have one of {', '.join(keys)}, got {', '.join(map(str, row)):.80}")
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            for row in reader:
+                yield reader.line_num, row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read as CSV: {error}") from error
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read as lines of JSON: {error}") from error
