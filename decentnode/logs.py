@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from decentnode import clock
 
@@ -16,6 +17,14 @@ class _Formatter(logging.Formatter):
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002
         return datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+Level = Literal["debug", "info", "warning", "error", "critical"]
+
+
+def set_level(level: Level) -> None:
+    """From now on lines below this level are left out."""
+    logging.getLogger("decentnode").setLevel(level.upper())
 
 
 def set_up(who: str, path: Path | None = None, level: int = logging.INFO) -> None:

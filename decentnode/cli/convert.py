@@ -22,12 +22,16 @@ from decentnode.errors import ConfigError, UsageError
 @click.option("--addresses", type=click.Path(path_type=Path), help="Instead of the config's addresses_filepath.")
 @click.option("--iterations", "-is", type=click.IntRange(1), default=1, show_default=True, help="Rounds.")
 @click.option("--test-after", "-ta", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--train-evaluate-after", "-tea", type=click.IntRange(1),
+              help="Measure the training samples, too, with every test.")  # fmt: skip
+@click.option("--log-level", "-ll", type=click.Choice(["INFO", "DEBUG", "WARNING", "ERROR", "CRITICAL"]),
+              default="INFO", show_default=True)  # fmt: skip
 @click.option("--reset-optimizer", "-ro", type=click.IntRange(0, 1), default=1, show_default=True)
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 def command(
     config: Path, output: Path | None, graph_file: Path | None, graph_type: str, machines: int,
-    procs_per_machine: tuple[int, ...], addresses: Path | None, iterations: int, test_after: int, reset_optimizer: int,
-    force: bool,
+    procs_per_machine: tuple[int, ...], addresses: Path | None, iterations: int, test_after: int,
+    train_evaluate_after: int | None, log_level: str, reset_optimizer: int, force: bool,
 ) -> None:
     """Translate CONFIG, a config file of decentralizepy (.ini), and its flags into an experiment.
 
@@ -40,7 +44,7 @@ def command(
     if target.exists() and not force:
         raise UsageError(f"{target} is there already; -o names another file, --force writes over it")
     flags = CommandLine(graph_file, graph_type, machines, procs_per_machine, addresses, iterations, test_after,
-                        bool(reset_optimizer))  # fmt: skip
+                        bool(reset_optimizer), train_evaluate_after, log_level)  # fmt: skip
     found = translate(config, flags, target.absolute().parent)
     lines = [f"# {config.name} of decentralizepy", *(f"# {note}" for note in found.notes)]
     for key, value in found.experiment.items():

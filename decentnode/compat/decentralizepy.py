@@ -44,6 +44,8 @@ class CommandLine:
     iterations: int = 1
     test_after: int = 5
     reset_optimizer: bool = True
+    train_evaluate_after: int | None = None
+    log_level: str = "INFO"
 
 
 @dataclass
@@ -383,6 +385,11 @@ class _Reader:
         self.found.experiment["node"] = {
             "rounds": self.command.iterations, "evaluate_every": min(self.command.test_after, self.command.iterations),
         }
+        if self.command.train_evaluate_after is not None:
+            self.found.experiment["training"]["evaluate_train"] = "all"
+            self._note("training samples are measured with every test; the loss of a round's batches always is")
+        if self.command.log_level != "INFO":
+            self.found.experiment["run"] = {"log_level": self.command.log_level.lower()}
 
 
 def _literal(text: str) -> Any:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.parts import CommunicationConfig
-from decentnode.config.component import Config, Settings, added_defaults, load_class, section
+from decentnode.config.component import ADDED, Config, Settings, added_defaults, load_class, section
 from decentnode.config.file_digest import content_digest
 from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
@@ -24,6 +24,7 @@ from decentnode.data.opened import OpenedData
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
+from decentnode.logs import Level
 from decentnode.mapping import MAPPINGS
 from decentnode.mapping.base import Mapping as NodeMapping
 from decentnode.metrics.figures import TaskMetrics
@@ -65,6 +66,8 @@ class RunConfig(Settings):
     dir: Path = Path("runs")
     """Folder in which every run makes its own. A path in the YAML is relative to the YAML, one on the command line to
     the current directory."""
+    log_level: Annotated[Level, ADDED] = "info"
+    """Which lines nodes write to their log.txt: those of this level and above. Machines of one run may differ in it."""
 
 
 class Experiment(Settings):
@@ -234,7 +237,8 @@ class Experiment(Settings):
 
     def written_yaml(self, places: Mapping[str, str]) -> str:
         """The same with those keys alone that a file, the command line or the environment set, and `run.dir`."""
-        written = {**self._tree.plain(), "run": {"dir": str(self.run_dir)}}
+        plain = self._tree.plain()
+        written = {**plain, "run": {**(plain.get("run") or {}), "dir": str(self.run_dir)}}
         return "".join(f"{line}\n" for line in self._resolved_lines(_with_places(written, places), ()))
 
     def _resolved_lines(self, values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from decentnode import logs
 from decentnode.build import build_in_process
 from decentnode.communication.inproc import Inproc
 from decentnode.errors import Interrupted
@@ -54,6 +55,7 @@ def run_task(task: Task, channel: Pipe) -> int:
     try:
         set_up(task, task.uids[0])
         experiment = load(task.request.config, task.request.overrides, task.request.environ, check=False)
+        logs.set_level(experiment.run.log_level)
         for uid in task.uids:
             path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
             reporters[uid] = Reporter(uid, path, channel.send, task.progress_seconds)

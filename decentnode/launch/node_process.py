@@ -190,6 +190,7 @@ def run_node(task: Task, link: Link) -> int:
     try:
         set_up(task, uid)
         experiment = load(task.request.config, task.request.overrides, task.request.environ, check=False)
+        logs.set_level(experiment.run.log_level)
         folder = node_dir(task.run_dir, uid) if task.run_dir else None
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)

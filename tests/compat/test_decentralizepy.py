@@ -344,3 +344,11 @@ def test_its_own_step_configs(folder: Path) -> None:
     assert len(configs) == 22
     assert "[DATASET] shard: is no key of it; did you mean 'shards'?" in failed.pop("config_cifar_partialmodel.ini")
     assert not failed and len(list(Path().glob("*.yaml"))) == 21
+
+
+def test_flags_for_the_log_and_the_training_samples(folder: Path) -> None:
+    write(folder)
+    found = converted("-ps", "4", "-ll", "DEBUG", "-tea", "2")
+    assert found["run"] == {"log_level": "debug"} and found["training"]["evaluate_train"] == "all"
+    plain = converted("-ps", "4")
+    assert "run" not in plain and "evaluate_train" not in plain["training"]
