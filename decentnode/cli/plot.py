@@ -23,7 +23,8 @@ from decentnode.metrics.figures import AXES
                    "other.")  # fmt: skip
 @click.option("--dumps", is_flag=True,
               help="What the sharing rule chose to send, from the dumps of one run (sharing.dump).")  # fmt: skip
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write; .png, .pdf or .svg.")
+@click.option("--output", "-o", type=click.Path(path_type=Path),
+              help="File to write: .png, .pdf or .svg; .csv for the numbers, of each round and node.")  # fmt: skip
 def command(
     runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], paper: bool,
     dumps: bool, output: Path | None,
@@ -37,7 +38,7 @@ def command(
     """
     from decentnode.launch.run_dir import resolve, resolve_all
     from decentnode.report.plots import plot
-    from decentnode.report.runs import lines, overview
+    from decentnode.report.runs import curves_of, lines, overview
 
     if dumps:
         from decentnode.report.dumps import plot as plot_dumps
@@ -53,6 +54,17 @@ def command(
     if paper:
         metric, axes = overview(drawn)[0] if metric == "all" else metric, "rounds" if axes == "all" else axes
     metrics = overview(drawn) if metric == "all" else [metric]
+    if output is not None and output.suffix == ".csv":
+        from decentnode.report.series_table import csv_of
+        from decentnode.system import write_atomic
+
+        if metric == "all":
+            metrics = [*curves_of(drawn)]
+        write_atomic(output, csv_of(drawn, metrics))
+        for line in said:
+            click.echo(line, err=True)
+        click.echo(str(output))
+        return
     name = "_".join(["overview" if metric == "all" else metric, *([] if axes == "all" else ["by", axes])])
     if len(paths) > 1:
         name += f"_{len(paths)}_runs"

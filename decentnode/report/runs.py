@@ -40,8 +40,9 @@ class RecordedRun:
     measured: TaskMetrics = BEFORE
     """What its task measures."""
 
-    def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
-        """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says."""
+    def by_node(self, metric: str, merged: bool = False) -> dict[int, dict[int, tuple[float, float]]]:
+        """Returns rounds finished -> uid -> (value, time), in the order of the rounds and scaled as the curve's label
+        says."""
         curve, found = self.measured.curves.get(metric), dict[int, dict[int, tuple[float, float]]]()
         if curve is None:
             return {}
@@ -51,6 +52,11 @@ class RecordedRun:
                 if record.get("kind") == curve.kind and isinstance(value := record.get(key), int | float):
                     told = found.setdefault(record["round"] + offset, {})
                     told[uid] = (curve.scale * value, record.get("time", 0.0))  # the last word on a round
+        return {rounds: found[rounds] for rounds in sorted(found)}
+
+    def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
+        """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says."""
+        found = self.by_node(metric, merged)
         sent, began = (self._bytes() if axis == "bytes" else {}), self._began()
 
         def position(rounds: int) -> float:
@@ -58,7 +64,7 @@ class RecordedRun:
                 return max(0.0, max(time for _, time in found[rounds].values()) - began)
             return float(rounds) if axis == "rounds" else sent.get(rounds, 0.0)
 
-        return {r: (position(r), [value for value, _ in found[r].values()]) for r in sorted(found)}
+        return {r: (position(r), [value for value, _ in found[r].values()]) for r in found}
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
         """Joined over nodes by round. seconds count from the first record of any node; bytes are those of payloads
