@@ -1,3 +1,26 @@
 """decentnode: decentralized deep learning without a center."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decentnode.api import Experiment, Run, RunInterrupted, open_run, run
+
 __version__ = "0.1.0"
+
+__all__ = ["Experiment", "Run", "RunInterrupted", "__version__", "open_run", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what programs use when they first ask for it: commands that do not need it stay quick."""
+    if name in __all__:
+        from decentnode import api
+
+        globals()[name] = found = getattr(api, name)
+        return found
+    raise AttributeError(f"module 'decentnode' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -25,6 +27,23 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 def set_level(level: Level) -> None:
     """From now on lines below this level are left out."""
     logging.getLogger("decentnode").setLevel(level.upper())
+
+
+@contextlib.contextmanager
+def into(path: Path, who: str, level: int = logging.INFO) -> Iterator[None]:
+    """Send the log of the `decentnode` tree to `path` alone in this block; what the program had set up holds again
+    afterwards."""
+    root, handler = logging.getLogger("decentnode"), logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_Formatter(FORMAT.format(who=who)))
+    before = root.handlers[:], root.level, root.propagate
+    root.handlers[:], root.propagate = [handler], False
+    root.setLevel(level)
+    try:
+        yield
+    finally:
+        root.handlers[:], root.propagate = before[0], before[2]
+        root.setLevel(before[1])
+        handler.close()
 
 
 def set_up(who: str, path: Path | None = None, level: int = logging.INFO) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
+import decentnode
 from decentnode.cli import main
 from decentnode.describe import KINDS, describe, names
 from decentnode.experiment import load
@@ -73,6 +75,18 @@ def run_here(words: list[str], leaves: bool) -> None:
         return
     more = ["--plain", "--set", "node.rounds=2", "--set", "communication=inproc"] if words[0] == "run" else []
     assert not main.main([*words, *more], prog_name="decentnode", standalone_mode=False)
+
+
+def run_program(path: Path) -> None:
+    """A Python program of the page in this process, and so are its runs where it does not say otherwise."""
+    run = decentnode.Experiment.run
+
+    def here(self: Any, **options: Any) -> Any:
+        return run(self, **{"processes": False, "progress": False, **options})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decentnode.Experiment, "run", here)
+        runpy.run_path(str(path), run_name="__main__")
 
 
 @pytest.fixture
@@ -137,6 +151,8 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
             words = shlex.split(line[2:])
             if words[0] == ".venv/bin/decentnode":
                 run_here(words[1:], leaves)
+            elif words[0] == ".venv/bin/python":
+                run_program(folder / words[1])
             else:
                 assert words[:2] == [".venv/bin/torchrun", "--nproc-per-node=2"], line
                 first, second = run_ranks(2, scripting.script, str(folder / words[2]), words[3:])

@@ -17,13 +17,14 @@ FLOORS: list[list[str]] = [
     ["sharing", "training", "communication", "checkpoint"],
     ["node", "parallel"],
     ["experiment"],
-    ["build", "compat", "describe"],
+    ["build", "compat", "describe", "objects"],
     ["launch", "report"],
-    ["cli", "__main__"],
+    ["cli"],
+    ["api", "__main__"],
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SIDEWAYS = {  # within one floor, in this direction only
-    ("training", "models"), ("__main__", "cli"), ("logs", "clock"),
+    ("training", "models"), ("logs", "clock"),
 }  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.parts)

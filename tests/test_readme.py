@@ -6,9 +6,12 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import decentnode
 from decentnode.cli import main
 from decentnode.communication import COMMUNICATIONS
 from decentnode.compression import CODECS
@@ -48,6 +51,16 @@ def test_its_yaml_trains(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(block("yaml"))
     nodes = run_in_process(load(tmp_path / "mine.yaml", ["communication=inproc", "node.rounds=20"]))
     assert float(nodes[0].figures()["accuracy_mean"]) > 0.7
+
+
+def test_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text(block("yaml"))
+    monkeypatch.chdir(tmp_path)
+    run, found = decentnode.run, dict[str, Any]()
+    monkeypatch.setattr(decentnode, "run", lambda *given, **more: run(*given, processes=False, progress=False, **more))
+    exec(block("python"), found)
+    assert found["run"].config["sharing"]["name"] == "full" and found["run"].summary["rounds"] == 20
+    assert isinstance(found["model"], torch.nn.Module) and (tmp_path / "mine.png").stat().st_size > 10_000
 
 
 def test_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

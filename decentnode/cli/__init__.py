@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "data": "Download, check and convert datasets, and see who has what of them.",
     "graph": "Make, inspect, draw and convert graphs.",
     "convert": "Translate a config file of decentralizepy into an experiment.",
+    "evaluate": "Evaluate the models that a run has left, on its test data or on other data.",
     "compare": "Run experiments over several seeds and tabulate them side by side.",
     "plot": "Draw test metrics, loss and consensus distance of runs.",
 }

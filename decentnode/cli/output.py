@@ -43,7 +43,7 @@ class Output(io.TextIOBase):
         """instead: where errors go when `stream` is closed, unless both are the same."""
         self._stream, self._instead = stream, instead
         self._number = _descriptor(stream)
-        self._broken = False
+        self._broken = self._over = False
         self._kind = OutputKind.LINE
         self._queue: deque[tuple[str, OutputKind]] = deque()
         self._characters = 0
@@ -105,6 +105,13 @@ class Output(io.TextIOBase):
         with self._changed:
             return self._changed.wait_for(lambda: not self._characters, timeout_seconds)
 
+    def close(self, timeout_seconds: float = 0.0) -> None:
+        """End the thread once all text is written; later text is lost. Blocking for at most `timeout_seconds`."""
+        self.drain(timeout_seconds)
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
     def flush(self) -> None:
         """Does nothing: the thread writes all text as soon as it can."""
 
@@ -126,7 +133,9 @@ class Output(io.TextIOBase):
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue)
+                self._changed.wait_for(lambda: self._queue or self._over)
+                if not self._queue:
+                    return
                 text, kind = self._queue.popleft()
             self._write_one(text, kind)
             with self._changed:

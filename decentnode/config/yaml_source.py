@@ -207,6 +207,17 @@ def _syntax_hint(lines: Sequence[str], mark: yaml.Mark | None) -> str:
     return ""
 
 
+def from_plain(value: Any, place: Location) -> Item:
+    """The tree of plain data (dicts, lists, scalars), all of it at one place."""
+    if isinstance(value, dict):
+        items = {str(key): from_plain(each, place) for key, each in value.items()}
+        return Item(items, place, place, size=1 + sum(item.size for item in items.values()))
+    if isinstance(value, list):
+        listed = [from_plain(each, place) for each in value]
+        return Item(listed, place, place, size=1 + sum(item.size for item in listed))
+    return Item(value, place, place, raw="" if value is None else str(value))
+
+
 def read(path: Path, shown: str) -> str:
     """The text of a file. Raises ConfigError when it is missing, a folder, too large or not UTF-8."""
     try:

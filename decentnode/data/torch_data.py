@@ -69,7 +69,7 @@ class TorchData(Dataset):
                 aside = max(1, round(self.config.test_fraction * len(whole)))
                 return whole.take(np.sort(order[:aside] if split == "test" else order[aside:]))
             if split not in self._made:
-                self._made[split] = _as_lazy(type(self).of(**self._given, **self._chosen(split)), name)
+                self._made[split] = as_lazy(type(self).of(**self._given, **self._chosen(split)), name)
             found: LazySamples = self._made[split]
         except DataError:
             raise
@@ -83,7 +83,7 @@ class TorchData(Dataset):
 
     def _whole(self) -> LazySamples:
         if "whole" not in self._made:
-            self._made["whole"] = _as_lazy(type(self).of(**self._given), type(self).of.__name__)
+            self._made["whole"] = as_lazy(type(self).of(**self._given), type(self).of.__name__)
         found: LazySamples = self._made["whole"]
         return found
 
@@ -201,11 +201,12 @@ class Held(LazySamples):
         return self.samples.take(indices)
 
 
-def batch(inputs: list[Any], targets: list[Any], where: str) -> Samples:
+def batch(inputs: list[Any] | np.ndarray, targets: list[Any] | np.ndarray, where: str) -> Samples:
     """Inputs and targets as arrays: whole numbers other than 8-bit ones are ids. Raises DataError where samples have
     unequal shapes."""
     try:
-        x, y = np.stack([np.asarray(each) for each in inputs]), np.stack([np.asarray(each) for each in targets])
+        x, y = (each if isinstance(each, np.ndarray) else np.stack([np.asarray(one) for one in each])
+                for each in (inputs, targets))  # fmt: skip
     except (ValueError, TypeError) as error:
         raise DataError(f"{where}: the inputs, and the targets, of all samples must have one shape: {error}") from error
     if x.dtype.kind not in "iubf" or y.dtype.kind not in "iubf":
@@ -216,7 +217,8 @@ def batch(inputs: list[Any], targets: list[Any], where: str) -> Samples:
     return Samples(kept, y.astype(np.float32 if y.dtype.kind == "f" else np.int64, copy=False), scale, ids=ids)
 
 
-def _as_lazy(made: Any, where: str) -> LazySamples:
+def as_lazy(made: Any, where: str) -> LazySamples:
+    """The samples of a map-style Dataset, or of an iterable of batches, which is read to its end. Raises DataError."""
     streamed = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)  # it has a __getitem__, too
     if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not streamed:
         return Items(made, np.arange(len(made)))
@@ -230,7 +232,7 @@ def _as_lazy(made: Any, where: str) -> LazySamples:
         targets.append(np.asarray(y))
     if not inputs:
         raise DataError(f"{where} gave no batch")
-    return Held(batch(list(np.concatenate(inputs)), list(np.concatenate(targets)), where), made)
+    return Held(batch(np.concatenate(inputs), np.concatenate(targets), where), made)
 
 
 def _batches(made: Iterable[Any], where: str) -> Iterator[tuple[Any, Any]]:

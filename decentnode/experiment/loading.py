@@ -15,7 +15,18 @@ import pydantic
 from decentnode.config.component import look_beside
 from decentnode.config.problems import explain
 from decentnode.config.run_files import CODE
-from decentnode.config.yaml_source import Item, Location, assignments, component, merge, parse, problem, read, replace
+from decentnode.config.yaml_source import (
+    Item,
+    Location,
+    assignments,
+    component,
+    from_plain,
+    merge,
+    parse,
+    problem,
+    read,
+    replace,
+)
 from decentnode.errors import ConfigError
 from decentnode.experiment import derived
 from decentnode.experiment.crosschecks import CHECKS
@@ -27,21 +38,32 @@ RENAMED = {"communication.at_once": "use_collectives", "node.mix_behind": "mix_i
 """Keys that had another name in the version before, and their names now: read with a hint until the next version."""
 
 
+NO_FILE = "experiment"
+"""Source, and so the name, of an experiment that is no file."""
+KEYWORD = "keyword"
+"""Origin of values that are merged into an experiment as plain data."""
+
+
 def load(
-    path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ, check: bool = True
+    path: str | Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ,
+    check: bool = True, layers: Sequence[Mapping[str, Any]] = (),
 ) -> Experiment:
     """Read and check an experiment file.
 
-    Precedence: defaults, the `extends:` parents, the file, DECENTNODE__A__B of `environ`, "a.b=value" of `overrides`.
-    check: also make the graph and the mapping and open the data, to find what only shows together.
-    Raises ConfigError with all problems.
+    Precedence: defaults, the `extends:` parents, the file, DECENTNODE__A__B of `environ`, "a.b=value" of `overrides`,
+    `layers`. check: also make the graph and the mapping and open the data, to find what only shows together. layers:
+    sections as plain data, laid over the rest one after the other, as a file over what it extends; paths in them are
+    relative to the current directory. Without a `path` they are the whole experiment. Raises ConfigError with all
+    problems.
     """
-    source = os.fspath(path)
+    source = NO_FILE if path is None else os.fspath(path)
     files: list[str] = []
     seen: dict[str, Any] = {}
-    tree = _read(Path(source), source, (), files, seen)
+    tree = Item({}, Location(source)) if path is None else _read(Path(source), source, (), files, seen)
     for keys, item in assignments(overrides, environ):
         tree = _overridden(tree, keys, item)
+    for layer in layers:
+        tree = merge(tree, _layer(layer, source, seen), DEFAULT_NAMES, implied=IMPLIED_NAMES)
     tree = _with_present_names(_with_name(tree, source), source)
     base_dir = Path(source).absolute().parent
     _make_importable(tree, base_dir)
@@ -86,6 +108,14 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
     own = dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
     parent = _read(target, os.path.normpath(target), chain, files, seen)
     return merge(parent, own, DEFAULT_NAMES, implied=IMPLIED_NAMES)
+
+
+def _layer(values: Mapping[str, Any], source: str, seen: dict[str, Any]) -> Item:
+    """The tree of sections as plain data, without derived values; these are noted in `seen`."""
+    items = {key: from_plain(value, Location(f"{KEYWORD} {key}", origin=KEYWORD)) for key, value in values.items()}
+    tree, found = derived.take_out(Item(items, Location(source, origin=KEYWORD)), source)
+    seen.update(found)
+    return tree
 
 
 def _overridden(tree: Item, keys: list[str], item: Item) -> Item:

@@ -141,7 +141,7 @@ class Experiment(Settings):
     @property
     def run_dir(self) -> Path:
         """Folder of all runs, absolute."""
-        written = self.origin("run.dir") not in ("default", "--set", "env")
+        written = self.origin("run.dir") not in ("default", "--set", "env", "keyword")
         return ((self._base_dir if written else Path.cwd()) / self.run.dir).resolve()
 
     def make_graph(self) -> Graph:

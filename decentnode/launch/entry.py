@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,17 +20,41 @@ from decentnode.launch.signals import SUSPENDING
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent, the fork server, is gone; Linux only."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent, the fork server, is gone; Linux only. parent: its process id,
+    where that may be 1."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
+        if os.getppid() == 1 if parent is None else os.getppid() != parent:
             os._exit(1)
 
 
-def protect() -> None:
-    """Ignore the signals of a terminal, which only the supervisor handles, and end with the fork server."""
-    die_with_parent()
+def surround(request: Request) -> None:
+    """Take over the folder and the environment that the caller has now: the fork server began with earlier ones."""
+    if request.folder:
+        os.chdir(request.folder)
+    for name, value in request.variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def protect(forked: bool = False) -> None:
+    """Ignore the signals of a terminal, which only the supervisor handles, and end with the fork server.
+
+    forked: whether this process is a fork of the caller instead, with whom it then ends.
+    """
+    caller = multiprocessing.parent_process()
+    die_with_parent(caller.pid if forked and caller is not None else None)
+    if forked:
+        # Of the caller's threads none is in this process: an operation on OpenMP's pool would wait for them for ever
+        import torch
+
+        torch.set_num_threads(1)
+        # and its streams may be a notebook's, which a thread writes
+        sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
     gc.enable()
     for number in (signal.SIGINT, signal.SIGHUP, *SUSPENDING):
         signal.signal(number, signal.SIG_IGN)
@@ -60,7 +85,8 @@ def _leave(work: Callable[[Pipe], int], connection: Connection) -> None:
 
 def prepare(request: Request, connection: Connection) -> None:
     """Target of the child that loads the experiment for the supervisor."""
-    protect()
+    protect(request.forked)
+    surround(request)
 
     def work(channel: Pipe) -> int:
         from decentnode.launch.prepare import answer
@@ -72,7 +98,8 @@ def prepare(request: Request, connection: Connection) -> None:
 
 def node(task: Task, connection: Connection) -> None:
     """Target of the child that runs one node, or all of them when the task says so."""
-    protect()
+    protect(task.request.forked)
+    surround(task.request)
     if task.run_dir is not None:
         redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")
 

@@ -83,4 +83,16 @@ def start() -> ForkServerContext:
     _take_folder()
     with _environment(MALLOC | THREADS), _without_interrupts():
         multiprocessing.forkserver.ensure_running()
+    if not _taken:
+        _taken.update(os.environ)
     return context
+
+
+_taken: dict[str, str] = {}
+"""The environment when the server was started."""
+
+
+def changed_variables() -> dict[str, str | None]:
+    """Returns the environment variables that were changed since the server took them; None for one that is gone."""
+    names = {*os.environ, *_taken} if _taken else set()
+    return {name: os.environ.get(name) for name in sorted(names) if os.environ.get(name) != _taken.get(name)}

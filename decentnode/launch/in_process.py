@@ -12,8 +12,9 @@ from decentnode import logs
 from decentnode.build import build_in_process
 from decentnode.communication.inproc import Inproc
 from decentnode.errors import Interrupted
-from decentnode.experiment import Experiment, load
-from decentnode.launch.messages import Finished, NodeJoined, StopRun, Task
+from decentnode.experiment import Experiment
+from decentnode.launch.loading import load_request
+from decentnode.launch.messages import ChildMessage, Finished, NodeJoined, StopRun, Task
 from decentnode.launch.node_files import Reporter, save_node
 from decentnode.launch.node_process import describe_failure, set_up
 from decentnode.launch.pipe import Pipe
@@ -25,11 +26,12 @@ from decentnode.node.node import Node
 
 def run_in_process(
     experiment: Experiment, record: Callable[[int, dict[str, Any]], None] = lambda _uid, _record: None,
-    ready: Callable[[list[Node]], None] = lambda _: None,
+    ready: Callable[[list[Node]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
 ) -> list[Node]:
     """Make all nodes and step them to their end. Blocking; raises what a node raises.
 
-    record: called with uid and record. ready: called with the nodes before the first step.
+    record: called with uid and record. ready: called with the nodes before the first step. tick: called after every
+    step of a node.
     """
     nodes = build_in_process(experiment, record)
     ready(nodes)
@@ -44,31 +46,34 @@ def run_in_process(
             except Exception as error:
                 error.__dict__.setdefault("uid", node.uid)
                 raise
+            tick()
             going.append((node, steps))
         runs = going
     return nodes
 
 
-def run_task(task: Task, channel: Pipe) -> int:
-    """Run the child that holds all nodes. Returns the exit code; never raises."""
+def run_nodes(
+    task: Task, experiment: Experiment, send: Callable[[ChildMessage], None],
+    ready: Callable[[list[Node]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
+) -> int:
+    """Run all nodes of a task to their end, write what they leave, and report them through `send`. Returns the exit
+    code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
     reporters: dict[int, Reporter] = {}
     try:
-        set_up(task, task.uids[0])
-        experiment = load(task.request.config, task.request.overrides, task.request.environ, check=False)
         logs.set_level(experiment.run.log_level)
         for uid in task.uids:
             path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
-            reporters[uid] = Reporter(uid, path, channel.send, task.progress_seconds)
+            reporters[uid] = Reporter(uid, path, send, task.progress_seconds)
 
-        def ready(nodes: list[Node]) -> None:
-            threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()
+        def begin(nodes: list[Node]) -> None:
+            ready(nodes)
             for node in nodes:
                 assert isinstance(node.communication, Inproc)
                 node.communication.hub.run_id = bytes.fromhex(task.run_id)
                 attach(node, experiment, task, reporters[node.uid])
-                channel.send(NodeJoined(node.uid))
+                send(NodeJoined(node.uid))
 
-        nodes = run_in_process(experiment, lambda uid, record: reporters[uid].record(record), ready)
+        nodes = run_in_process(experiment, lambda uid, record: reporters[uid].record(record), begin, tick)
         for node in reversed(nodes):
             if node.checkpoints is not None:
                 node.checkpoints.close(node.communication.config.timeout_seconds)
@@ -76,13 +81,25 @@ def run_task(task: Task, channel: Pipe) -> int:
                 save_node(node, Path(task.run_dir))
             reporters[node.uid].close()
             stopped = not node.over
-            channel.send(Finished(node.uid, node.figures(), stopped, modules=local_modules()))
-        return Interrupted.exit_code if any(node.round < experiment.node.rounds for node in nodes) else 0
+            send(Finished(node.uid, node.figures(), stopped, modules=local_modules()))
+        return 0 if all(node.over for node in nodes) else Interrupted.exit_code
+    finally:
+        for reporter in reporters.values():
+            reporter.close()
+
+
+def run_task(task: Task, channel: Pipe) -> int:
+    """Run the child that holds all nodes. Returns the exit code; never raises."""
+    try:
+        set_up(task, task.uids[0])
+
+        def listen(nodes: list[Node]) -> None:
+            threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()
+
+        return run_nodes(task, load_request(task.request, check=False), channel.send, listen)
     except BaseException as error:
         failed = describe_failure(getattr(error, "uid", task.uids[0]), error)
         channel.send(failed)
-        for reporter in reporters.values():
-            reporter.close()
         return failed.exit_code
 
 

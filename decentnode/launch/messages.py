@@ -11,6 +11,7 @@ class Request:
     """The experiment to load. Every child loads it by itself, so that only text is sent."""
 
     config: str
+    """The experiment's file; "" where `layers` are all of it."""
     overrides: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
     machine: int | str | None = None
@@ -20,6 +21,19 @@ class Request:
     """Whether the run has begun already, and this machine's nodes ask to join it (node.missing: regroup)."""
     resume: str | None = None
     """The run to go on from: its folder, or "" for the latest of the experiment's name; None for a new run."""
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    """Sections as plain data that are laid over the file, one after the other."""
+    forked: bool = False
+    """Whether children are forks of this process, and so have the objects that the experiment is made of."""
+    folder: str = ""
+    """The current directory of children; "" where they have it from the fork server."""
+    variables: dict[str, str | None] = field(default_factory=dict)
+    """Environment variables that were changed (None: removed) since the fork server took them."""
+
+    @property
+    def shown(self) -> str:
+        """What messages call the experiment: its file, if it is one."""
+        return self.config or "experiment"
 
 
 @dataclass(frozen=True)

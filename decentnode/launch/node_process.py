@@ -25,7 +25,8 @@ from decentnode.communication.base import Communication
 from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.config.component import load_class
 from decentnode.errors import DecentnodeError, Diverged, EnvironmentFault, Interrupted, NodeFailed, PeerLost
-from decentnode.experiment import Experiment, load
+from decentnode.experiment import Experiment
+from decentnode.launch.loading import load_request
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
@@ -189,7 +190,7 @@ def run_node(task: Task, link: Link) -> int:
     live, events = None, None
     try:
         set_up(task, uid)
-        experiment = load(task.request.config, task.request.overrides, task.request.environ, check=False)
+        experiment = load_request(task.request, check=False)
         logs.set_level(experiment.run.log_level)
         folder = node_dir(task.run_dir, uid) if task.run_dir else None
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)

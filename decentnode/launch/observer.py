@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decentnode.launch.messages import Facts, Failed, NodesAbsent
+
+if TYPE_CHECKING:
+    from decentnode.launch.outcome import Outcome
 
 
 class Observer:
@@ -46,6 +49,9 @@ class Observer:
 
     def resumed(self) -> None:
         """This process goes on after `suspending`."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """A run that a program has started is over, in whichever way; `outcome` says how."""
 
     def tick(self) -> None:
         """Called at least four times per second: time to redraw."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.launch.messages import Facts, Failed, Finished
+from decentnode.launch.observer import Observer
 from decentnode.launch.run_dir import node_dir
 from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
@@ -32,6 +33,17 @@ class Outcome:
     silent: tuple[int, ...] = ()
     """Those of them that did not end and had to be killed: a node that hangs is among them when all others timed
     out."""
+    error: BaseException | None = None
+    """The exception of a node in this very process; None where nodes have processes of their own."""
+
+
+def finished_before(facts: Facts, observer: Observer) -> Outcome | None:
+    """Returns the outcome of a run that is to go on and has nothing left to do, and says so; None of others."""
+    if not facts.finished or not facts.resume:
+        return None
+    observer.notice(facts.finished)
+    run_dir = Path(facts.resume[0])
+    return Outcome(0, run_dir, summaries.read(run_dir / "summary.json"))
 
 
 def first_cause(failures: list[Failed]) -> Failed | None:

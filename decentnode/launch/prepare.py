@@ -12,11 +12,12 @@ import yaml
 
 from decentnode.build import device_of, threads_of
 from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
-from decentnode.experiment import Experiment, load
+from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph.file import format_edges
 from decentnode.launch import resume
 from decentnode.launch.header import header, other_code, size
+from decentnode.launch.loading import load_request
 from decentnode.launch.messages import Facts, Failed, Header, Request
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
@@ -30,7 +31,7 @@ from decentnode.tensors import training_bytes
 def answer(request: Request, channel: Pipe) -> int:
     """Load the experiment and send Facts and Header, or Failed. Returns the exit code; never raises."""
     try:
-        experiment = load(request.config, request.overrides, request.environ)
+        experiment = load_request(request)
         torch.set_num_threads(1)
         channel.send(facts(experiment, request))
         lines = [*resumed(experiment, request), *header(experiment), *other_code(experiment),
@@ -61,7 +62,7 @@ def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
     mapping = experiment.make_mapping()
     if mapping.num_machines < 2 or request.in_process:
         return []
-    warning = unreachable(mapping, choose_machine(mapping, request.machine, request.config))[1]
+    warning = unreachable(mapping, choose_machine(mapping, request.machine, request.shown))[1]
     return [["warning", warning]] if warning else []
 
 
@@ -91,20 +92,20 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     """Returns what the supervisor must know of the experiment. Raises UsageError, MappingError, EnvironmentFault where
     it cannot run on this machine."""
     mapping, graph = experiment.make_mapping(), experiment.make_graph()
-    machine = choose_machine(mapping, request.machine, request.config)
+    machine = choose_machine(mapping, request.machine, request.shown)
     if request.join and experiment.node.missing != "regroup":
-        raise UsageError(f"{request.config}: --join needs node.missing: regroup, which a run must have from its start")
+        raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
     machines = [list(uids) for uids in mapping.nodes_by_machine()]
     in_process = request.in_process or experiment.communication.name == "inproc"
     if in_process and len(machines) > 1 and not request.in_process:
-        raise UsageError(f"{request.config}: communication inproc runs all nodes in one process, on one machine")
+        raise UsageError(f"{request.shown}: communication inproc runs all nodes in one process, on one machine")
     if in_process:
         machine, machines = 0, [list(range(graph.num_nodes))]
     elif unreachable_here := unreachable(mapping, machine)[0]:
-        raise EnvironmentFault(f"{request.config}: {unreachable_here}")
+        raise EnvironmentFault(f"{request.shown}: {unreachable_here}")
     found = None if request.resume is None else resume.find(experiment, request.resume)
     if request.resume is not None and found is None and len(machines) == 1:
-        raise CheckpointError(f"{request.config}: no checkpoint of a run named {experiment.name} in "
+        raise CheckpointError(f"{request.shown}: no checkpoint of a run named {experiment.name} in "
                               f"{experiment.run_dir}; node.checkpoint (such as {{every: 20}}) makes them")  # fmt: skip
     check_memory(experiment, machines[machine])
     inputs, kept = keep(experiment)
@@ -126,7 +127,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         machine=machine,
         machines=machines,
         hosts=[mapping.place(uids[0]).host for uids in machines],
-        threads={str(uid): threads_of(experiment, uid) for uid in machines[machine]},
+        threads={str(uid): 1 if request.forked else threads_of(experiment, uid) for uid in machines[machine]},
         regroup=experiment.node.missing == "regroup" and not in_process,
         restarts=experiment.node.restarts,
         task=experiment.measured().plain(),

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from decentnode import clock
@@ -38,7 +37,7 @@ from decentnode.launch.provenance import usable_cores
 from decentnode.launch.run_dir import Records, node_dir
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.sockets import SocketDir
-from decentnode.launch.workers import Worker, end_all, late_nodes, start_node
+from decentnode.launch.workers import Context, Worker, end_all, late_nodes, start_node
 
 TICK_SECONDS = 0.25
 NOTICE_SECONDS = 3.0
@@ -102,7 +101,7 @@ class Run:
 
     # -- starting ---------------------------------------------------------------------------------------------
 
-    def start(self, context: ForkServerContext) -> None:
+    def start(self, context: Context) -> None:
         """Fork the local nodes. Returns before they are ready."""
         self._context = context
         self._run_id = secrets.token_hex(8) if 0 in self.facts.local and not self.request.join else ""

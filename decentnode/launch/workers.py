@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 from typing import Any
 
 from decentnode import clock
@@ -20,6 +20,8 @@ from decentnode.launch.observer import Observer
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.signals import StopSignals
 
+Context = ForkServerContext | ForkContext
+"""What starts processes: the fork server, or this process, whose children have its objects."""
 LOAD_SECONDS = 300.0
 """Longest wait for the import of torch (from a cold network disk) and for the data."""
 REAP_SECONDS = 10.0
@@ -31,7 +33,7 @@ class Worker:
     """One child and its state. `uids` is empty for the child that loads the experiment."""
 
     uids: tuple[int, ...]
-    process: ForkServerProcess
+    process: ForkServerProcess | ForkProcess
     channel: Pipe
     bound: set[int] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
@@ -86,7 +88,7 @@ class Worker:
         return f"was killed by {name}{hint}"
 
 
-def start_node(context: ForkServerContext, task: Task) -> Worker:
+def start_node(context: Context, task: Task) -> Worker:
     return _start(context, entry.node, task, tuple(task.uids))
 
 
@@ -102,7 +104,7 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _start(context: ForkServerContext, target: Callable[..., None], work: Any, uids: tuple[int, ...]) -> Worker:
+def _start(context: Context, target: Callable[..., None], work: Any, uids: tuple[int, ...]) -> Worker:
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(work, theirs), daemon=True)
     with _without_main():
@@ -150,7 +152,7 @@ class Loader:
     """The child that loads the experiment, so that the supervisor never imports torch. `facts` waits for the first
     message, `poll` takes the header when it has come."""
 
-    def __init__(self, context: ForkServerContext, request: Request) -> None:
+    def __init__(self, context: Context, request: Request) -> None:
         self.worker = _start(context, entry.prepare, request, ())
 
     def facts(self, observer: Observer, signals: StopSignals) -> Facts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,51 +41,70 @@ PAPER: dict[str, Any] = {
 def plot(
     lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str], path: Path, paper: bool = False
 ) -> list[str]:
-    """One panel per metric (rows) and axis (columns); a line for the mean over nodes, and seeds where there are
-    several. The labels of lines that no panel has anything of.
+    """Write what `draw` draws. Returns the labels of lines that no panel has anything of.
 
-    Bands go from the lowest to the highest node, or over a standard deviation of the seeds to either side. paper: one
-    panel as wide as a column, as PDF. The suffix of `path` chooses the format. Raises UsageError for an unknown one or
-    nothing to draw, EnvironmentFault when the file cannot be written.
+    paper: one panel as wide as a column, as PDF. The suffix of `path` chooses the format. Raises UsageError for an
+    unknown one and as `draw`, EnvironmentFault when the file cannot be written.
     """
     if path.suffix not in ((".pdf",) if paper else SUFFIXES):
         raise UsageError(f"the picture's name must end in {'.pdf' if paper else ', '.join(SUFFIXES)}, got {path.name}")
     if paper and (len(metrics), len(axes)) != (1, 1):
         raise UsageError(f"--paper draws one panel, got {len(metrics)} x {len(axes)}")
+    import matplotlib
+
+    style: Any = PAPER if paper else {}
+    with matplotlib.rc_context(style):
+        figure, left_out = draw(lines, metrics, axes, paper)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=150)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    return left_out
+
+
+def draw(
+    lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str], paper: bool = False
+) -> tuple[Figure, list[str]]:
+    """(a figure, the labels of lines that no panel has anything of): one panel per metric (rows) and axis (columns), a
+    line for the mean over nodes, and seeds where there are several.
+
+    Bands go from the lowest to the highest node, or over a standard deviation of the seeds to either side. The figure
+    is none of pyplot's: nobody has to close it, and the program's own backend stays. Raises UsageError for an unknown
+    metric or nothing to draw.
+    """
     known = curves_of(lines)
     for metric in metrics:
         if metric not in known:
             hint = nearest(metric, known)
             raise UsageError(f"--metric must be one of {', '.join(known)}, which these runs have, got {metric!r}"
                              + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    class RunFigure(Figure):
+        """Shows itself in a notebook, whatever backend that has."""
+
+        def _repr_png_(self) -> bytes:
+            self.savefig(data := io.BytesIO(), format="png", dpi=100)
+            return data.getvalue()
 
     shape = (len(metrics), len(axes))
     size = (PAPER_WIDTH, PAPER_HEIGHT) if paper else (1.2 + 4.2 * shape[1], 0.9 + 2.9 * shape[0])
-    style: Any = PAPER if paper else {}
-    with matplotlib.rc_context(style):
-        figure, panels = plt.subplots(*shape, figsize=size, squeeze=False, sharey="row", layout="constrained")
-        try:
-            drawn = _panels(panels, lines, {metric: known[metric] for metric in metrics}, axes)
-            if not drawn:
-                names = ", ".join(line.label for line in lines)
-                raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")
-            merged = any(line.get_label() == MERGED for panel in panels.flat for line in panel.get_lines())
-            if not paper:
-                _title(figure, lines)
-            handles, labels = _handles(lines, drawn, merged)
-            if len(labels) > 1:
-                _legend(figure, handles, labels)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150)
-        except OSError as error:
-            raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
-        finally:
-            plt.close(figure)
-    return [line.label for index, line in enumerate(lines) if index not in drawn]
+    figure = RunFigure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(*shape, squeeze=False, sharey="row")
+    drawn = _panels(panels, lines, {metric: known[metric] for metric in metrics}, axes)
+    if not drawn:
+        names = ", ".join(line.label for line in lines)
+        raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")
+    merged = any(line.get_label() == MERGED for panel in panels.flat for line in panel.get_lines())
+    if not paper:
+        _title(figure, lines)
+    handles, labels = _handles(lines, drawn, merged)
+    if len(labels) > 1:
+        _legend(figure, handles, labels)
+    return figure, [line.label for index, line in enumerate(lines) if index not in drawn]
 
 
 def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:

@@ -1,0 +1,266 @@
+"""An experiment as a program has it: a file or plain data, sections laid over it, and objects."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import yaml
+
+from decentnode import clock
+from decentnode.api import progress as display
+from decentnode.api import stopped
+from decentnode.api.results import Run
+from decentnode.api.sections import Sections
+from decentnode.cli.start import config_of, default_config, environ
+from decentnode.errors import DecentnodeError, UsageError
+from decentnode.launch import forkserver
+from decentnode.launch.messages import Request
+from decentnode.launch.observer import Observer
+from decentnode.launch.outcome import Outcome
+from decentnode.launch.supervisor import supervise
+
+if TYPE_CHECKING:  # what imports torch is imported where it is needed: not where the nodes have processes of their own
+    from decentnode.experiment import Experiment as Tree
+
+    Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Tree | None
+
+
+class Experiment:
+    """What a YAML file describes: from such a file, from plain data, or from objects.
+
+    Experiments do not change; `run` takes sections that are laid over this one's for that run.
+    """
+
+    def __init__(self, config: Config = None, **sections: Any) -> None:
+        """As `from_config`."""
+        kept = Sections()
+        self._layers: list[dict[str, Any]] = []
+        self._config, self._environ = "", environ()
+        if isinstance(config, Mapping):
+            self._layers.append(kept.plain(config))
+        elif config is not None and not isinstance(config, str | os.PathLike):
+            self._layers.append(yaml.safe_load(config.resolved_yaml()))
+        else:
+            given: str = default_config() if config is None else os.fspath(config)
+            self._config, self._environ = config_of(given, self._environ)
+        if sections:
+            self._layers.append(kept.plain(sections))
+        self._objects = kept.objects
+
+    @classmethod
+    def from_config(
+        cls, config: Config = None, **sections: Any
+    ) -> Experiment:
+        """The experiment of a YAML file, of a run (its folder), of a dict with the same sections, or of one that
+        `decentnode.experiment.load` made; without any the quickstart.
+
+        sections: laid over it, merged key by key; another `name` replaces the section. Classes may stand where a name
+        does (`sharing=MyRule`, `sharing={"name": MyRule, "keep": 0.2}`, `functools.partial(MyRule, keep=0.2)`), and
+        a module or a function that makes one as `model`. Paths in them are relative to the current directory. Raises
+        UsageError at what is neither plain data nor a component; all else is checked by `check` and `run`.
+        """
+        return cls(config, **sections)
+
+    @classmethod
+    def from_yaml(cls, text: str, **sections: Any) -> Experiment:
+        """As `from_config`, of the text of a YAML file. Raises ConfigError."""
+        from decentnode.config.yaml_source import parse
+
+        found = parse(text, "YAML").plain()
+        if not isinstance(found, dict):
+            raise UsageError(f"the YAML must hold keys and values, got {type(found).__name__}")
+        return cls(found, **sections)
+
+    @classmethod
+    def from_objects(
+        cls, model: Any, train: Any, test: Any = None, *, graph: Any = "ring", nodes: int | None = None,
+        partition: Any = None, optimizer: Any = "sgd", loss: Any = None, batch_size: int = 16,
+        local_steps: int | None = None, rounds: int | None = None, **sections: Any,
+    ) -> Experiment:
+        """An experiment of plain objects. Its class is that of `from_config`.
+
+        model: a module, of which every node gets a copy; a class or a function that makes one; a section.
+        train, test: map-style Datasets, (inputs, targets) as arrays or tensors, or iterables of batches; without `test`
+        a tenth of `train` is set aside. A Dataset class, or a section, stands for both.
+        graph: a networkx graph, one of ours, a section, or a name, which takes `nodes`.
+        partition: how the training samples are dealt, such as {"name": "dirichlet", "alpha": 0.5}; equally when
+        not given.
+        optimizer: a class of torch.optim, `functools.partial` of one, a function of parameters, or a section.
+        loss: a module or a function of outputs and targets that gives their mean; that of the task when not given.
+        sections: as in `from_config`. Raises UsageError, DataError.
+        """
+        kept, made = Sections(), dict[str, Any]()
+        if isinstance(graph, str):
+            graph = {"name": graph, **({} if nodes is None else {"nodes": nodes})}
+        described = isinstance(train, type | str | Mapping | functools.partial)
+        if described and test is not None:
+            raise UsageError("test must not be given beside a section or a class, which stand for both")
+        made["data"] = kept.plain({"data": train})["data"] if described else kept.keep("data", train, test)
+        if isinstance(made["data"], str):
+            made["data"] = {"name": made["data"]}
+        training = {"optimizer": optimizer, "loss": loss, "batch_size": batch_size, "local_steps": local_steps}
+        training = {key: value for key, value in training.items() if value is not None}
+        made |= kept.plain({"model": model, "graph": graph, "training": training})
+        if partition is not None:
+            made["data"]["partition"] = kept.plain({"data": {"partition": partition}})["data"]["partition"]
+        if rounds is not None:
+            made["node"] = {"rounds": rounds}
+        experiment = cls(made)
+        experiment._objects = kept.objects
+        return experiment._with(sections) if sections else experiment
+
+    def _with(self, sections: Mapping[str, Any], *layers: dict[str, Any]) -> Experiment:
+        """This experiment with sections laid over it."""
+        kept, made = Sections(self._objects), object.__new__(Experiment)
+        over = kept.plain(sections)
+        made._config, made._environ = self._config, self._environ
+        made._layers = [*self._layers, *([over] if over else []), *(layer for layer in layers if layer)]
+        made._objects = kept.objects
+        return made
+
+    # -- what it is -------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _tree(self) -> Tree:
+        from decentnode.launch.loading import load_request
+
+        with _bound(self._objects):
+            return load_request(self._request())
+
+    def check(self) -> Experiment:
+        """Finds every problem that can be found without running; returns this experiment. Raises ConfigError with all
+        of them."""
+        _ = self._tree
+        return self
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All values, defaults included, as plain data. Raises as `check`."""
+        return self._tree.resolved()
+
+    def __repr__(self) -> str:
+        given = f" of {', '.join(sorted(self._objects))} given as objects" if self._objects else ""
+        name = next((layer["name"] for layer in reversed(self._layers) if "name" in layer), None)
+        where = f" from {self._config}" if self._config else ""
+        return f"<Experiment{f' {name}' if name else ''}{where}{given}>"
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def _request(self, **more: Any) -> Request:
+        return Request(self._config, [], self._environ, layers=self._layers, **more)
+
+    def run(
+        self, *, rounds: int | None = None, seed: int | None = None, name: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None, resume: bool | str | os.PathLike[str] | Run | None = None,
+        processes: bool | None = None, machine: int | str | None = None, progress: bool | Observer = True,
+        **sections: Any,
+    ) -> Run:
+        """Run the experiment to its end and return what it left. Blocking.
+
+        rounds: short for `node={"rounds": ...}`. run_dir: folder of all runs. sections: as in `from_config`. resume: go
+        on from the checkpoints of a run; True: of the latest of this name.
+        processes: True: each node has one of its own. False: all nodes are stepped in this process, with the same
+        results, for debuggers. When not given, experiments made of objects run in this process and all others in
+        processes. Those of objects are forked from this one: what they have changed is not seen here.
+        machine: the number of this machine, or "auto", where the mapping has several.
+        progress: whether to show progress, as a bar in a notebook and as the command line does elsewhere; or an
+        Observer, which is told what happens.
+
+        Ctrl-C lets the nodes finish their round and write what they have, then raises RunInterrupted; twice kills.
+        Raises the errors of decentnode.errors with the words of the command line; a run that failed is in `error.run`.
+        """
+        short: dict[str, Any] = {"seed": seed, "name": name, "run": run_dir and {"dir": os.path.abspath(run_dir)},
+                                 "node": None if rounds is None else {"rounds": rounds}}  # fmt: skip
+        chosen = self._with(sections, {key: value for key, value in short.items() if value is not None})
+        found = resume.path if isinstance(resume, Run) else resume
+        wanted = None if found is None or found is False else "" if found is True else os.fspath(found)
+        with display.showing(progress) as observer, _bound(chosen._objects):
+            outcome = chosen._outcome(wanted, processes, machine, observer)
+            observer.ended(outcome)
+        return chosen._ended(outcome)
+
+    def _outcome(
+        self, resume: str | None, processes: bool | None, machine: int | str | None, observer: Observer
+    ) -> Outcome:
+        started, command = clock.now(), " ".join(["python", *sys.argv])
+        own = bool(self._objects)
+        if own and machine is not None:
+            raise UsageError(f"{_named(self._objects)} cannot be sent to another machine: put the class into a module "
+                             "and name it package.module:Class")  # fmt: skip
+        if processes is None:
+            processes = not own
+        request = self._request(resume=resume, machine=machine)
+        if not processes:
+            from decentnode.launch.here import run_here
+
+            self._one_machine()
+            return run_here(request, observer, command=command, started=started)
+        if multiprocessing.current_process().daemon:
+            raise UsageError("a daemonic process, such as one of multiprocessing.Pool, can have no processes of its "
+                             "own; processes=False runs all nodes in this one")  # fmt: skip
+        try:
+            if own:
+                return supervise(self._forked(request), observer, command=command, started=started,
+                                 context=multiprocessing.get_context("fork"))  # fmt: skip
+            forkserver.start()
+            request = self._request(resume=resume, machine=machine, folder=os.getcwd(),
+                                    variables=forkserver.changed_variables())  # fmt: skip
+            return supervise(request, observer, command=command, started=started)
+        except DecentnodeError as error:
+            raise stopped.of_start(error) from None
+
+    def _one_machine(self) -> None:
+        machines = self._tree.make_mapping().num_machines
+        if machines > 1 and self._objects:
+            raise UsageError(f"{_named(self._objects)} cannot be sent to another machine, and mapping.machines is "
+                             f"{machines}: put the class into a module and name it package.module:Class")  # fmt: skip
+
+    def _forked(self, request: Request) -> Request:
+        """Checks that this process can be forked. Raises UsageError."""
+        import torch
+
+        self._one_machine()
+        if "fork" not in multiprocessing.get_all_start_methods():
+            raise UsageError(f"{_named(self._objects)} can be given to processes only where the system forks them; "
+                             "processes=False runs all nodes in this one")  # fmt: skip
+        if torch.cuda.is_initialized():
+            raise UsageError(f"{_named(self._objects)} cannot be given to processes, because this one uses CUDA "
+                             "already and forks of it cannot; processes=False runs all nodes in this one")  # fmt: skip
+        return self._request(resume=request.resume, forked=True)
+
+    def _ended(self, outcome: Outcome) -> Run:
+        run = None if outcome.run_dir is None else Run(outcome.run_dir, outcome.summary, self._objects)
+        if outcome.exit_code > 128:
+            raise stopped.interrupted(outcome, run) from None
+        if outcome.exit_code:
+            raise stopped.failure(outcome, run) from outcome.error
+        assert run is not None
+        return run
+
+
+def _bound(given: Mapping[str, type[Any]]) -> contextlib.AbstractContextManager[None]:
+    if not given:
+        return contextlib.nullcontext()
+    from decentnode import objects
+
+    return objects.bound(given)
+
+
+def _named(given: Mapping[str, Any]) -> str:
+    return f"{', '.join(sorted(given))} {'is an object' if len(given) == 1 else 'are objects'} of this process, which"
+
+
+def run(config: Config | Experiment = None, **options: Any) -> Run:
+    """Run an experiment to its end and return what it left: `Experiment.from_config(config).run(...)`.
+
+    options: sections that are merged into it (`sharing={"name": "choco"}`), `rounds`, and all else that
+    `Experiment.run` takes. Blocking. Raises as that does.
+    """
+    experiment = config if isinstance(config, Experiment) else Experiment.from_config(config)
+    return experiment.run(**options)

@@ -1,0 +1,155 @@
+"""The progress of a run that a program has started: lines or a table as on the command line, or a bar in a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from decentnode import clock
+from decentnode.cli.console import ConsoleObserver, program, shown
+from decentnode.cli.output import Output, OutputKind
+from decentnode.launch.messages import Facts, Failed
+from decentnode.launch.observer import Observer
+from decentnode.launch.outcome import Outcome
+from decentnode.report.closing import closing
+from decentnode.report.measured import measured_in
+from decentnode.report.progress import RunProgress
+from decentnode.report.words import duration
+
+REFRESH_SECONDS = 0.25
+"""Least time between two drawings of the bar."""
+MOST_NOTICES = 8
+"""Lines below the bar."""
+DRAIN_SECONDS = 5.0
+"""Longest wait for a terminal that takes no text, at the end of a run."""
+
+
+def in_notebook() -> bool:
+    """Whether cells of a notebook are run, whose front end shows what is displayed."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+@contextlib.contextmanager
+def showing(progress: bool | Observer) -> Iterator[Observer]:
+    """Gives the observer that shows a run which is started in this block."""
+    if isinstance(progress, Observer):
+        yield progress
+    elif not progress:
+        yield Observer()
+    elif in_notebook():
+        yield NotebookObserver()
+    else:
+        output = Output(sys.stdout, sys.stderr)
+        observer = ProgramObserver(output, started=clock.now(), share=f"{program()} launch ... --machine")
+        try:
+            yield observer
+        finally:
+            observer.end()
+            output.close(DRAIN_SECONDS)
+
+
+class ProgramObserver(ConsoleObserver):
+    """Prints what the command line prints; a failure is told by the exception alone."""
+
+    def failed(self, failure: Failed, log: Path | None) -> None:  # noqa: ARG002
+        self.end()
+
+    def ended(self, outcome: Outcome) -> None:
+        self.end()
+        for line in closing(outcome.summary):
+            self._print(escape(line), "bold" if line.startswith("done") else "", OutputKind.RESULT)
+        if outcome.run_dir is not None and outcome.exit_code == 0:
+            self.say("next", f"{program()} plot {shlex.quote(shown(outcome.run_dir))}", kind=OutputKind.RESULT)
+
+
+class NotebookObserver(Observer):
+    """Draws one bar into the cell's output, with the last evaluation beside it, and replaces it as the run goes on."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._state: RunProgress | None = None
+        self._notices: list[str] = []
+        self._name = ""
+        self._doing = "starting"
+        self._began = clock.now()
+        self._drawn = -REFRESH_SECONDS
+        self._changed = True
+        self._handle = display(self._renderable(), display_id=True)
+
+    def facts(self, facts: Facts, run_dir: Path | None) -> None:  # noqa: ARG002
+        measured = measured_in({"task": facts.task})
+        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured)
+        self._name = facts.name
+        self._draw()
+
+    def header(self, lines: list[list[str]]) -> None:
+        for label, text in lines:
+            if label == "warning":
+                self.notice(text)
+
+    def waiting(self, text: str) -> None:
+        self._doing = f"waiting for {text}"
+        self._draw()
+
+    def joined(self, seconds: float) -> None:  # noqa: ARG002
+        self._doing = "running"
+        self._draw()
+
+    def progress(self, uid: int, record: dict[str, Any]) -> None:
+        if self._state is not None:
+            self._state.update(uid, record)
+            self._changed = True
+
+    def tick(self) -> None:
+        if self._changed and clock.now() - self._drawn >= REFRESH_SECONDS:
+            self._draw()
+
+    def notice(self, text: str) -> None:
+        self._notices = [*self._notices, text][-MOST_NOTICES:]
+        self._draw()
+
+    def stopping(self, signal_name: str) -> None:  # noqa: ARG002
+        self._doing = "stopping: finishing the round; once more to kill"
+        self._draw()
+
+    def failed(self, failure: Failed, log: Path | None) -> None:  # noqa: ARG002
+        self._doing = f"failed: node {failure.uid}"
+        self._draw()
+
+    def ended(self, outcome: Outcome) -> None:
+        self._doing = str(outcome.summary.get("status", ""))
+        self._notices += closing(outcome.summary)[:1]
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn, self._changed = clock.now(), False
+        if self._handle is not None:
+            self._handle.update(self._renderable())
+
+    def _renderable(self) -> Table:
+        """A rich table: it displays itself in a notebook."""
+        state = self._state
+        done, planned = (state.round, state.rounds) if state is not None else (0, 0)
+        row = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=max(planned, 1), completed=done, width=30)
+        seconds = duration(clock.now() - self._began)
+        row.add_row(Text(self._name), bar, Text(f"{done}/{planned}", no_wrap=True), Text(seconds), Text(self._doing))
+        whole = Table.grid()
+        lines = [Text(each) for each in self._notices]
+        if state is not None and state.latest:
+            lines.insert(0, Text(state.evaluation_line(again=True), style="dim"))
+        whole.add_row(Group(row, *lines))
+        return whole

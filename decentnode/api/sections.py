@@ -1,0 +1,99 @@
+"""Sections of an experiment as a program writes them: plain data, in which classes and objects may stand."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from decentnode.errors import UsageError
+
+MAKERS = ("model", "data", "training.loss", "training.optimizer", "graph")
+"""Places of components that may be an object other than a class; `decentnode.objects` has a function for each."""
+NAMED = ("task", "training", "training.lr_schedule", "sharing", "sharing.compression", "weights", "mapping",
+         "communication", "data.partition")  # fmt: skip
+"""Places of all other components."""
+
+
+class Sections:
+    """Makes plain data of sections, and keeps what cannot be written down."""
+
+    def __init__(self, objects: Mapping[str, type[Any]] | None = None) -> None:
+        self.objects: dict[str, type[Any]] = dict(objects or {})
+        """By their names in `decentnode.objects`."""
+
+    def plain(self, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """The same as dicts, lists, numbers and text. Raises UsageError, which names the key, at what cannot be."""
+        return {key: self._plain(value, key) for key, value in sections.items()}
+
+    def _plain(self, value: Any, place: str) -> Any:
+        if place in MAKERS and isinstance(value, bool | int | float):
+            return self._component(value, place) or value
+        if isinstance(value, float | int) and type(value) not in (bool, int, float):  # such as a numpy number
+            return value.item() if hasattr(value, "item") else value
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if place in MAKERS or place in NAMED:
+            found = self._component(value, place)
+            if found is not None:
+                return found
+        if isinstance(value, Mapping):
+            return {str(key): self._value_of(each, place, str(key)) for key, each in value.items()}
+        if isinstance(value, list | tuple | set | frozenset | range):
+            return [self._plain(each, place) for each in value]
+        if hasattr(value, "model_dump"):
+            return {"name": value.name, **value.model_dump(mode="json", exclude_unset=True)}
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        raise UsageError(f"{place} must be plain data or a component's class, got {value!r:.80}")
+
+    def _value_of(self, value: Any, place: str, key: str) -> Any:
+        if key == "name" and isinstance(value, type):
+            return self._name_of(value, place)
+        return self._plain(value, f"{place}.{key}")
+
+    def _component(self, value: Any, place: str) -> dict[str, Any] | None:
+        """The section of a class, a class with arguments (functools.partial), or an object; None of other values."""
+        if isinstance(value, type):
+            return {"name": self._name_of(value, place)}
+        if isinstance(value, functools.partial) and isinstance(value.func, type) and not value.args:
+            return {"name": self._name_of(value.func, place), **self._arguments(value.keywords, place)}
+        if place not in MAKERS or isinstance(value, Mapping | str) or hasattr(value, "model_dump"):
+            return None
+        if place == "graph":
+            if type(value).__module__.split(".")[0] == "networkx":
+                from decentnode.objects import edges_of
+
+                return edges_of(value)
+            if not hasattr(value, "num_nodes"):
+                return None
+        return self.keep(place, value)
+
+    def _arguments(self, keywords: Mapping[str, Any], place: str) -> dict[str, Any]:
+        return {key: self._value_of(each, place, key) for key, each in keywords.items()}
+
+    def keep(self, place: str, *given: Any) -> dict[str, Any]:
+        """The section that names an object. Raises UsageError where it cannot be a component there."""
+        from decentnode import objects
+
+        maker: Callable[..., tuple[type[Any], dict[str, Any]]] = getattr(
+            objects, f"make_{place.rpartition('.')[2]}"
+        )
+        made, keys = maker(*given)
+        return {"name": self._kept(made, place), **keys}
+
+    def _name_of(self, chosen: type[Any], place: str) -> str:
+        """"module:Class" where every process can import it; else the class is kept."""
+        module = sys.modules.get(chosen.__module__)
+        importable = chosen.__module__ != "__main__" and getattr(module, chosen.__qualname__, None) is chosen
+        return f"{chosen.__module__}:{chosen.__qualname__}" if importable else self._kept(chosen, place)
+
+    def _kept(self, chosen: type[Any], place: str) -> str:
+        name = re.sub(r"\W", "_", place)
+        self.objects[name] = chosen
+        return f"decentnode.objects:{name}"

@@ -1,0 +1,58 @@
+"""How a run that did not finish ends in Python: with the exception whose words and exit code the command line has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from decentnode import errors
+from decentnode.errors import ConfigError, DecentnodeError, NodeFailed
+from decentnode.launch.outcome import Outcome
+from decentnode.launch.run_dir import node_dir
+
+if TYPE_CHECKING:
+    from decentnode.api.results import Run
+
+KINDS: dict[int, type[DecentnodeError]] = {
+    kind.exit_code: kind
+    for kind in (errors.UsageError, errors.EnvironmentFault, errors.AssemblyError, errors.PeerLost, errors.Diverged,
+                 errors.CheckpointError, errors.NodeFailed)
+}  # fmt: skip
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """Ctrl-C, an interrupted notebook, or SIGTERM stopped a run: what it had done is written. `run` is the run."""
+
+    def __init__(self, message: str, run: Run | None, exit_code: int) -> None:
+        super().__init__(message)
+        self.run, self.exit_code = run, exit_code
+
+
+def interrupted(outcome: Outcome, run: Run | None) -> RunInterrupted:
+    rounds, planned = outcome.summary.get("rounds") or 0, outcome.summary.get("rounds_planned")
+    told = f"stopped after round {rounds} of {planned}"
+    return RunInterrupted(f"{told}; decentnode.open_run({str(run.path)!r})" if run else told, run, outcome.exit_code)
+
+
+def failure(outcome: Outcome, run: Run | None) -> DecentnodeError:
+    """The exception of a run that failed, with the `run` as an attribute."""
+    failed, kind = outcome.failure, KINDS.get(outcome.exit_code, NodeFailed)
+    if failed is None:
+        error = kind(f"the run ended with exit code {outcome.exit_code}")
+    else:
+        told = [f"node {failed.uid}: {failed.title}" if outcome.error is not None else failed.text or failed.title]
+        if outcome.run_dir is not None and failed.uid >= 0:
+            told.append(f"log: {node_dir(outcome.run_dir, failed.uid)}/log.txt, stderr.txt")
+        error = kind("\n".join(told))
+    error.run = run  # type: ignore[attr-defined]
+    return error
+
+
+def of_start(error: DecentnodeError) -> DecentnodeError:
+    """The exception of a child that loads the experiment as the one that it was there."""
+    if isinstance(error, ConfigError):
+        found = ConfigError([], "")
+        found.args = error.args  # the whole text, with all problems
+        return found
+    if type(error) in KINDS.values():
+        return error
+    return KINDS.get(error.exit_code, NodeFailed)(str(error))

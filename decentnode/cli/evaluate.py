@@ -1,0 +1,67 @@
+"""`decentnode evaluate`: the models that a run has left, on its test data or on other data."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from decentnode.errors import UsageError
+
+if TYPE_CHECKING:
+    from decentnode.launch.evaluate import EvaluatedModels
+
+
+@click.command()
+@click.argument("run", metavar="RUN")
+@click.option("--data", "section", metavar="SECTION",
+              help="Other data than the run's, such as '{name: npz, file: other.npz}'; keys alone are laid over the "
+                   "run's.")  # fmt: skip
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of data or task.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--json", "as_json", is_flag=True, help="Print all values as JSON instead of the table.")
+def command(run: str, section: str | None, overrides: tuple[str, ...], device: str, as_json: bool) -> None:
+    """Evaluate each node's model and the merged model of RUN by what its task measures.
+
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Nodes are tested as in
+    the run (data.test); the merged model is tested on all of the test data. A --data without partition deals iid.
+    """
+    from decentnode.launch.run_dir import resolve
+
+    folder = resolve(run)
+    sections = None if section is None else {"data": _plain(section)}
+    from decentnode.launch.evaluate import evaluate
+
+    found = evaluate(folder, sections, overrides, device)
+    if found.missing:
+        click.echo(f"no model of node {', '.join(map(str, found.missing))}", err=True)
+    click.echo(json.dumps(found.summary, indent=2) if as_json else table(found))
+
+
+def _plain(section: str) -> Any:
+    from decentnode.config.yaml_source import parse
+
+    value = parse(section, "--data", positions=False).plain()
+    if not isinstance(value, dict | str):
+        raise UsageError(f"--data must be a section such as {{name: npz, file: other.npz}}, got {section!r}")
+    return value
+
+
+def table(found: EvaluatedModels) -> str:
+    """A row per model, a column per metric."""
+    names = list(dict.fromkeys(name for row in [*found.nodes.values(), found.merged or {}] for name in row))
+    known = {each.name: each.text for each in found.measured.metrics}
+    told = found.summary
+    rows = [["model", "samples", *(known.get(name, name) for name in names)]]
+    rows += [[f"node {uid}", f"{found.samples[uid]:,}", *(_number(row.get(name)) for name in names)]
+             for uid, row in found.nodes.items()]  # fmt: skip
+    for label in [*(["mean"] if found.nodes else []), *(["merged"] if found.merged is not None else [])]:
+        rows.append([label, "", *(_number(told.get(f"{name}_{label}")) for name in names)])
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others, strict=True))])
+                     for row in rows)  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,168 @@
+"""A whole run in the calling process: for experiments made of its objects, for debuggers, and where no process can be
+started. Its nodes are stepped in turn; what it writes and returns is that of a run with processes."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FrameType
+
+import torch
+
+from decentnode import clock, logs
+from decentnode.errors import EnvironmentFault, Interrupted
+from decentnode.launch.header import header, other_code
+from decentnode.launch.in_process import run_nodes
+from decentnode.launch.loading import load_request
+from decentnode.launch.messages import (
+    ChildMessage,
+    Facts,
+    Failed,
+    Finished,
+    NodeJoined,
+    Progress,
+    Request,
+    Task,
+)
+from decentnode.launch.node_process import describe_failure
+from decentnode.launch.observer import Observer, resumed_notice
+from decentnode.launch.outcome import Durations, Ledger, Outcome, finished_before, summary
+from decentnode.launch.prepare import facts, resumed
+from decentnode.launch.provenance import local_modules
+from decentnode.launch.run_dir import Records, node_dir
+from decentnode.launch.signals import StopSignals
+from decentnode.node.node import Node
+
+PROGRESS_SECONDS = 0.25
+"""Least time between two reports of a node's rounds."""
+
+
+class TwoStepSignals(StopSignals):
+    """The first signal asks the run to stop, the second one raises KeyboardInterrupt wherever the process is: there is
+    no other process that could kill this one."""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        super()._on_signal(number, frame)
+        if len(self.received) > 1:
+            raise KeyboardInterrupt
+
+
+def run_here(request: Request, observer: Observer, *, command: str = "", started: float | None = None) -> Outcome:
+    """Run all nodes in this process to the end. Blocking.
+
+    As `supervise`; a failure's own exception is `Outcome.error`. Torch's generators are afterwards what they were
+    before.
+    """
+    started = clock.now() if started is None else started
+    with TwoStepSignals() as signals:
+        experiment = load_request(request)
+        found = facts(experiment, replace(request, in_process=True))
+        done = finished_before(found, observer)
+        if done is not None:
+            return done
+        records = Records(found, request.shown, command)
+        observer.facts(found, records.directory)
+        observer.header([*resumed(experiment, request), *header(experiment), *other_code(experiment)])
+        run = _Run(found, records, observer, signals, started)
+        log = node_dir(records.directory, found.local[0]) / "log.txt"
+        with logs.into(log, f"node {found.local[0]:03d}"), _generators_kept():
+            run.run(request, lambda task: run_nodes(task, experiment, run.on_message, run.begin, run.tick))
+        return run.conclude()
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+class _Run:
+    """What a run in this process has come to."""
+
+    def __init__(
+        self, facts: Facts, records: Records, observer: Observer, signals: StopSignals, started: float
+    ) -> None:
+        self.facts, self.records, self.observer, self.signals = facts, records, observer, signals
+        self.started = started
+        self.ledger = Ledger(records.directory)
+        self.start_seconds: float | None = None
+        self.error: BaseException | None = None
+        self._nodes: list[Node] = []
+        self._joined = 0
+        self._stopping = False
+
+    def run(self, request: Request, work: Callable[[Task], int]) -> None:
+        """Let `work` run the nodes. Whatever it raises becomes this run's failure, or its interruption."""
+        local = list(self.facts.local)
+        task = Task(
+            request=request, uids=local, machine=self.facts.machine, run_dir=str(self.records.directory),
+            threads=torch.get_num_threads(), run_id=secrets.token_hex(8), in_process=True,
+            progress_seconds=PROGRESS_SECONDS, socket_dir="", resume=self.facts.resume,
+            resume_runs=self.facts.resume_runs,
+        )  # fmt: skip
+        try:
+            work(task)
+        except KeyboardInterrupt as error:
+            self.error = error
+        except Interrupted:
+            pass
+        except Exception as error:
+            self.error = error
+            failed = describe_failure(getattr(error, "uid", local[0]), error)
+            self.ledger.failures.append(failed)
+            self.observer.failed(failed, node_dir(self.records.directory, failed.uid))
+
+    def begin(self, nodes: list[Node]) -> None:
+        """Takes the nodes when they are made."""
+        self._nodes = nodes
+
+    def on_message(self, message: ChildMessage) -> None:
+        if isinstance(message, Progress):
+            self.ledger.progress(message.uid, message.record)
+            self.observer.progress(message.uid, message.record)
+            if message.record.get("kind") == "resumed" and self.ledger.resumed is None:
+                self.ledger.resumed = message.record
+                self.observer.notice(resumed_notice(message.record))
+        elif isinstance(message, NodeJoined):
+            self._joined += 1
+            if self._joined == len(self.facts.local):
+                self.start_seconds = clock.now() - self.started
+                self.observer.joined(self.start_seconds)
+                self.records.keep_modules(local_modules())
+                self.records.start()
+        elif isinstance(message, Finished):
+            self.ledger.finished[message.uid] = message
+            self.records.keep_modules(message.modules)
+
+    def tick(self) -> None:
+        """Called between the steps of nodes: passes on a signal that has come."""
+        self.signals.clear()
+        if self.signals.received and not self._stopping:
+            self._stopping = True
+            self.observer.stopping(signal.Signals(self.signals.received[0]).name)
+            self._nodes[0].ask_stop()
+        if self.signals.suspend_if_asked(self.observer.suspending):
+            self.observer.resumed()
+        self.observer.tick()
+
+    def conclude(self) -> Outcome:
+        """Write the summary and decide the exit code."""
+        cause: Failed | None = next(iter(self.ledger.failures), None)
+        complete = self.ledger.finished.keys() >= {*self.facts.local} and not self.ledger.stopped
+        if cause is not None:
+            exit_code = cause.exit_code or 8
+        elif complete:
+            exit_code = 0
+        else:
+            exit_code = self.signals.exit_code if self.signals.received else Interrupted.exit_code
+        durations = Durations(self.start_seconds, clock.now() - self.started)
+        found = summary(self.facts, self.ledger, exit_code, self.records.directory, durations)
+        if not self.records.finish(found, whole=True):
+            exit_code = exit_code or EnvironmentFault.exit_code
+        for notice in self.records.notices:
+            self.observer.notice(notice)
+        return Outcome(exit_code, self.records.directory, found, cause, error=self.error)

@@ -1,0 +1,161 @@
+"""Experiments of plain objects: in this process and in forks of it, with the same bits."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import networkx
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from decentnode import Experiment, objects
+from decentnode.errors import ConfigError, UsageError
+from decentnode.experiment import load
+from decentnode.graph import build as build_graph
+from decentnode.graph.families import Ring
+from decentnode.objects import GivenModel
+from decentnode.samples import DataSpec
+from tests.api.small import Net, Points, batches, experiment, net
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def states(run: Any) -> list[torch.Tensor]:
+    return [value for key in run.models() for value in run.models().state_dict(key).values()]
+
+
+def test_in_this_process_and_in_forks_of_it_they_give_the_same_bits() -> None:
+    """After this process has used autograd and a pool of threads, as a notebook has."""
+    nn.Linear(300, 300)(torch.randn(300, 300)).sum().backward()
+    torch.rand(4_000_000).sum()
+    made = experiment(loss=nn.CrossEntropyLoss(label_smoothing=0.01), optimizer=lambda p: torch.optim.Adam(p, lr=0.03))
+    before = torch.get_rng_state()
+    here = made.run(progress=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    forked = made.run(progress=False, processes=True)
+    assert here.summary["accuracy_mean"] > 0.85 and here.summary["accuracy_merged"] > 0.85
+    assert len(states(here)) == 5 * 4
+    assert all(torch.equal(a, b) for a, b in zip(states(here), states(forked), strict=True))
+    assert (forked.path / "summary.json").exists() and forked.status == "finished"
+
+
+def test_the_module_that_was_given_stays_as_it_is() -> None:
+    given = net()
+    before = [p.clone() for p in given.parameters()]
+    run = experiment(model=given, rounds=1).run(progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, given.parameters(), strict=True))
+    assert not torch.equal(run.models()[0].layers[0].weight, given.layers[0].weight)
+
+
+@pytest.mark.parametrize("form", ["arrays", "tensors", "tensor_dataset", "list", "loader", "generator", "dataset"])
+def test_forms_of_data(form: str) -> None:
+    x = torch.rand(300, 2)
+    y = (x.sum(1) > 1).long()
+    train: Any = {
+        "arrays": (x.numpy(), y.numpy()), "tensors": (x, y), "tensor_dataset": torch.utils.data.TensorDataset(x, y),
+        "list": list(zip(x, y, strict=True)), "generator": batches(15), "dataset": Points(300),
+        "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 20),
+    }[form]  # fmt: skip
+    with objects.bound((made := experiment(train=train, test=None))._objects):
+        data = load(None, layers=made._layers).open_data()
+        assert (data.dataset().num_train(), data.dataset().num_test()) == (270, 30)
+        assert data.spec == DataSpec((2,), num_classes=2)
+
+
+def test_forms_of_graphs() -> None:
+    cycle = networkx.relabel_nodes(networkx.cycle_graph(4), dict(enumerate("dcba")))
+    ours = build_graph(Ring.Config(name="ring", nodes=4), None, 1)
+    for graph in (cycle, ours, {"name": "ring", "nodes": 4}, Ring.Config(name="ring", nodes=4)):
+        made = experiment(graph=graph, nodes=None)
+        with objects.bound(made._objects):
+            found = load(None, layers=made._layers).make_graph()
+        assert [found.neighbors(uid, 0) for uid in range(4)] == [(1, 3), (0, 2), (1, 3), (0, 2)]
+    assert "graph" not in experiment(graph=cycle, nodes=None)._objects  # its edges stand in the experiment
+    with pytest.raises(UsageError, match="graph must be undirected"):
+        experiment(graph=networkx.DiGraph([(0, 1), (1, 0)]))
+    with pytest.raises(UsageError, match="must be connected, got a networkx graph of 2 parts"):
+        experiment(graph=networkx.Graph([(0, 1), (2, 3)]))
+    with pytest.raises(ConfigError, match="cannot be given beside a graph that has its own"):
+        experiment(graph=ours, weights="uniform").check()
+
+
+def test_what_can_be_imported_is_named_and_needs_no_object() -> None:
+    made = Experiment.from_objects(
+        functools.partial(Net, width=8), Points, graph="ring", nodes=4, loss=nn.MSELoss, rounds=1,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=np.float32(0.5)), partition={"name": "iid"},
+    )  # fmt: skip
+    assert made._objects == {}
+    (layer,) = made._layers
+    assert layer["model"] == {"name": "tests.api.small:Net", "width": 8}
+    assert layer["data"] == {"name": "tests.api.small:Points", "partition": {"name": "iid"}}
+    assert layer["training"]["optimizer"] == {"name": "torch.optim.sgd:SGD", "lr": 0.1, "momentum": 0.5}
+    assert layer["training"]["loss"] == {"name": "torch.nn.modules.loss:MSELoss"}
+
+
+def test_a_class_that_no_module_holds_is_an_object() -> None:
+    class Local(Net):
+        pass
+
+    made = Experiment.from_config({"graph": {"name": "ring", "nodes": 4}}, model={"name": Local, "width": 4})
+    assert made._objects == {"model": Local}
+    assert made._layers[1]["model"] == {"name": "decentnode.objects:model", "width": 4}
+
+
+def test_one_module_that_a_function_gives_again_and_again_is_copied() -> None:
+    whole = net()
+    kind, keys = objects.make_model(lambda: whole)
+    made = [kind(GivenModel.Config(**keys)).make(DataSpec((2,), num_classes=2)) for _ in range(2)]
+    assert made[0] is not made[1]
+
+
+def test_a_function_gets_what_is_known_of_the_data() -> None:
+    kind, keys = objects.make_model(lambda num_classes: nn.Linear(2, num_classes))
+    assert kind(GivenModel.Config(**keys)).make(DataSpec((2,), num_classes=7)).out_features == 7
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"optimizer": torch.optim.SGD(net().parameters(), lr=0.1)}, "functools.partial.torch.optim.SGD, lr=...."),
+    ({"model": 3}, "model must be a torch.nn.Module, or a function that makes one, got int"),
+    ({"train": 3}, "train must be a Dataset, .inputs, targets. or an iterable of batches, got int"),
+    ({"train": (np.ones((3, 2)), np.ones(2))}, "train must have as many inputs as targets"),
+    ({"train": []}, "train has no sample"),
+    ({"loss": 1.5}, "loss must be a function of outputs and targets, got float"),
+    ({"sharing": {"name": "full", "x": object()}}, "sharing.x must be plain data or a component's class, got <object"),
+], ids=["optimizer", "model", "train", "lengths", "empty", "loss", "key"])  # fmt: skip
+def test_what_is_given_wrongly_is_told_by_its_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        experiment(**given)
+
+
+def test_what_cannot_be_sent_to_another_machine_is_refused_by_name() -> None:
+    hosts = {"machines": 2, "nodes_per_machine": 2, "addresses": ["10.0.0.1", "10.0.0.2"], "base_port": 20000}
+    for processes in (True, False):
+        with pytest.raises(UsageError, match="data, model are objects of this process, which cannot be sent to"):
+            experiment(mapping=hosts).run(processes=processes, progress=False)
+    with pytest.raises(UsageError, match="data, model are objects"):
+        experiment().run(machine=0, progress=False)
+
+
+def test_cuda_in_use_is_told_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(UsageError, match="this one uses CUDA already and forks of it cannot; processes=False runs"):
+        experiment().run(processes=True, progress=False)
+
+
+def test_a_run_of_objects_says_elsewhere_what_it_lacks() -> None:
+    run = experiment(rounds=0).run(progress=False)
+    with pytest.raises(ConfigError, match="model was an object of the program that made this experiment"):
+        load(run.path / "config.resolved.yaml")
+    assert "Net with 82 parameters" in (run.path / "config.yaml").read_text()
+
+
+def test_samples_that_are_unequal_are_told() -> None:
+    with pytest.raises(UsageError, match="must have one shape"):
+        experiment(train=[(torch.ones(2), 0)] * 30 + [(torch.ones(3), 1)] * 10, test=None).check()
