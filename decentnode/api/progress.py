@@ -49,7 +49,12 @@ def showing(progress: bool | Observer) -> Iterator[Observer]:
     elif not progress:
         yield Observer()
     elif in_notebook():
-        yield NotebookObserver()
+        bar = NotebookObserver()
+        try:
+            yield bar
+        except BaseException:
+            bar.not_started()
+            raise
     else:
         output = Output(sys.stdout, sys.stderr)
         observer = ProgramObserver(output, started=clock.now(), share=f"{program()} launch ... --machine")
@@ -132,6 +137,11 @@ class NotebookObserver(Observer):
     def ended(self, outcome: Outcome) -> None:
         self._doing = str(outcome.summary.get("status", ""))
         self._notices += closing(outcome.summary)[:1]
+        self._draw()
+
+    def not_started(self) -> None:
+        """The exception that follows says why."""
+        self._doing = "not started" if self._state is None else "ended by an error"
         self._draw()
 
     def _draw(self) -> None:

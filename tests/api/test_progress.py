@@ -14,7 +14,7 @@ from rich.console import Console
 
 import decentnode
 from decentnode.api import progress
-from decentnode.errors import NodeFailed
+from decentnode.errors import ConfigError, NodeFailed
 from decentnode.launch.observer import Observer
 from tests.launch import faults
 
@@ -70,6 +70,9 @@ def test_a_notebook_says_that_a_run_failed(notebook: Display, tmp_path: Path) ->
     with pytest.raises(NodeFailed):
         decentnode.run({**TINY, "training": training}, processes=False, run_dir=tmp_path)
     assert "failed" in notebook.shown[-1]
+    with pytest.raises(ConfigError):
+        decentnode.run(TINY, processes=False, run_dir=tmp_path, sharing="chocoo")
+    assert "not started" in notebook.shown[-1]
 
 
 def test_a_program_gets_lines_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
