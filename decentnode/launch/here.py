@@ -60,7 +60,7 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
     with TwoStepSignals() as signals:
         experiment = load_request(request)
         found = facts(experiment, replace(request, in_process=True))
-        done = finished_before(found, observer)
+        done = finished_before(found, observer.notice)
         if done is not None:
             return done
         records = Records(found, request.shown, command)

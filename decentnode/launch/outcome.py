@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from decentnode.launch.messages import Facts, Failed, Finished
-from decentnode.launch.observer import Observer
 from decentnode.launch.run_dir import node_dir
 from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
@@ -37,11 +36,12 @@ class Outcome:
     """The exception of a node in this very process; None where nodes have processes of their own."""
 
 
-def finished_before(facts: Facts, observer: Observer) -> Outcome | None:
-    """Returns the outcome of a run that is to go on and has nothing left to do, and says so; None of others."""
+def finished_before(facts: Facts, notice: Callable[[str], None]) -> Outcome | None:
+    """Returns the outcome of a run that is to go on and has nothing left to do, and tells `notice` so; None of others.
+    """
     if not facts.finished or not facts.resume:
         return None
-    observer.notice(facts.finished)
+    notice(facts.finished)
     run_dir = Path(facts.resume[0])
     return Outcome(0, run_dir, summaries.read(run_dir / "summary.json"))
 

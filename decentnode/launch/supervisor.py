@@ -30,7 +30,7 @@ def supervise(
         run: Run | None = None
         try:
             facts = loader.facts(observer, signals)
-            done = finished_before(facts, observer)
+            done = finished_before(facts, observer.notice)
             if done is not None:
                 return done
             records = None if dry_run else Records(facts, request.shown, command)
