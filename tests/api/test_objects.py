@@ -158,4 +158,4 @@ def test_a_run_of_objects_says_elsewhere_what_it_lacks() -> None:
 
 def test_samples_that_are_unequal_are_told() -> None:
     with pytest.raises(UsageError, match="must have one shape"):
-        experiment(train=[(torch.ones(2), 0)] * 30 + [(torch.ones(3), 1)] * 10, test=None).check()
+        experiment(train=[(torch.ones(2), 0)] * 30 + [(torch.ones(3), 1)] * 10, test=None).run(progress=False)
