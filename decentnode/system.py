@@ -1,11 +1,15 @@
-"""What the operating system offers: files that are replaced at once, and which boot of the host this is."""
+"""What the operating system offers: files that are replaced at once, which boot of the host this is, and an environment
+in which nothing is downloaded."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -43,3 +47,25 @@ def boot_id() -> str:
     """Names the boot of this host: process ids and the monotonic clock mean something within one boot alone. Raises
     OSError where the system does not tell."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+@contextlib.contextmanager
+def hub_offline() -> Iterator[None]:
+    """In this block huggingface_hub, from which other libraries load weights and datasets, looks into its local cache
+    alone."""
+    before, name = os.environ.get("HF_HUB_OFFLINE"), "huggingface_hub.constants"
+    was = getattr(sys.modules.get(name), "HF_HUB_OFFLINE", before not in (None, "", "0"))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants: Any = None
+    with contextlib.suppress(ImportError):
+        constants = importlib.import_module(name)
+        constants.HF_HUB_OFFLINE = True  # it is read once, when the library is imported
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
+        if constants is not None:
+            constants.HF_HUB_OFFLINE = was

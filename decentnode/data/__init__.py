@@ -23,4 +23,4 @@ DATASETS = Table({
     "tiny_imagenet": "decentnode.data.tiny_imagenet:TinyImagenet",
     "npz": "decentnode.data.npz:Npz",
     "synthetic": "decentnode.data.synthetic:Synthetic",
-}, adapt="decentnode.data.torch_data:adapted")
+}, adapt="decentnode.data.torch_data:adapted", libraries={"hf": "decentnode.data.hugging_face:HuggingFace"})

@@ -17,13 +17,12 @@ from decentnode.config.component import Config
 from decentnode.data.base import CachedConfig, Dataset, checked_indices, existing
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.sources import remedy
+from decentnode.data.token_rows import TokenRows, TokenRowsWriter
 from decentnode.data.tokens import CountedWords, OfTransformers, Tokenizer, WordPiece
 from decentnode.errors import DataError
-from decentnode.samples import DataSpec, Rows, Samples
+from decentnode.samples import DataSpec, Samples
 
 STARS = 5
-BLOCK = 1024
-"""Reviews that are in memory at once while they are converted."""
 TEXTS = ("data_path", "reviewText", "text")
 RATINGS = ("label_name", "overall", "rating")
 USERS = ("reviewerID", "user_id", "user")
@@ -89,8 +88,7 @@ class AmazonReviews(Dataset):
         sources = [path for paths in self._files.values() for path in paths]
         sources += [self._vocabulary] if self._vocabulary is not None else []
         self.index = indexed("amazon_reviews", sources, options, self._build, config.cache_folder(base_dir))
-        self._starts = {split: np.cumsum(lengths) - lengths for split in ("train", "test")
-                        for lengths in [self.index[f"{split}_length"].astype(np.int64)]}  # fmt: skip
+        self._rows = {split: TokenRows(self.index, split, self.index.notes["padding"]) for split in ("train", "test")}
 
     @property
     def spec(self) -> DataSpec:
@@ -119,15 +117,10 @@ class AmazonReviews(Dataset):
         return len(self.index["test_y"])
 
     def train(self, indices: np.ndarray) -> Samples:
-        return self._samples("train", checked_indices(indices, len(self.index["train_y"])))
+        return self._rows["train"].samples(checked_indices(indices, len(self.index["train_y"])))
 
     def test(self) -> Samples:
-        return self._samples("test", np.arange(self.num_test()))
-
-    def _samples(self, split: str, indices: np.ndarray) -> Samples:
-        lengths = self.index[f"{split}_length"][indices].astype(np.int64)
-        rows = Rows(self.index[f"{split}_tokens"], self._starts[split][indices], lengths, self.index.notes["padding"])
-        return Samples(rows, np.array(self.index[f"{split}_y"][indices]), ids=True)
+        return self._rows["test"].samples(np.arange(self.num_test()))
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -167,7 +160,7 @@ class AmazonReviews(Dataset):
 
     def _build(self, writer: Writer) -> None:
         tokenizer, users = self._tokenizer(), dict[str, int]()
-        writers = {split: _Split(writer, split) for split in ("train", "test")}
+        writers = {split: TokenRowsWriter(writer, split) for split in ("train", "test")}
         for split, (user, stars, text, _) in self._reviews():
             tokens = tokenizer.encode(text, self.config.length)
             writers[split].add(tokens, stars, users.setdefault(user, len(users)))
@@ -176,31 +169,6 @@ class AmazonReviews(Dataset):
             if not each.count:
                 raise DataError(f"no review for the {split} samples in {sum(map(len, self._files.values()))} files")
         writer.notes |= {"vocabulary": tokenizer.size, "padding": tokenizer.padding}
-
-
-class _Split:
-    """Reviews of a split on their way into the index, some at a time."""
-
-    def __init__(self, writer: Writer, name: str) -> None:
-        self._writer, self._name = writer, name
-        self._held: list[tuple[list[int], int, int]] = []
-        self.count = 0
-
-    def add(self, tokens: list[int], stars: int, user: int) -> None:
-        self._held.append((tokens, stars, user))
-        self.count += 1
-        if len(self._held) >= BLOCK:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._held:
-            return
-        tokens, stars, users = zip(*self._held, strict=True)
-        self._writer.append(f"{self._name}_tokens", np.array([each for row in tokens for each in row], np.int32))
-        self._writer.append(f"{self._name}_length", np.array([len(row) for row in tokens], np.int32))
-        self._writer.append(f"{self._name}_y", np.array(stars, np.int64))
-        self._writer.append(f"{self._name}_user", np.array(users, np.int64))
-        self._held.clear()
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +14,7 @@ from decentnode.errors import UsageError, told
 from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
 from decentnode.models.libraries import called, library
 from decentnode.samples import DataSpec
+from decentnode.system import hub_offline
 
 
 class VisionConfig(ModelConfig):
@@ -49,7 +46,7 @@ class Timm(Model):
         if not timm.is_model(chosen):
             near = ", ".join(timm.list_models(f"*{chosen}*")[:5])
             raise UsageError(f"timm has no model {chosen!r}" + (f"; it has {near}" if near else ""))
-        with _offline():
+        with hub_offline():
             try:
                 module: nn.Module = timm.create_model(
                     chosen, pretrained=config.pretrained, num_classes=outputs, in_chans=channels, **config.arguments)
@@ -108,25 +105,3 @@ def _load_pretrained(module: nn.Module, weights: Any, name: str) -> None:
     if len(left) > 1:
         raise UsageError(f"model.pretrained: {path} has no weights for {', '.join(left[:5])} of {name}")
     module.load_state_dict(fitting, strict=False)
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """The hub that timm loads weights from looks into its local cache alone."""
-    before = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants: Any = None
-    with contextlib.suppress(ImportError):
-        constants = importlib.import_module("huggingface_hub.constants")
-    online = getattr(constants, "HF_HUB_OFFLINE", None)
-    if constants is not None:
-        constants.HF_HUB_OFFLINE = True  # read when it was imported
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before
-        if constants is not None:
-            constants.HF_HUB_OFFLINE = online

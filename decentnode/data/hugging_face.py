@@ -1,0 +1,257 @@
+"""Datasets of Hugging Face's library: `data: {name: "hf:ag_news"}`. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from decentnode import rng
+from decentnode.config.component import Config
+from decentnode.data.base import CachedConfig, Dataset, checked_indices, checked_targets, existing
+from decentnode.data.cache import Writer, indexed
+from decentnode.data.token_rows import TokenRows, TokenRowsWriter
+from decentnode.data.tokens import CountedWords, OfTransformers, Tokenizer, WordPiece
+from decentnode.errors import DataError, told
+from decentnode.samples import DataSpec, Samples
+from decentnode.system import hub_offline
+
+INPUTS = ("image", "img", "text", "sentence", "content")
+TARGETS = ("label", "labels", "fine_label")
+"""Columns that are looked for where the section names none."""
+BLOCK = 256
+"""Samples that are in memory at once while they are converted."""
+
+
+class HuggingFaceConfig(CachedConfig):
+    name: str = "hf:"
+    """hf: and the name of a dataset in the local cache, or a folder that its `save_to_disk` has written, relative to
+    the YAML file."""
+    subset: str | None = None
+    """Which of its configurations, where it has several."""
+    train_split: str = "train"
+    """Name of the split to train on."""
+    test_split: str = "test"
+    """Name of the split to test on; without such a split test_fraction of the training samples, drawn at random."""
+    test_fraction: float = Field(0.1, gt=0, lt=1)
+    """Part of the training samples that is tested on where there is no test split."""
+    input: str | None = None
+    """Column of the inputs: images, texts or lists of numbers. Default: image, img, text, sentence or content."""
+    target: str | None = None
+    """Column of the classes, whole numbers. Default: label, labels or fine_label."""
+    key: str | None = None
+    """Column of the natural owner of a sample, for `partition: by_key`."""
+    vocabulary: Path | None = None
+    """Of texts: vocab.txt of BERT, a piece of a word in each line."""
+    tokenizer: str | None = None
+    """Of texts: name of a tokenizer in the local cache of transformers, instead of a vocabulary."""
+    vocabulary_size: int = Field(30_000, ge=3, le=1 << 22)
+    """Of texts where neither is given: how many numbers there are, of the most frequent words, padding and the
+    unknown."""
+    length: int = Field(128, ge=2, le=1 << 16)
+    """Longer texts are cut to so many tokens."""
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> Self:
+        if self.vocabulary is not None and self.tokenizer is not None:
+            raise ValueError("must have vocabulary or tokenizer, got both")
+        return self
+
+
+class HuggingFace(Dataset):
+    """Images in classes (pixels in [-1, 1]), lists of numbers, or texts as tokens; they are converted once. Needs
+    datasets (extra `hf`)."""
+
+    Config: ClassVar[type[Config]] = HuggingFaceConfig
+
+    def __init__(self, config: HuggingFaceConfig, base_dir: Path) -> None:
+        self.config = config
+        self._vocabulary = existing(base_dir / config.vocabulary, "vocab.txt of BERT (data.vocabulary)") \
+            if config.vocabulary is not None else None  # fmt: skip
+        splits = _load(config, base_dir)
+        if config.train_split not in splits:
+            raise DataError(f"data.train_split must be one of {', '.join(splits)}, got {config.train_split!r}")
+        self._splits = {split: splits[name] for split, name in
+                        (("train", config.train_split), ("test", config.test_split)) if name in splits}  # fmt: skip
+        columns = self._splits["train"].column_names
+        self._input = _column("input", config.input, INPUTS, columns)
+        self._target = _column("target", config.target, TARGETS, columns)
+        if config.key is not None:
+            _column("key", config.key, (), columns)
+        files = [Path(each["filename"]) for split in self._splits.values() for each in split.cache_files]
+        files += [self._vocabulary] if self._vocabulary is not None else []
+        keys = ("subset", "train_split", "test_split", "test_fraction", "input", "target", "key", "tokenizer",
+                "vocabulary_size", "length")  # fmt: skip
+        options = {"name": config.name, **{key: getattr(config, key) for key in keys},
+                   "fingerprints": [getattr(split, "_fingerprint", "") for split in self._splits.values()]}  # fmt: skip
+        self.index = indexed("hf", files, options, self._build, config.cache_folder(base_dir))
+        notes = self.index.notes
+        self.num_classes, self.input_shape = notes["classes"], tuple(notes["shape"])
+        self._rows = {split: TokenRows(self.index, split, notes["padding"]) for split in ("train", "test")
+                      if notes["vocabulary"] is not None}  # fmt: skip
+
+    @property
+    def spec(self) -> DataSpec:
+        notes = self.index.notes
+        return DataSpec(
+            self.input_shape, "values" if notes["vocabulary"] is None else "ids", num_classes=self.num_classes,
+            vocabulary=notes["vocabulary"], padding=notes["padding"],
+        )  # fmt: skip
+
+    def check_private(self) -> None:
+        raise DataError("data.name must be one dataset for all nodes; private files are for the other readers")
+
+    def train_targets(self) -> np.ndarray:
+        return np.array(self.index["train_y"])
+
+    def test_labels(self) -> np.ndarray:
+        return np.array(self.index["test_y"])
+
+    def train_keys(self) -> np.ndarray | None:
+        return np.array(self.index["train_user"]) if self.config.key is not None else None
+
+    def test_keys(self) -> np.ndarray | None:
+        return np.array(self.index["test_user"]) if self.config.key is not None else None
+
+    def num_test(self) -> int:
+        return len(self.index["test_y"])
+
+    def train(self, indices: np.ndarray) -> Samples:
+        return self._samples("train", checked_indices(indices, len(self.index["train_y"])), copy=True)
+
+    def test(self) -> Samples:
+        return self._samples("test", np.arange(self.num_test()), copy=False)
+
+    def _samples(self, split: str, indices: np.ndarray, copy: bool) -> Samples:
+        if self._rows:
+            return self._rows[split].samples(indices)
+        inputs, targets = self.index[f"{split}_x"], self.index[f"{split}_y"]
+        if copy:
+            inputs, targets = np.array(inputs[indices]), np.array(targets[indices])
+        return Samples(inputs, targets, 2 / 255, -1.0) if inputs.dtype == np.uint8 else Samples(inputs, targets)
+
+    # -- conversion ----------------------------------------------------------------------------------------------
+
+    def _build(self, writer: Writer) -> None:
+        first = self._splits["train"][:1][self._input]
+        if not len(first):
+            raise DataError(f"{self.config.name} has no samples")
+        classes = self._classes()
+        writer.notes |= {"vocabulary": None, "padding": None, "classes": classes}
+        if isinstance(first[0], str):
+            self._build_texts(writer, classes)
+        else:
+            self._build_arrays(writer, classes)
+
+    def _parts(self, classes: int | None = None) -> Iterator[tuple[np.ndarray, list[Any], np.ndarray, np.ndarray]]:
+        """Yields which samples are tested on [n], inputs, targets [n] and owners [n], some at a time. Raises
+        DataError for a target that is none of so many classes."""
+        users: dict[Any, int] = {}
+        draw = rng.stream(0, rng.GLOBAL, "test samples")
+        for split, rows in self._splits.items():
+            for start in range(0, len(rows), BLOCK):
+                some = rows[start : start + BLOCK]
+                inputs, raw = some[self._input], some[self._target]
+                tested = np.full(len(raw), split == "test")
+                if "test" not in self._splits:
+                    tested = draw.random(len(raw)) < self.config.test_fraction
+                where = f"{self.config.name}, {split} sample {start} on"
+                targets, _ = checked_targets(np.array(raw), classes, where)
+                owners = some[self.config.key] if self.config.key is not None else [0] * len(raw)
+                yield tested, list(inputs), targets, np.array([users.setdefault(each, len(users)) for each in owners])
+
+    def _classes(self) -> int:
+        """As the column's type says, else the highest training label + 1."""
+        known = getattr(self._splits["train"].features[self._target], "num_classes", None)
+        if known is None:
+            known = max(int(targets[~tested].max(initial=0)) for tested, _, targets, _ in self._parts()) + 1
+        return int(known)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._vocabulary is not None:
+            return WordPiece(self._vocabulary)
+        if self.config.tokenizer is not None:
+            return OfTransformers(self.config.tokenizer)
+        texts = (text for tested, inputs, *_ in self._parts()
+                 for text, aside in zip(inputs, tested, strict=True) if not aside)  # fmt: skip
+        return CountedWords(texts, self.config.vocabulary_size)
+
+    def _build_texts(self, writer: Writer, classes: int) -> None:
+        tokenizer = self._tokenizer()
+        writers = {split: TokenRowsWriter(writer, split) for split in ("train", "test")}
+        for tested, texts, targets, users in self._parts(classes):
+            for aside, text, target, user in zip(tested, texts, targets.tolist(), users.tolist(), strict=True):
+                if not isinstance(text, str):
+                    raise DataError(f"{self.config.name}: column {self._input} must have texts, got {text!r:.40}")
+                writers["test" if aside else "train"].add(tokenizer.encode(text, self.config.length), target, user)
+        for each in writers.values():
+            each.flush()
+        self._check_both({split: each.count for split, each in writers.items()})
+        writer.notes |= {"vocabulary": tokenizer.size, "padding": tokenizer.padding, "shape": [self.config.length]}
+
+    def _build_arrays(self, writer: Writer, classes: int) -> None:
+        shape: tuple[int, ...] | None = None
+        counts = {"train": 0, "test": 0}
+        for tested, inputs, targets, users in self._parts(classes):
+            arrays = [_array(each) for each in inputs]
+            shape = shape or arrays[0].shape
+            wrong = next((each.shape for each in arrays if each.shape != shape), None)
+            if wrong is not None:
+                raise DataError(f"{self.config.name}: inputs must have one shape, got {list(shape)} and {list(wrong)}")
+            stacked = np.stack(arrays)
+            for split, chosen in (("train", ~tested), ("test", tested)):
+                if chosen.any():
+                    writer.append(f"{split}_x", stacked[chosen])
+                    writer.append(f"{split}_y", targets[chosen])
+                    writer.append(f"{split}_user", users[chosen])
+                    counts[split] += int(chosen.sum())
+        self._check_both(counts)
+        writer.notes["shape"] = list(shape or ())
+
+    def _check_both(self, counts: dict[str, int]) -> None:
+        if missing := [split for split, count in counts.items() if not count]:
+            raise DataError(f"{self.config.name}: no sample for {' and '.join(missing)}")
+
+
+def _load(config: HuggingFaceConfig, base_dir: Path) -> dict[str, Any]:
+    """The splits by name. Raises DataError."""
+    name = config.name.partition(":")[2]
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError(f"data {config.name} needs datasets; pip install 'decentnode[hf]' has it") from error
+    try:
+        with hub_offline():
+            folder = base_dir / name
+            found: Any = (datasets.load_from_disk(str(folder)) if folder.is_dir()
+                          else datasets.load_dataset(name, config.subset))  # fmt: skip
+    except Exception as error:
+        how = f"where there is a network, datasets.load_dataset({name!r}) loads it"
+        raise DataError(f"data: {config.name} is neither in the local cache nor a folder of save_to_disk; {how}: "
+                        f"{told(error)[:300]}") from error  # fmt: skip
+    return {str(key): found[key] for key in found} if hasattr(found, "keys") else {config.train_split: found}
+
+
+def _column(key: str, chosen: str | None, usual: tuple[str, ...], columns: list[str]) -> str:
+    found = chosen if chosen is not None else next((each for each in usual if each in columns), None)
+    if found not in columns:
+        got = "none of the usual ones" if found is None else repr(found)
+        raise DataError(f"data.{key} must be one of the columns {', '.join(columns)}, got {got}")
+    assert found is not None
+    return found
+
+
+def _array(value: Any) -> np.ndarray:
+    """An image [C, H, W] uint8, or numbers as float32."""
+    if hasattr(value, "convert") and hasattr(value, "mode"):  # of Pillow
+        plain = value if value.mode in ("L", "RGB") else value.convert("RGB")
+        pixels = np.asarray(plain, np.uint8)
+        return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    try:
+        return np.asarray(value, np.float32)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"inputs must be images, texts or lists of numbers, got {type(value).__name__}") from error
