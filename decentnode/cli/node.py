@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 @click.option("--uid", type=int, required=True, metavar="N", help="Which node of the experiment this is.")
 @click.option("--into", type=click.Path(path_type=Path), help="Run directory to share with other nodes.")
 @click.option("--join", is_flag=True, help="The run has begun; its nodes let this one in (missing: regroup).")
+@start.resuming
 @start.options
 @click.pass_context
 def command(
-    ctx: click.Context, config: str, uid: int, into: Path | None, join: bool, overrides: tuple[str, ...],
+    ctx: click.Context, config: str, uid: int, into: Path | None, join: bool, resume: str | None,
+    overrides: tuple[str, ...],
     run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,  # noqa: ARG001
 ) -> None:
     """Run node N of CONFIG in this process. Every node needs a port in the mapping (mapping.base_port)."""
@@ -42,19 +44,24 @@ def command(
     from decentnode.launch.prepare import facts as facts_of
 
     chosen = start.all_overrides(overrides, run_dir, name, seed)
-    config, variables = start.config_of(config, start.environ())
+    given, resume = start.resumed(config, resume)
+    config, variables = start.config_of(given or config, start.environ())
     experiment = load(config, chosen, variables)
     mapping = experiment.make_mapping()
     place = mapping.place(uid)
     without = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
     if without:
         raise UsageError(f"every node needs a port here, node {without[0]} has none: set mapping.base_port")
-    request = Request(config, chosen, variables, place.machine, join=join)
+    request = Request(config, chosen, variables, place.machine, join=join, resume=resume)
     facts = facts_of(experiment, request)
+    if facts.finished:
+        click.echo(facts.finished)
+        return
     directory = _directory(facts, into, uid)
     task = Task(
         request=request, uids=[uid], machine=-1, run_dir=str(directory), threads=facts.threads[str(uid)], run_id="",
         in_process=False, progress_seconds=1.0, socket_dir="", join=join,
+        resume=facts.resume, resume_runs=facts.resume_runs,
     )
     ledger, told = Ledger(directory), _Teller(uid, facts, quiet or as_json, join)
 

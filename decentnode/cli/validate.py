@@ -56,6 +56,10 @@ def command(
             raise
         click.echo(json.dumps({"ok": False, "source": config, "problems": error.problems}, indent=1))
         ctx.exit(error.exit_code)
+    from decentnode.launch.header import short_timeout
+
+    if warning := short_timeout(experiment):
+        click.echo(f"warning: {warning}", err=True)
     if as_json:
         found = {"ok": True, "source": config, "problems": [], "digest": experiment.digest()}
         click.echo(json.dumps(found | ({"resolved": experiment.resolved()} if resolved else {}), indent=1))

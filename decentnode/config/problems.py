@@ -36,6 +36,9 @@ _RULES = {
     "string_pattern_mismatch": "must match {pattern}",
 }
 
+MOST_WRITTEN = 1e15
+"""Larger numbers are not written out for whom writes them as 1e3."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -247,7 +250,8 @@ def _value_hint(
         found = nearest(value, options)
         if found:
             return f"did you mean '{found}'?"
-        if details["type"] == "int_parsing" and re.fullmatch(r"[+-]?\d+(\.\d+)?[eE]\+?\d+", value) and len(value) < 12:
+        whole = details["type"] == "int_parsing" and re.fullmatch(r"[+-]?\d+(\.\d+)?[eE]\+?\d+", value)
+        if whole and abs(float(value)) < MOST_WRITTEN:
             return f"write {int(float(value))}"
     return ""
 

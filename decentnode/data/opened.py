@@ -44,6 +44,11 @@ class OpenedData:
         return bool(self._paths)
 
     @property
+    def deals(self) -> bool:
+        """Whether some nodes read the same files, and share them by the partition."""
+        return any(len(uids) > 1 for uids in self._groups())
+
+    @property
     def sharded(self) -> bool:
         """Whether every node tests its own model on its part of the test set alone."""
         return bool(getattr(self.config, "shard_test", False)) and self.test != "own"

@@ -33,6 +33,9 @@ MOST_ROUNDS_BETWEEN_POLLS = 1 << 20
 MOST_UNKNOWN = 4
 """Checkpoints beyond `keep` that wait for the other nodes to have them, too."""
 
+STOP_SECONDS = 1.0
+"""After a stop: longest wait for the checkpoint before to be written, while other nodes wait to close with this one."""
+
 
 @dataclass
 class CheckpointFigures:
@@ -129,10 +132,17 @@ class Checkpoints:
             self._begin_poll()
 
     def after_the_last(self) -> None:
-        """Make the checkpoint that a longer run goes on from."""
-        if self.enabled and self.node.round and self.node.round != self._last_round:
+        """Make the checkpoint that a longer run, or one that was stopped, goes on from. Blocking as `between_rounds`;
+        after a stop for STOP_SECONDS at most.
+
+        After a stop nodes may end after different rounds. Only where all ended after the same one do they have one cut,
+        which a run can go on from; the one before stays until all are known to have a newer one.
+        """
+        node = self.node
+        if self.enabled and node.round and node.round != self._last_round:
             self._collect()
-            self._cut(regular=True, best=False)
+            patience_seconds = STOP_SECONDS if node.communication.stopping else None
+            self._cut(regular=True, best=False, patience_seconds=patience_seconds)
 
     def finish(self) -> None:
         """After the closing evaluation. Blocking until all is written, for half of the time-out at most."""
@@ -213,11 +223,13 @@ class Checkpoints:
             return [1] if float(mean[0]) * contributors > contributors - 0.5 else []
         return agreement.gathered(mean.view(1, -1), contributors)[0]
 
-    def _cut(self, *, regular: bool, best: bool) -> None:
+    def _cut(self, *, regular: bool, best: bool, patience_seconds: float | None = None) -> None:
         """Copy the state and give it to the writer. regular: whether all nodes make one now. best: whether this round's
-        evaluation is the best so far."""
+        evaluation is the best so far. patience_seconds: longest wait for the one before; half of the time-out when
+        None."""
         node, waited = self.node, clock.now()
-        free = self._writer.wait(node.communication.config.timeout_seconds / 2)
+        half = node.communication.config.timeout_seconds / 2
+        free = self._writer.wait(half if patience_seconds is None else min(half, patience_seconds))
         started = clock.now()
         self.figures.wait_seconds += started - waited
         self._last_round, self._since = node.round, started

@@ -199,13 +199,13 @@ class Node:
             every = self.config.evaluate_every
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
                 yield from self.evaluate_between()
-        if self.checkpoints is not None and self.over:
-            self.checkpoints.after_the_last()
         if self._stopping():
             now = self.generation, self.training.learning_rate
             planners = {*self._planners, self._buffer_planner}
             later = {uid for planner in planners for uid in planner.neighbors_from(self.round, *now)}
             self.communication.depart(self.round, later)
+        if self.checkpoints is not None:
+            self.checkpoints.after_the_last()
         # Always, and by everybody: whether an evaluation of this round was finished before a stop or given up because
         # of it differs from node to node, and who had one would leave the others waiting in the closing one.
         yield from self.evaluate(closing=True)

@@ -91,8 +91,13 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     made = round(summary["checkpoints"])
     kept = round(summary.get("checkpoints_kept", made))
     of = f" of {made}" if kept < made else f" ({made} of them new)" if kept > made else ""
+    ended = {figures["rounds"] for figures in summary["nodes"].values() if "rounds" in figures}
+    apart: list[str] = []
+    if summary["status"] == "interrupted" and len(ended) > 1:
+        apart = [f"{'':9}nodes ended after {min(ended)} to {max(ended)} rounds: --resume takes an earlier one"]
     return [
         f"kept     {plural(kept, 'checkpoint')}{of} per node, "
         f"{size(summary['bytes_checkpoints_total'])} written in all; training waited {duration(waited)} for them, "
-        f"writing took {duration(summary['checkpoint_cpu_seconds'])} of CPU time"
+        f"writing took {duration(summary['checkpoint_cpu_seconds'])} of CPU time",
+        *apart,
     ]

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 import decentnode
 from decentnode.cli import main
+from decentnode.metrics.reader import read_kind
 from tests.cli.terminal import wait_until
 from tests.conftest import free_ports
 from tests.launch.faults import experiment
@@ -197,6 +198,28 @@ def test_one_node_per_process(tmp_path: Path) -> None:
     assert sorted(json.loads(out)["nodes"]) == ["0", "1"]
     code, _, err = run(tmp_path, "node", write(tmp_path), "--uid", "0")
     assert code == 2 and "mapping.base_port" in err
+
+
+def test_nodes_of_processes_of_their_own_go_on_from_their_checkpoints(tmp_path: Path) -> None:
+    config = write(tmp_path, graph={"name": "ring", "nodes": 2}, node={"rounds": 3, "checkpoint": {"every": 2}},
+                   mapping={"nodes_per_machine": 2, "base_port": free_ports(4)})  # fmt: skip
+
+    def both(*words: str) -> tuple[str, str]:
+        with started(tmp_path, "node", config, "--uid", "0", *words) as zero:
+            code, one, err = run(tmp_path, "node", config, "--uid", "1", *words)
+            assert code == 0, err
+            out, err = zero.communicate(timeout=200)
+        assert zero.returncode == 0, err
+        return out, one
+
+    both("--into", "first")
+    more = ("--set", "node.rounds=5", "--resume", "first")
+    both("--into", "second", *more)
+    kept = [read_kind(tmp_path / "second" / "nodes" / uid / "metrics.jsonl", "resumed") for uid in ("000", "001")]
+    assert [[record["round"] for record in each] for each in kept] == [[3], [3]]
+    assert json.loads((tmp_path / "second" / "summary.json").read_text())["rounds"] == 5
+    code, out, _ = run(tmp_path, "node", config, "--uid", "1", "--resume", "second", "--set", "node.rounds=5")
+    assert code == 0 and "is finished: it has done 5 of 5 rounds" in out
 
 
 def test_the_quickstart_in_the_package_is_the_one_in_configs() -> None:

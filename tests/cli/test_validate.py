@@ -69,3 +69,12 @@ def test_json():
         "source": "no such file.yaml",
         "problems": ["no such file.yaml: cannot be read: No such file or directory"],
     }
+
+
+@pytest.mark.parametrize(("missing", "seconds", "warned"), [
+    ("return_weight", "0.5", True), ("return_weight", "1", False), ("fail", "0.5", False),
+])  # fmt: skip
+def test_a_time_out_at_which_healthy_nodes_miss_each_other_is_told(missing: str, seconds: str, warned: bool) -> None:
+    done = validate(QUICKSTART, "-s", f"node.missing={missing}", "-s", f"communication.timeout_seconds={seconds}")
+    assert done.exit_code == 0 and done.stdout.count("\n") == 1
+    assert ("warning: communication.timeout_seconds is 0.5: on a busy machine" in done.stderr) == warned

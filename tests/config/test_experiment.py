@@ -463,3 +463,22 @@ def test_a_key_under_both_its_names_is_an_error(write) -> None:
 def test_a_path_of_ones_own_that_there_is_not_is_told_before_the_start(write, by: str, why: str) -> None:
     text = said(write(BASE + f"communication: {{name: hybrid, edges: [{{nodes: [0, 1], by: '{by}'}}]}}\n"))
     assert "communication.edges" in text and why in text
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ("seed=1e400", "seed must be"), ("seed=-1e400", "seed must be"), ("node.rounds=1e999", "node.rounds must be"),
+    ("data={name: synthetic, train_samples: 1000000000000}", "data.train_samples must be at most 100,000,000"),
+    ("data={name: synthetic, test_samples: 1000000000000}", "data.test_samples must be at most 100,000,000"),
+    ("data={name: synthetic, input_shape: [1000000000, 1000000000]}", "data.input_shape must leave room"),
+])  # fmt: skip
+def test_numbers_beyond_all_bounds_are_problems_too(write, change, text):
+    assert text in said(write(BASE), change)
+
+
+@pytest.mark.parametrize("test", ["own", "both"])
+def test_samples_dealt_anew_have_no_test_samples_of_their_own(write, test):
+    path = write(BASE.replace("{name: digits}", f"{{name: digits, test: {test}}}"))
+    text = said(path, "training.sampling=resample")
+    assert f"training.sampling must be fixed with data.test: {test}, got resample" in text and "see data.test" in text
+    load(path, ["training.sampling=resample", "data.test=global"], {})
+    load(path, (), {})

@@ -210,6 +210,39 @@ def test_a_checkpoint_may_be_taken_at_any_round_and_changes_nothing(tmp_path: Pa
 # -- files that are missing or damaged ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+@pytest.mark.parametrize("name", ["full", "push_sum", "choco", "gradient_tracking"])
+def test_a_stop_leaves_a_checkpoint_of_the_round_after_which_all_ended(
+    tmp_path: Path, name: str, schedule: str
+) -> None:
+    if schedule == "overlapped" and RULES[name]().requirements.sequential:
+        pytest.skip("the rule corrects local steps before it sends")
+    never = {"schedule": schedule, "checkpoint": {"every": 100}}
+    straight = Fleet(tmp_path / "a", RULES[name], **never).run()
+    stopped = Fleet(tmp_path / "b", RULES[name], **never)
+    step_all(stopped.nodes, rounds=4)
+    (ended,) = {node.round for node in stopped.nodes}
+    assert 4 <= ended < ROUNDS
+    assert {manifest.cut.round for uid in range(NODES) for manifest in store.scan([tmp_path / "b"], uid)[0]} == {ended}
+    resumed = Fleet(tmp_path / "c", RULES[name], **never).resume(tmp_path / "b").run()
+    check_resumed(straight, resumed, ended)
+
+
+def test_a_stop_after_different_rounds_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    straight = Fleet(tmp_path / "a").run()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    whole_until(tmp_path / "b", 3)
+    one = Fleet(tmp_path / "c")
+    one.nodes[0].round = 5  # as a node that ended a round after the others
+    one.nodes[0].communication.announce_stop()
+    assert one.nodes[0].checkpoints is not None
+    one.nodes[0].checkpoints.after_the_last()
+    one.nodes[0].checkpoints.finish()
+    shutil.copytree(tmp_path / "c", tmp_path / "b", dirs_exist_ok=True)
+    assert store.scan([tmp_path / "b"], 0)[0][0].cut.round == 5
+    check_resumed(straight, Fleet(tmp_path / "d").resume(tmp_path / "b").run(), 3)
+
+
 def test_damaged_and_partial_ones_are_named_and_the_one_before_is_taken(tmp_path: Path) -> None:
     straight = Fleet(tmp_path / "a", checkpoint={"every": 2, "keep": 9}).run()
     folders = {int(place.name.partition("-")[0]): place for place in (tmp_path / "a").iterdir()}

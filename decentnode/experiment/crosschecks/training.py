@@ -114,6 +114,18 @@ def _needs_two_samples(experiment: Experiment, spec: DataSpec) -> bool:
     return False
 
 
+def own_tests_suit_the_sampling(experiment: Experiment) -> Iterator[Problem]:
+    """Test samples are a node's own while its training samples are: dealt anew, these come to be all samples."""
+    training, spec = experiment.training, spec_of(experiment)
+    if not isinstance(training, SupervisedConfig) or training.sampling != "resample" or spec is None:
+        return
+    data = experiment.open_data()
+    if data.test != "global" and data.deals:
+        message = (f"must be fixed with data.test: {data.test}, got resample: the test samples are distributed as the "
+                   "shares of the first epoch, and later ones are others")  # fmt: skip
+        yield Problem(("training", "sampling"), message, "data.test: global would do", other=("data", "test"))
+
+
 def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
     """A learning-rate schedule of a fixed length (one_cycle) has a tick for every round, or step, of the run."""
     training = experiment.training
