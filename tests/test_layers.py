@@ -118,11 +118,11 @@ DRIVEN = [
     "communication/receive/inbox_state.py", "communication/receive/arrival_wait.py",
     "communication/receive/partial_payload.py", "communication/receive/chunking.py",
     *(f"communication/zeromq/{name}.py" for name in (
-        "credentials", "link_state", "link_sender", "reliable_links", "message_maker", "reconfigure", "room_wait",
-        "tree_mean")),
+        "collective_state", "credentials", "link_state", "link_sender", "reliable_links", "message_maker",
+        "node_protocol", "reconfigure", "room_wait", "tree_mean")),
 ]  # fmt: skip
 """Driven by calls, with the time in them: a simulation runs these files as they are."""
-NO_THREADS = ["communication/receive/exchange.py", "communication/zeromq/node_protocol.py"]
+NO_THREADS = ["communication/receive/exchange.py"]
 """Driven by calls; they ask the one clock."""
 IO_MODULES = {"zmq", "threading", "socket", "select", "time", "queue", "asyncio", "concurrent", "multiprocessing"}
 

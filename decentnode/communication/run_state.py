@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from decentnode.errors import Regrouping
 
 STOPPING_TIMEOUT_SECONDS = 10.0
 """Once a stop is announced, a silent neighbor is waited for no longer than this."""
+LONGEST_SLEEP_SECONDS = 1.0
+"""After which a waiting thread looks again, whatever woke it or not."""
 HOLD_UP_SECONDS = 0.1
 """Longest time in all that a round may wait for neighbors to be done with what they were sent, before what goes to the
 others is copied or leaves by another path. Neighbors are usually done within a millisecond, and a tenth of a second is
@@ -28,6 +30,17 @@ class Doorbell(Protocol):
 
     def listen(self, timeout_seconds: float) -> None:
         """Blocking until rung; takes in what neighbors said meanwhile."""
+
+
+class Wait(Protocol):
+    """A wait as a state machine: call `step` until it returns True: at once, whenever something that it looks at has
+    changed (`RunFacts.notify`), and by `deadline` at the latest."""
+
+    deadline: float
+    """After a step that returned False: seconds of the clock that `step` is given."""
+
+    def step(self, now: float) -> bool:
+        """Whether the wait is over. May raise what ends it."""
 
 
 class _Waiting(contextlib.AbstractContextManager[None]):
@@ -47,7 +60,8 @@ class _Waiting(contextlib.AbstractContextManager[None]):
 
 @dataclass
 class RunFacts:
-    """What a node knows of the run while it goes on."""
+    """What a node knows of the run while it goes on. Whoever steps nodes in one thread overrides `notify`; where
+    threads wait, `RunState` does."""
 
     stopping: bool = False
     departed: dict[int, int] = field(default_factory=dict)
@@ -62,6 +76,10 @@ class RunFacts:
     """Why the generation of members ended: nothing of it is waited for any more. Empty while it is in force."""
     waiting: tuple[tuple[int, ...], float] | None = None
     """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
+    watches: bool = False
+    """Whether somebody has to hear of waits that begin: a run with generations of members."""
+    waiting_began: Callable[[float], None] = lambda _since: None
+    """Where `watches`: hears since when the training waits. Not blocking; called with the lock of the facts held."""
     waited_seconds: float = 0.0
     """Seconds that the round under way has waited for neighbors, since something last came that was waited for. All
     waits of a round share one time-out, so that a neighbor that is gone costs no more than that in all."""
@@ -71,6 +89,25 @@ class RunFacts:
     """`Communication.goes_on`."""
     exposed_since: float = 0.0
     """`Communication.exposed_since`."""
+
+    def notify(self) -> None:
+        """Something has changed: whoever waits is to look again."""
+
+    def wake(self) -> None:
+        """As `notify`, for any thread."""
+        self.notify()
+
+    def fail(self, error: Exception) -> None:
+        """Any thread: every wait raises `error` from now on, unless there was another before it."""
+        self.failure = self.failure or error
+        self.notify()
+
+    def wait_for(self, uids: tuple[int, ...], since: float) -> None:
+        """The training waits for these, since `since` (monotonic). Asked for again, and for nobody, in every step of a
+        wait, so that it costs little."""
+        self.waiting = (uids, since)
+        if self.watches:
+            self.waiting_began(since)
 
     def patience(self, timeout_seconds: float) -> float:
         """How long a wait may last that begins now: what the round's earlier ones have left of the time-out."""
@@ -136,15 +173,18 @@ class RunState(RunFacts):
         self.changed.notify_all()
 
     def wake(self) -> None:
-        """Any thread: wake whoever waits, as something that it looks at has changed."""
         with self.changed:
             self.notify()
 
     def fail(self, error: Exception) -> None:
-        """Any thread: every wait raises `error` from now on, unless there was another before it."""
         with self.changed:
-            self.failure = self.failure or error
-            self.notify()
+            super().fail(error)
+
+    def block(self, wait: Wait) -> None:
+        """Blocking until a wait of this thread is over that no arrival of a payload ends."""
+        with self.changed:
+            while not wait.step(now := clock.now()):
+                self.changed.wait(min(wait.deadline - now, LONGEST_SLEEP_SECONDS))
 
     def wait(self, timeout_seconds: float) -> None:
         """Whoever waits for neighbors, with `changed` held (and let go meanwhile): until something may have changed.
@@ -166,5 +206,5 @@ class RunState(RunFacts):
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
         """Training thread: a wait, if it comes to one until the context ends, is for these."""
-        self.waiting = (tuple(uids), clock.now())
+        self.wait_for(tuple(uids), clock.now())
         return self._until

@@ -7,6 +7,7 @@ to send. Its states and what each admits: wire/session_states.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -36,10 +37,11 @@ from decentnode.wire.messages import (
 from decentnode.wire.session_states import ADMISSIBLE, FROM_CHILD, FROM_PARENT, IN_A_RUN, Cause, State, next_state
 
 HELLO_EVERY_SECONDS = 0.5
+HELLO_WINDOW_SECONDS = 0.25
 MAX_REFUSALS = 64
 """Most nodes of which a session keeps why they were refused."""
 MAX_HELLOS = 8
-"""Hellos of one source that are answered between two ticks."""
+"""Hellos of one source that are answered within HELLO_WINDOW_SECONDS."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ class Session:
         self.describe = describe
         self._welcomed = uid == 0
         self._next_hello = 0.0
-        self._hellos: dict[int, int] = {}
-        """source -> hellos since the last tick."""
+        self._hellos: dict[int, tuple[float, int]] = {}
+        """source -> when its window began, and its hellos since."""
         self._waiting_children: set[int] = set()
         self._present_sent: set[int] = set()
 
@@ -161,10 +163,18 @@ class Session:
     def send(self, to: int, kind: type[Message], *values: object) -> None:
         self.outbox.append((to, kind(self.run, self.generation, self.uid, *values, origin=self.origin)))
 
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` has to be called at the latest; infinite once the parent has answered."""
+        if self.state != "joining":
+            return math.inf
+        if not self._welcomed:
+            return self._next_hello
+        return -math.inf if self._all_present else math.inf
+
     def tick(self, now: float) -> list[SessionEvent]:
-        """Repeat the hello until the parent answers. To be called a few times per second while joining; `now`: seconds
-        of any monotonic clock."""
-        self._hellos.clear()
+        """Repeat the hello until the parent answers. To be called by `next_deadline`, or more often; `now`: seconds of
+        any monotonic clock."""
         if self.state == "joining" and not self._welcomed and now >= self._next_hello:
             self._next_hello = now + HELLO_EVERY_SECONDS
             self.send(self._parent(), Hello, PROTOCOL_VERSION, self.digest, self.num_nodes, self._software)
@@ -207,10 +217,12 @@ class Session:
 
     # -- incoming ---------------------------------------------------------------------------------------------
 
-    def receive(self, message: Message) -> list[SessionEvent]:
+    def receive(self, message: Message, now: float) -> list[SessionEvent]:
         """Returns the events that one decoded message causes; a message that is not the session's own is returned
         itself. Raises PeerFault for a message that its sender may not send now; the state is unchanged then."""
         self.admit(message)
+        if isinstance(message, Hello):
+            return self._on_hello(message, now)
         handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         return [message] if handler is None else handler(message)
 
@@ -252,9 +264,12 @@ class Session:
             reason = "stale_generation" if stale else "wrong_generation"
             raise PeerFault(reason, f"{type(message).__name__} of generation {message.generation}")
 
-    def _on_hello(self, hello: Hello) -> list[SessionEvent]:
-        heard = self._hellos[hello.source] = self._hellos.get(hello.source, 0) + 1
-        if heard > MAX_HELLOS:
+    def _on_hello(self, hello: Hello, now: float) -> list[SessionEvent]:
+        since, heard = self._hellos.get(hello.source, (now, 0))
+        if now - since >= HELLO_WINDOW_SECONDS:
+            since, heard = now, 0
+        self._hellos[hello.source] = since, heard + 1
+        if heard >= MAX_HELLOS:
             raise PeerFault("hello_flood", f"from {hello.source}")
         reason = self._refusal(hello)
         if reason is not None:
@@ -319,9 +334,12 @@ class Session:
             self.send(self._parent(), Present, bitmap(self.present, self.num_nodes))
 
     def _complete(self) -> list[SessionEvent]:
-        if self.state == "joining" and self.tree.parent is None and len(self.present) == self.num_nodes:
-            return self._begin("all present")
-        return []
+        return self._begin("all present") if self.state == "joining" and self._all_present else []
+
+    @property
+    def _all_present(self) -> bool:
+        """Whether this is the root, and knows of every node."""
+        return self.tree.parent is None and len(self.present) == self.num_nodes
 
     def _begin(self, cause: Cause) -> list[SessionEvent]:
         self._change(cause)

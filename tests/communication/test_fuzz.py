@@ -51,7 +51,7 @@ def test_sessions_take_or_refuse_any_message(uid: int) -> None:
         message = draw_message(draw)
         assert repr(codec.decode(codec.encode(message))) == repr(message)  # NaN is not equal to itself
         try:
-            events = session.receive(message)
+            events = session.receive(message, float(count))
         except PeerFault as fault:
             assert fault.reason
             events = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from decentnode.clock import now
 from decentnode.communication.parts import BindPlan
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
@@ -82,7 +83,7 @@ def test_the_time_out_of_a_start_names_handshakes_that_were_refused(tmp_path: Pa
 
         def time_is_over() -> None:
             wait_until(made[0].counters.refused_handshakes)
-            made[0]._io.call(made[0]._protocol.give_up)
+            made[0]._io.call(lambda: made[0]._protocol.give_up(now()))
 
         clock = threading.Thread(target=time_is_over)
         clock.start()

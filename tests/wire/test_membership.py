@@ -325,9 +325,10 @@ def test_a_number_far_ahead_is_refused() -> None:
 def test_who_lives_in_another_generation_is_missed_in_this_one() -> None:
     world = World(3)
     membership = world.processes[0].membership
+    since = world.now
     for _ in range(12):
         world.now += TICK
-        membership.tick(world.now, [1, 2], 1.0)
+        membership.tick(world.now, [1, 2], since)
         membership.receive(Pong(RUN, 0, 2), world.now)
         membership.receive(Pong(RUN, 0, 1, origin=new_origin(1, os.urandom)), world.now)
     assert membership.suspects == {1}

@@ -54,7 +54,7 @@ class Net:
                 to, message = self.flying.pop(self.draw.randrange(len(self.flying)))
                 if to in self.sessions:
                     try:
-                        self.events[to] += self.sessions[to].receive(message)
+                        self.events[to] += self.sessions[to].receive(message, now + tick)
                     except PeerFault as fault:
                         self.faults.append(fault.reason)
                 self.collect()
@@ -116,7 +116,7 @@ def test_a_foreign_hello_in_my_name_does_not_throw_me_out() -> None:
     sessions = make(4)
     net = Net(sessions)
     forged = Hello(NO_RUN, 0, 2, PROTOCOL_VERSION, "wrong", 4, "")
-    assert sessions[0].receive(forged) == []
+    assert sessions[0].receive(forged, 0.0) == []
     net.settle(ticks=3)
     assert {s.state for s in sessions} == {"running"} and not sessions[0].refusals
 
@@ -141,7 +141,7 @@ def test_what_may_not_be_said_changes_nothing(to: int, message: Message, reason:
     sessions = joined()
     before = dict(vars(sessions[to]))
     with pytest.raises(PeerFault, match=reason):
-        sessions[to].receive(message)
+        sessions[to].receive(message, 0.0)
     assert dict(vars(sessions[to])) == before
 
 
@@ -173,7 +173,7 @@ def test_of_a_long_reason_as_much_is_told_as_a_message_holds(length: int) -> Non
 def said(session: Session, message: Message) -> list[tuple[int, Message]]:
     """What a session answers, as it comes out at the other end."""
     session.outbox.clear()
-    session.receive(message)
+    session.receive(message, 0.0)
     return [(to, codec.decode(codec.encode(answer))) for to, answer in session.outbox]
 
 

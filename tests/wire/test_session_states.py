@@ -21,7 +21,7 @@ def in_state(state: State) -> Session:
     session = Session(1, 2, "same")
     if state == "running":
         for message in (Welcome(RUN, 0, 0), Start(RUN, 0, 0)):
-            session.receive(message)
+            session.receive(message, 0.0)
     elif state == "outside":
         session.come_from_outside()
     elif state == "failed":
@@ -38,7 +38,7 @@ def provoke(session: Session, cause: Cause) -> None:
     }
     if cause in messages:
         for message in messages[cause]:
-            session.receive(message)
+            session.receive(message, 0.0)
     elif cause == "deadline passed":
         session.give_up()
     elif cause == "comes from outside":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class Process:
     """What came while it was frozen."""
     going: list[Generation] = field(default_factory=list)
     broken: int = 0
+    waits_since: float | None = None
+    """When its training began to wait for others."""
 
     @property
     def bound_to(self) -> Name | None:
@@ -120,7 +123,19 @@ class World:
         for uid, process in sorted(self.processes.items()):
             if not process.frozen:
                 self._turn_round(process)
-                self._handle(uid, process.membership.tick(self.now, self.waited_for(uid), 1.0))
+                self._tick(uid, process)
+
+    def _tick(self, uid: int, process: Process) -> None:
+        """By what `next_deadline` says alone, so that whatever that forgets is never done."""
+        membership, whom = process.membership, tuple(self.waited_for(uid))
+        if not whom:
+            process.waits_since = None
+        elif process.waits_since is None:
+            process.waits_since = self.now
+        since = process.waits_since
+        if self.now >= membership.next_deadline(since):
+            self._handle(uid, membership.tick(self.now, whom, math.inf if since is None else since))
+            assert membership.next_deadline(since) > self.now, "what was due has been done"
 
     def _turn_round(self, process: Process) -> None:
         membership = process.membership

@@ -148,7 +148,10 @@ class ArrivalWait:
         self.deadline = patience.next(self.missing)
         inbox.want(self.missing, key, self._chunk)
         exposed = status.exposed_since <= now
-        status.waiting = (inbox.whom(key, self.missing), patience.since) if exposed else None
+        if exposed:
+            status.wait_for(inbox.whom(key, self.missing), patience.since)
+        else:
+            status.waiting = None
         return True
 
     def _note_arrivals(self, patience: Patience, now: float) -> None:

@@ -16,11 +16,8 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox_state import ExchangeKey, InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotReader
-from decentnode.communication.run_state import RunState
+from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
 from decentnode.wire.messages import Chunk, Scalars
-
-LONGEST_SLEEP_SECONDS = 1.0
-"""After which a waiting thread looks again, whatever woke it or not."""
 
 
 class Inbox:
@@ -79,10 +76,10 @@ class Inbox:
         with self.status.lock:
             self.state.skip(source, first, last)
 
-    def waits_itself(self, source: int) -> None:
+    def waits_itself(self, source: int, now: float) -> None:
         """As `InboxState.waits_itself`."""
         with self.status.lock:
-            self.state.waits_itself(source, clock.now())
+            self.state.waits_itself(source, now)
 
     # -- training thread --------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from decentnode import clock
-from decentnode.communication.run_state import RunState
+from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
 from decentnode.communication.zeromq.link_driver import LinkDriver
-from decentnode.communication.zeromq.reconfigure import POLL_SECONDS, GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
 from decentnode.errors import Regrouping
 from decentnode.wire.generation import Generation
 
@@ -23,19 +23,19 @@ class Generations:
 
     def suspect(self, uids: Collection[int], reason: str, *, dead: bool = False) -> None:
         """As `Reconfiguration.suspect`."""
-        with self._driver.lock:
+        with self._driver.sending():
             self.reconfiguration.suspect(uids, reason, clock.now(), dead=dead)
 
     def fail(self) -> None:
         """As `Reconfiguration.fail`."""
-        with self._driver.lock:
-            self.reconfiguration.fail()
+        with self._driver.sending():
+            self.reconfiguration.fail(clock.now())
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def leave(self, reason: str) -> None:
         """As `Reconfiguration.leave`."""
-        with self._driver.lock:
+        with self._driver.sending():
             self.reconfiguration.leave(reason, clock.now())
 
     def enter(self, round: int) -> None:
@@ -53,26 +53,32 @@ class Generations:
         with self._driver.lock:
             self.reconfiguration.caught_up()
 
+    def stop(self) -> None:
+        """Any thread or signal handler: as `Reconfiguration.stop`."""
+        self._driver.call(lambda: self.reconfiguration.stop(clock.now()))
+
     def wait(self, alone_seconds: float, together_seconds: float, install: Callable[[Generation], None]) -> Generation:
         """Blocking until the next generation is in force; raises as `GenerationWait.step`.
 
         install(generation): with the driver's lock held, puts away what belonged to the old one.
         """
         of, state = self.reconfiguration, self._state
-        wait = GenerationWait(of, alone_seconds, together_seconds, install, clock.now())
+        with self._driver.lock:
+            wait = GenerationWait(of, alone_seconds, together_seconds, install, clock.now())
         while True:
-            with self._driver.lock:
-                generation = wait.step(clock.now())
-            if generation is not None:
-                return generation
+            with self._driver.sending():
+                over = wait.step(now := clock.now())
+            if over:
+                assert wait.generation is not None
+                return wait.generation
             with state.changed:
-                if of.to_install is None and of.going is None:
-                    state.changed.wait(POLL_SECONDS)
+                if not wait.news:
+                    state.changed.wait(max(0.0, min(wait.deadline - now, LONGEST_SLEEP_SECONDS)))
 
     def over(self, error: Exception, seconds: float) -> bool:
         """Blocking for `seconds` at most: whether a failure of the training thread is but the end of the generation."""
         state, deadline = self._state, clock.now() + seconds
         with state.changed:
             while not state.regrouping and state.failure is None and (left := deadline - clock.now()) > 0:
-                state.changed.wait(min(left, POLL_SECONDS))
+                state.changed.wait(min(left, LONGEST_SLEEP_SECONDS))
             return isinstance(error, Regrouping) or bool(state.regrouping)

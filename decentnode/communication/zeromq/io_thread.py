@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import select
 import threading
 from collections import deque
@@ -39,7 +40,8 @@ MAX_CALLS = 10_000
 RECEIVE_BURST = 64
 """Messages taken from one socket before the others are looked at; fewer when the training thread has to be let in or
 out."""
-IDLE_SECONDS = 0.25
+LOOK_SECONDS = 1.0
+"""Longest sleep at the sockets, after which all of them are looked at, whatever they told of or not."""
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
@@ -67,8 +69,12 @@ class Handler(Protocol):
     def writable(self, uid: int, plane: int) -> None:
         """A socket that refused a message takes messages again."""
 
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` has to be called at the latest; asked without the lock, too."""
+
     def tick(self, now: float) -> None:
-        """A few times per second."""
+        """Do what is due."""
 
     def connection_event(self, kind: str, address: str, detail: str) -> None:
         """A stranger was refused, or a connection to this node broke."""
@@ -113,7 +119,13 @@ class IoThread(threading.Thread):
         self._calls: deque[Callable[[], None]] = deque()
         self._waker = Waker()
         self._deadline: float | None = None
-        self._next_tick = 0.0
+        self._next_look = 0.0
+        self._noted = math.inf
+        """The last that `due_by` woke somebody for, until it is over: what is settled before, as most waits for
+        neighbors are, would bring about a wake-up each time otherwise."""
+        self.sleeps_until = -math.inf
+        """Whoever is at the sockets comes back by then by itself; before, `due_by` has to wake it. Infinite while it
+        finds out; in the past while it is awake, and looks at what is due before it sleeps."""
         self._owner = SocketOwner(self._waker.wake)
         self.doorbell = SocketDoorbell(self._owner, self._waker.wake, self._guest_step)
         """Where the training thread may wait."""
@@ -142,6 +154,12 @@ class IoThread(threading.Thread):
         self._calls.append(function)
         self._waker.wake()
         self._owner.rouse()
+
+    def due_by(self, when: float) -> None:
+        """Any thread: a call of the handler has made something due at `when`; not blocking."""
+        if when < self.sleeps_until:
+            self._noted = when
+            self._waker.wake()
 
     def joined(self) -> None:
         """On the thread at the sockets: the node has joined, and hears of handshakes no more."""
@@ -203,7 +221,7 @@ class IoThread(threading.Thread):
             while not self._over():
                 if self._owner.give():
                     self._owner.take_back(lambda: bool(self._calls))
-                self._step(0.02 if self.closing else IDLE_SECONDS)
+                self._step(0.02 if self.closing else LOOK_SECONDS)
             with self.lock:
                 self._handler.goodbye()
         except BaseException as error:
@@ -214,24 +232,37 @@ class IoThread(threading.Thread):
 
     def _guest_step(self, timeout_seconds: float) -> None:
         try:
-            self._step(min(timeout_seconds, IDLE_SECONDS))
+            self._step(min(timeout_seconds, LOOK_SECONDS))
         except Exception as error:
             logger.exception("the sockets failed")
             self._handler.crashed(error)
 
     def _step(self, timeout_seconds: float) -> None:
-        """Wait at the sockets for no longer, and take in what is there."""
+        """Wait at the sockets for no longer, nor beyond what is due, and take in what is there."""
         now = clock.now()
-        if now >= self._next_tick:
-            self._next_tick = now + IDLE_SECONDS
+        # before the deadline is asked for, so that a thread that changes it meanwhile sees that it has to wake this one
+        self.sleeps_until = math.inf
+        due = min(self._handler.next_deadline, self._noted)
+        if now >= due:
+            self._noted = math.inf
             with self.lock:
                 self._handler.tick(now)
+            timeout_seconds = 0
+        elif now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
             for take_in in list(self._watched.values()):  # also where a socket should have been silent about its news
                 take_in()
             timeout_seconds = 0
         elif self._behind and self._catch_up():
             timeout_seconds = 0
-        for descriptor, _ in self._poll.poll(max(1, int(1000 * timeout_seconds)) if timeout_seconds else 0):
+        elif due < now + timeout_seconds:
+            timeout_seconds = due - now
+        self.sleeps_until = due
+        try:
+            news = self._poll.poll(max(1, math.ceil(1000 * timeout_seconds)) if timeout_seconds else 0)
+        finally:
+            self.sleeps_until = -math.inf
+        for descriptor, _ in news:
             self._watched.get(descriptor, _nothing)()
         if self._calls:
             self._run_calls()

@@ -6,6 +6,7 @@ has it. Never take that lock while holding `RunState.changed`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,12 @@ class LinkOwner(Protocol):
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
         """As `LinkPort.deliver`."""
 
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
+
     def tick(self, now: float) -> None:
-        """A few times per second."""
+        """Do what is due."""
 
     @property
     def has_room(self) -> Callable[[int], None]:
@@ -62,6 +67,21 @@ class LinkSizes:
         return cls(max(window_bytes, 4 * (largest + MESSAGE_COST)), largest + (1 << 16))
 
 
+class Sending(contextlib.AbstractContextManager[None]):
+    """The driver's lock for a thread that sends, or changes when something is due: the thread at the sockets hears of
+    it where it would sleep for longer."""
+
+    def __init__(self, driver: LinkDriver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        self._driver.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.io.due_by(self._driver.next_deadline)
+        self._driver.lock.release()
+
+
 class LinkDriver:
     """The I/O shell of `ReliableLinks`: what `IoThread` calls as its handler, and what the links call as their port."""
 
@@ -81,6 +101,7 @@ class LinkDriver:
         self.io = IoThread(f"io-{session.uid}", sizes.max_bulk_bytes, self, security, access.given)
         self.send, self.renew, self.received = self.io.send, self.io.renew, self.links.receive
         self._handshakes = Handshakes(session, self.io.endpoints)
+        self._sending = Sending(self)
 
     def serve(self, owner: LinkOwner) -> None:
         """Before the thread is started: who hears what the links bring."""
@@ -95,21 +116,28 @@ class LinkDriver:
         that thread no longer comes to it."""
         self.io.call(function)
 
+    def sending(self) -> contextlib.AbstractContextManager[None]:
+        """The lock, for a thread that is not at the sockets and calls the links or the owner."""
+        return self._sending
+
     def bulk(self, uids: Sequence[int], message: QueuedMessage) -> None:
         """Send a message to these peers now, or as soon as windows and sockets allow."""
+        sender, io = self.links.sender, self.io
         with self.lock:
-            send, now = self.links.sender.bulk, clock.now()
+            send, now = sender.bulk, clock.now()
             for uid in uids:
                 send(uid, message, now)
+            if sender.due < io.sleeps_until:
+                io.due_by(sender.due)
 
     def withhold(self, uid: int, key: ExchangeKey) -> None:
         """As `LinkSender.withhold`."""
-        with self.lock:
+        with self._sending:
             self.links.sender.withhold(uid, key, clock.now())
 
     def hurry(self) -> None:
         """Ask every peer now what it has of the bulk sent so far."""
-        with self.lock:
+        with self._sending:
             self.links.sender.hurry(clock.now())
 
     def owing(self) -> list[int]:
@@ -135,9 +163,15 @@ class LinkDriver:
     def writable(self, uid: int, plane: int) -> None:
         self.links.sender.writable(uid, plane, clock.now())
 
+    @property
+    def next_deadline(self) -> float:
+        return min(self.links.sender.due, self._owner.next_deadline)
+
     def tick(self, now: float) -> None:
-        self._owner.tick(now)
-        self.links.tick(now)
+        if now >= self._owner.next_deadline:
+            self._owner.tick(now)
+        if now >= self.links.next_deadline:
+            self.links.tick(now)
 
     def log_in(self, uid: int) -> bytes:
         return self.links.sender.log_in(uid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Protocol
 
 from decentnode.communication.counters import Counters
@@ -21,6 +22,7 @@ from decentnode.metrics.figures import Purpose
 from decentnode.wire import codec, framing, messages
 from decentnode.wire.messages import Ack, Ask, Bye, Credit, Hello, Key, Message, Probe, Skipped
 from decentnode.wire.session import Session
+from decentnode.wire.stream import PROBE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +65,16 @@ class LinkSender:
         self.edges: dict[int, PeerLink] = {}
         self.max_payloads = MAX_PAYLOADS
         """How many payloads may wait for one peer; set before the start."""
+        self.due = math.inf
+        """`ReliableLinks.next_deadline`: nothing has to be done before. It is exact after a tick; what comes up later
+        lowers it, and what is settled leaves it, as to look at every peer for every message would cost too much."""
         self._session, self._port, self._counters = session, port, counters
         self._window, self._access = window, access
+
+    def due_by(self, when: float) -> None:
+        """Something has to be done at `when` at the latest."""
+        if when < self.due:
+            self.due = when
 
     def takes(self, uid: int) -> bool:
         """Whether one more payload may wait for this peer. What is sent to one that is gone is dropped. Any thread may
@@ -185,6 +195,8 @@ class LinkSender:
                 sealed = plane.sealed = (*message.frames(out.following, edge.outwards), lease)
             if not self._port.send(uid, number, sealed[0], sealed[1]):
                 return
+            if not out.kept and self.due > now + PROBE_SECONDS[0]:
+                self.due = now + PROBE_SECONDS[0]
             out.keep(sealed, now)
             plane.sealed = None
             queue.popleft()
@@ -239,3 +251,4 @@ class LinkSender:
         self._counters.on_event("connection_renewed", uid, f"plane {number}")
         self._port.renew(uid, number)
         edge.planes[number].out.ask()
+        self.due = -math.inf

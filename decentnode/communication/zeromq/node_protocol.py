@@ -1,21 +1,24 @@
 """What a node does with the messages of its links: session, payloads, means, barriers, generations. No sockets, no
-locks, no waits: whoever drives the links lets one thread in at a time."""
+locks, no clock, no waits: whoever drives the links lets one thread in at a time. now: seconds of any monotonic clock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import contextlib
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from decentnode import clock
 from decentnode.communication.counters import Counters, purpose_of
 from decentnode.communication.receive.chunking import to_bytes
-from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.run_state import RunState
+from decentnode.communication.receive.inbox_state import ExchangeKey
+from decentnode.communication.run_state import RunFacts
+from decentnode.communication.zeromq.collective_state import CollectiveState
 from decentnode.communication.zeromq.link_state import BULK, Hold, QueuedMessage
 from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.reconfigure import Reconfiguration
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
-from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.errors import AssemblyError, NodeFailed, PeerFault, PeerLost
 from decentnode.wire.messages import (
@@ -46,14 +49,27 @@ from decentnode.wire.session import (
 MEMBERSHIP_KINDS = frozenset({*MEMBERSHIP, Bye})
 
 
+class PayloadInbox(Protocol):
+    """What takes payloads: `InboxState`, or `Inbox` where threads share one."""
+
+    def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
+        """As `InboxState.put`."""
+
+    def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
+        """As `InboxState.skip`."""
+
+    def waits_itself(self, source: int, now: float) -> None:
+        """As `InboxState.waits_itself`."""
+
+
 @dataclass(frozen=True)
 class ProtocolParts:
     """What a node's protocol works with, for as long as the run lasts."""
 
     session: Session
     links: ReliableLinks
-    inbox: Inbox
-    state: RunState
+    inbox: PayloadInbox
+    facts: RunFacts
     counters: Counters
     maker: MessageMaker
     hold: Hold
@@ -66,6 +82,8 @@ class ProtocolParts:
     """Every node has joined."""
     reconfiguration: Reconfiguration | None = None
     """None in a run with but one generation of members."""
+    lock: contextlib.AbstractContextManager[object] = field(default_factory=contextlib.nullcontext)
+    """Held around calls of the collectives: that of `facts`, where threads share them."""
 
 
 class NodeProtocol:
@@ -74,71 +92,73 @@ class NodeProtocol:
     def __init__(self, parts: ProtocolParts) -> None:
         self.joined = False
         """Whether the run has begun."""
-        self.collectives: TreeCollectives
+        self.collectives: CollectiveState
         """Of the generation in force; set with it."""
         self.take_slot: Callable[[Slot], None]
         """Takes a doorbell that came over the links; set with the generation."""
         self._parts = parts
         self._session, self._sender, self._inbox = parts.session, parts.links.sender, parts.inbox
-        self._state, self._counters, self._maker = parts.state, parts.counters, parts.maker
-        self._reconfiguration = parts.reconfiguration
-        self.has_room = parts.has_room
+        self._facts, self._counters, self._maker = parts.facts, parts.counters, parts.maker
+        self._reconfiguration, self._lock = parts.reconfiguration, parts.lock
+        self.has_room, self.consumed = parts.has_room, parts.consumed
 
     # -- sending ----------------------------------------------------------------------------------------------
 
-    def control(self, uid: int, kind: type[Message], *values: object) -> None:
-        """Send a control message to a peer."""
-        self._sender.control_header(uid, self._maker.header(kind, *values), clock.now())
+    def control(self, uid: int, kind: type[Message], values: tuple[object, ...], now: float) -> None:
+        """Send a control message to a peer. values: its fields behind the common ones."""
+        self._sender.control_header(uid, self._maker.header(kind, *values), now)
 
-    def _unnumbered(self, uid: int, kind: type[Message]) -> None:
-        self._sender.control_header(uid, self._maker.header(kind), clock.now(), numbered=False)
+    def _unnumbered(self, uid: int, kind: type[Message], now: float) -> None:
+        self._sender.control_header(uid, self._maker.header(kind), now, numbered=False)
 
-    def ask_overdue(self, uids: Collection[int]) -> None:
+    def ask_overdue(self, uids: Collection[int], now: float) -> None:
         """Ask these neighbors, whose payloads are overdue, whether they wait for others themselves."""
         for uid in uids:
-            self._unnumbered(uid, Overdue)
+            self._unnumbered(uid, Overdue, now)
 
-    def emit(self, pieces: list[OutgoingPart]) -> None:
-        """Send pieces of means, and tell whoever waits about finished ones."""
+    def emit(self, pieces: Sequence[OutgoingPart], now: float) -> None:
+        """Send pieces of means."""
         for piece in pieces:
             raw = to_bytes(piece.tensor)
             header = self._maker.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
             sums = self._maker.sum_kind(BULK, [piece.to])
             message = QueuedMessage.bulk(header, raw, sums, hold=self._parts.hold, purpose=purpose_of(piece.key))
-            self._sender.bulk(piece.to, message, clock.now())
-        for uid, size in self.collectives.means.consumed:
-            self._parts.consumed(uid, size)
-        self.collectives.means.consumed.clear()
-        if self.collectives.means.done:
-            self._state.wake()
+            self._sender.bulk(piece.to, message, now)
 
-    def _flush(self) -> None:
+    def _flush(self, now: float) -> None:
         """Send what the session has to say."""
-        now = clock.now()
         for uid, message in self._session.outbox:
             self._sender.control(uid, message, now)
         self._session.outbox.clear()
 
-    def give_up(self) -> None:
+    def give_up(self, now: float) -> None:
         """The start has taken too long."""
         if self._session.state == "joining":
-            self._on_event(self._session.give_up())
-            self._flush()
+            self._on_event(self._session.give_up(), now)
+            self._flush(now)
 
-    def ask_stop(self) -> None:
+    def ask_stop(self, now: float) -> None:
         """Tell every node to finish its round and stop."""
         self._session.ask_stop()
-        self._flush()
+        self._flush(now)
+        self._stops(now)
 
-    def depart(self, rounds: int, neighbors: Collection[int]) -> None:
+    def _stops(self, now: float) -> None:
+        """The run is to stop."""
+        self._facts.stopping = True
+        if self._reconfiguration is not None:
+            self._reconfiguration.stop(now)
+        self._facts.wake()
+
+    def depart(self, rounds: int, neighbors: Collection[int], now: float) -> None:
         """Tell `neighbors` that this node sends payloads of rounds below `rounds` alone."""
         for uid in neighbors:
-            self.control(uid, Depart, rounds)
+            self.control(uid, Depart, (rounds,), now)
 
-    def fail(self, uid: int, reason: str) -> None:
+    def fail(self, uid: int, reason: str, now: float) -> None:
         """Tell every node that `uid` failed."""
         self._session.fail(uid, reason)
-        self._flush()
+        self._flush(now)
 
     # -- what the links bring (LinkOwner) ---------------------------------------------------------------------
 
@@ -152,7 +172,8 @@ class NodeProtocol:
             self._inbox.put(message, body, now)
         elif isinstance(message, Part):
             assert body is not None
-            self.emit(self.collectives.means.receive(message, body))
+            with self._lock:
+                self.collectives.part(message, body, now)
         elif type(message) in MEMBERSHIP_KINDS:
             if self._reconfiguration is not None:
                 self._reconfiguration.receive(message, now)
@@ -160,27 +181,36 @@ class NodeProtocol:
                 raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
         else:
             try:
-                for event in self._session.receive(message):
+                for event in self._session.receive(message, now):
                     if isinstance(event, Slot):
                         self.take_slot(event)
                     elif isinstance(event, Skipped):
                         first, last = (event.round, event.phase), (event.last_round, event.last_phase)
                         self._inbox.skip(event.source, first, last)
                     elif isinstance(event, Overdue):
-                        if self._state.waiting is not None:
-                            self._unnumbered(event.source, Waits)
+                        if self._facts.waiting is not None:
+                            self._unnumbered(event.source, Waits, now)
                     elif isinstance(event, Waits):
-                        self._inbox.waits_itself(event.source)
+                        self._inbox.waits_itself(event.source, now)
                     else:
-                        self._on_event(event)
+                        self._on_event(event, now)
             finally:
-                self._flush()
+                if self._session.outbox:
+                    self._flush(now)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
+        if self._session.outbox:  # who tells the session of a broken handshake does not send what it has to say of it
+            return -math.inf
+        due = math.inf if self.joined else self._session.next_deadline
+        return due if self._reconfiguration is None else min(due, self._reconfiguration.next_deadline)
 
     def tick(self, now: float) -> None:
-        """A few times per second."""
+        """Do what is due; to be called by `next_deadline`, or more often."""
         for event in self._session.tick(now):
-            self._on_event(event)
-        self._flush()
+            self._on_event(event, now)
+        self._flush(now)
         if self._reconfiguration is not None:
             self._reconfiguration.tick(now)
 
@@ -188,16 +218,18 @@ class NodeProtocol:
         """The thread at the sockets ends because of an error."""
         self.fail_with(NodeFailed(f"node {self._session.uid}: the I/O thread failed: {error!r}"))
 
-    def _on_event(self, event: SessionEvent) -> None:
-        own, state, reconfiguration = self._session.uid, self._state, self._reconfiguration
+    def _on_event(self, event: SessionEvent, now: float) -> None:
+        own, facts, reconfiguration = self._session.uid, self._facts, self._reconfiguration
         if isinstance(event, Arrive):
-            self.collectives.arrive(event.key, event.down, event.source)
+            with self._lock:
+                self.collectives.arrive(event.key, event.down, event.source, now)
         elif isinstance(event, Report):
-            self.collectives.reported(event)
+            with self._lock:
+                self.collectives.reported(event)
         elif isinstance(event, PeerFailed):
             reason = f"{self._session.describe(event.uid)} failed: {event.reason}"
             if reconfiguration is not None and reconfiguration.active:
-                reconfiguration.suspect([event.uid], reason, clock.now(), dead=True)
+                reconfiguration.suspect([event.uid], reason, now, dead=True)
                 return
             if event.uid != own:
                 self._parts.links.forget(event.uid)
@@ -213,10 +245,10 @@ class NodeProtocol:
                 if reconfiguration is not None:
                     reconfiguration.begin(self._session.run)
             elif isinstance(event, StopAsked):
-                state.stopping = True
+                self._stops(now)
             elif isinstance(event, PeerDeparted):
-                state.departed[event.uid] = event.rounds
-            state.wake()
+                facts.departed[event.uid] = event.rounds
+            facts.wake()
 
     def _not_assembled(self, event: NotAssembled) -> AssemblyError:
         who = ", ".join(map(self._session.describe, event.missing[:20]))
@@ -231,4 +263,4 @@ class NodeProtocol:
 
     def fail_with(self, error: Exception) -> None:
         """Any thread: every wait of this node raises this from now on, unless something came first."""
-        self._state.fail(error)
+        self._facts.fail(error)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection
 
 from decentnode.communication.counters import Counters
@@ -18,7 +19,10 @@ from decentnode.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.25
+STOPPED_OUTSIDE_SECONDS = 0.25
+"""How long a node outside, once the run is to stop, may still be let in."""
+ALONE_STAGES = ("short", "outside", "suspecting")
+"""Of a node that hears of nobody with whom it could go on."""
 
 
 class Reconfiguration:
@@ -35,9 +39,11 @@ class Reconfiguration:
         self.membership = membership
         self.active = False
         """Whether the run has begun; before it, a missing node is the start's business."""
-        self.stop_asked = False
-        """The run is to stop; this node waits for nobody to come back any more."""
+        self.alone_since: float | None = None
+        """Since when this node has been in one of ALONE_STAGES; None while it is in another."""
         self.facts, self.counters = facts, counters
+        self._stopping = False
+        facts.watches = True
         self._sender, self._wake = sender, wake
         self.to_install: Generation | None = None
         """A generation that is agreed on, while this node has not installed it."""
@@ -58,24 +64,32 @@ class Reconfiguration:
     def receive(self, message: Message, now: float) -> None:
         """A message about membership, or a Bye. Raises PeerFault."""
         if self.active:
-            self._note_stop()
             try:
-                self._obey(self.membership.receive(message, now))
+                self._obey(self.membership.receive(message, now), now)
             finally:
-                self._obey([])  # an answer may belong to what is refused
+                self._obey([], now)  # an answer may belong to what is refused
+
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
+        if not self.active:
+            return math.inf
+        waiting = self.facts.waiting
+        return self.membership.next_deadline(None if waiting is None else waiting[1])
 
     def tick(self, now: float) -> None:
-        """A few times per second."""
+        """Do what is due; to be called by `next_deadline`, or more often."""
         if self.active:
-            self._note_stop()
             waiting = self.facts.waiting
-            whom, since = waiting if waiting is not None else ((), now)
-            self._obey(self.membership.tick(now, whom, now - since))
+            whom, since = ((), math.inf) if waiting is None else waiting
+            self._obey(self.membership.tick(now, whom, since), now)
 
-    def _note_stop(self) -> None:
-        self.membership.stopping = self.membership.stopping or self.stop_asked or self.facts.stopping
+    def stop(self, now: float) -> None:
+        """The run is to stop; this node waits for nobody to come back any more."""
+        if not self.membership.stopping:
+            self._obey(self.membership.stop(now), now)
 
-    def _obey(self, events: list[GenerationEvent]) -> None:
+    def _obey(self, events: list[GenerationEvent], now: float) -> None:
         for event in events:
             if isinstance(event, Broken):
                 logger.warning("generation %d is over: %s", self.generation.number, event.reason)
@@ -97,9 +111,21 @@ class Reconfiguration:
                 else:
                     self.going = event.generation
                 self._wake()
+        self._note_stage(now)
         outbox, self.membership.outbox = self.membership.outbox, []
         for uid, message in outbox:
             self._sender.send_once(uid, message)
+
+    def _note_stage(self, now: float) -> None:
+        """The end of every call that may change the stage, or end a wait for a generation earlier."""
+        if self.membership.stopping and not self._stopping:
+            self._stopping = True
+            self._wake()
+        if self.membership.stage not in ALONE_STAGES:
+            self.alone_since = None
+        elif self.alone_since is None:
+            self.alone_since = now
+            self._wake()
 
     def _report(self, kind: str, detail: str) -> None:
         self.counters.on_event(kind, None, detail)
@@ -109,19 +135,19 @@ class Reconfiguration:
     def suspect(self, uids: Collection[int], reason: str, now: float, *, dead: bool = False) -> None:
         """These do not answer, or (dead) have ended: once this returns, no round of the generation begins here."""
         if self.active:
-            self._obey(self.membership.suspect(uids, now, reason, dead))
+            self._obey(self.membership.suspect(uids, now, reason, dead), now)
 
-    def fail(self) -> None:
+    def fail(self, now: float) -> None:
         """This node failed: tell everybody, so that nobody has to find out."""
         if self.active:
             self.membership.fail()
-            self._obey([])
+            self._obey([], now)
 
     def leave(self, reason: str, now: float) -> None:
         """Come from outside: this process joins a run that has begun."""
         self.active = True
         self.facts.regrouping = reason
-        self._obey(self.membership.leave(now, reason))
+        self._obey(self.membership.leave(now, reason), now)
 
     def enter(self, round: int) -> None:
         """A round begins. Raises Regrouping when it may not."""
@@ -139,7 +165,7 @@ class Reconfiguration:
 
     def installed(self, generation: Generation, now: float) -> None:
         """What belonged to the old generation has been put away for this one."""
-        self._obey(self.membership.installed(generation, now))
+        self._obey(self.membership.installed(generation, now), now)
 
     def begun(self, generation: Generation) -> None:
         """This generation is in force here."""
@@ -148,7 +174,8 @@ class Reconfiguration:
 
 
 class GenerationWait:
-    """The wait of one node for its next generation: call `step` until it returns one, at least every POLL_SECONDS."""
+    """The wait of one node for its next generation (`run_state.Wait`); `generation` is what is in force once it is
+    over."""
 
     def __init__(
         self, reconfiguration: Reconfiguration, alone_seconds: float, together_seconds: float,
@@ -157,10 +184,11 @@ class GenerationWait:
         """install(generation): puts away what belonged to the old one, for this one; it blocks nobody."""
         self._reconfiguration, self._install = reconfiguration, install
         self._alone_seconds, self._together_seconds = alone_seconds, together_seconds
-        self._began = self._alone_since = now
+        self._began = self.deadline = now
+        self.generation: Generation | None = None
 
-    def step(self, now: float) -> Generation | None:
-        """The generation that is in force now; None while there is none.
+    def step(self, now: float) -> bool:
+        """Whether a generation is in force.
 
         Raises PeerLost, naming nobody in `missing`, when none can be had: after alone_seconds without enough others, or
         together_seconds in all. Raises Interrupted when the run is to stop and this node is outside, or hears nobody
@@ -175,22 +203,34 @@ class GenerationWait:
         going, of.going = of.going, None
         if going is not None and membership.steady:
             of.begun(going)
-            return going
-        if membership.stage not in ("short", "outside", "suspecting"):
-            self._alone_since = now
+            self.generation = going
+            return True
         self._raise_if_in_vain(now)
-        return None
+        return False
+
+    @property
+    def news(self) -> bool:
+        """Whether a step would find something, other than that it is late."""
+        return self._reconfiguration.to_install is not None or self._reconfiguration.going is not None
 
     def _raise_if_in_vain(self, now: float) -> None:
-        membership, counters = self._reconfiguration.membership, self._reconfiguration.counters
-        reason, outside = membership.reason, membership.stage == "outside"
+        """Sets `deadline`, too."""
+        of, membership = self._reconfiguration, self._reconfiguration.membership
+        since = now if of.alone_since is None else max(of.alone_since, self._began)
+        outside = membership.stage == "outside"
+        patience = self._alone_seconds
+        if membership.stopping:
+            patience = min(patience, STOPPED_OUTSIDE_SECONDS if outside else STOPPING_TIMEOUT_SECONDS)
+        self.deadline = min(math.inf if of.alone_since is None else since + patience,
+                            self._began + self._together_seconds)  # fmt: skip
+        if now < self.deadline:
+            return
+        reason = membership.reason
         if outside and not membership.joining.answered:
             reason += "; no other node of the run answers"
-        alone, together = now - self._alone_since, now - self._began
-        if membership.stopping and alone > (POLL_SECONDS if outside else STOPPING_TIMEOUT_SECONDS):
+        if membership.stopping and now - since >= patience:
             raise Interrupted(f"node {membership.uid}: stopped while {reason}")
-        if alone > self._alone_seconds or together > self._together_seconds:
-            raise PeerLost(
-                f"node {membership.uid}: no new generation of members within {together:.0f} s; {reason}"
-                f"{counters.refused_handshakes()}"
-            )
+        raise PeerLost(
+            f"node {membership.uid}: no new generation of members within {now - self._began:.0f} s; {reason}"
+            f"{of.counters.refused_handshakes()}"
+        )

@@ -68,6 +68,8 @@ class ReliableLinks:
                 self._port.renew(uid, CONTROL)
         self._edges.clear()
         self.access.given.clear()
+        self._broken.clear()
+        self._report_at = math.inf
 
     def forget(self, uid: int) -> None:
         """`uid` failed: nothing is owed to it any more."""
@@ -132,7 +134,12 @@ class ReliableLinks:
             self._acknowledge(message.source, edge, plane, now)
         else:
             came.unreported += 1
-            self._report_at = min(self._report_at, now + ACK_SECONDS)
+            self._report_by(now + ACK_SECONDS)
+
+    def _report_by(self, when: float) -> None:
+        """Something that came has to be acknowledged at `when` at the latest."""
+        self._report_at = min(self._report_at, when)
+        self.sender.due_by(when)
 
     def _admit(self, plane: int, sequence: int, message: Message, body: memoryview | None, now: float) -> None:
         """Take a message that is well-formed; its number decides whether it is new."""
@@ -144,7 +151,7 @@ class ReliableLinks:
             if came.gap or self._closing or came.unreported >= ACK_EVERY[plane] or kind_of is Ask:
                 self._acknowledge(message.source, edge, plane, now)
             elif self._report_at == math.inf:
-                self._report_at = now + ACK_SECONDS
+                self._report_by(now + ACK_SECONDS)
             if not new:
                 return
             if body is not None:
@@ -181,6 +188,8 @@ class ReliableLinks:
             if message.gap:
                 flow.out.ask()
                 self.sender.probe(uid, edge, message.plane, now)
+            if flow.out.kept:  # the patience with the rest begins anew
+                self.sender.due_by(flow.out.next_deadline)
             self.sender.pump(uid, edge, message.plane, now)
         elif isinstance(message, Probe):
             if message.plane != plane:
@@ -241,9 +250,11 @@ class ReliableLinks:
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
-        if self._broken:
-            return -math.inf
+        """When `tick` has to be called at the latest; infinite while nothing waits for the clock. At times there is
+        nothing to do by then (`LinkSender.due`)."""
+        return self.sender.due
+
+    def _exact_deadline(self) -> float:
         due = (plane.out.next_deadline for edge in self._edges.values() for plane in edge.planes)
         return min(self._report_at, min(due, default=math.inf))
 
@@ -260,6 +271,7 @@ class ReliableLinks:
                 if plane.out.stuck(now):
                     self.sender.renew(uid, edge, number)
                 self.sender.probe(uid, edge, number, now)
+        self.sender.due = self._exact_deadline()
 
     def disconnected(self, uid: int, plane: int) -> None:
         """A connection broke that is made again by a login of its own. The next tick does, and asks what was lost."""
@@ -268,6 +280,7 @@ class ReliableLinks:
         if edge is not None and not edge.gone:
             edge.planes[plane].out.ask()
             self._broken.add((uid, plane))
+            self.sender.due = -math.inf
 
     @property
     def breaks_matter(self) -> bool:

@@ -23,7 +23,7 @@ class RoomWait:
         self.deadline = now + facts.room_patience(timeout_seconds)
         self.verdict: Literal["send", "withhold", "gone"] = "gone"
         """Once it is over. withhold: the peer takes nothing, and is to hear so once it does."""
-        facts.waiting = ((uid,), now)
+        facts.wait_for((uid,), now)
 
     def step(self, now: float) -> bool:
         """Whether the wait is over. Raises what every wait raises once the run has failed."""

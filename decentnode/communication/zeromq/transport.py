@@ -23,6 +23,7 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.communication.zeromq.addresses import Addresses
+from decentnode.communication.zeromq.collective_state import CollectiveState, JoinWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.connections import held
 from decentnode.communication.zeromq.generation_paths import GenerationParts, GenerationPaths, RunParts
@@ -40,6 +41,7 @@ from decentnode.errors import AssemblyError, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
+from decentnode.wire.membership.proposal import Watch
 from decentnode.wire.session import Session
 
 logger = logging.getLogger(__name__)
@@ -115,11 +117,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if reconfiguration is not None:
             self._generations = Generations(reconfiguration, self._driver, self._status)
         self._protocol = NodeProtocol(ProtocolParts(
-            session=self._session, links=self._links, inbox=self._inbox, state=self._status, counters=self.counters,
+            session=self._session, links=self._links, inbox=self._inbox, facts=self._status, counters=self.counters,
             maker=self._maker, hold=held, consumed=self._driver.consumed, has_room=self._sender.takes_again,
-            joined=self._io.joined, reconfiguration=reconfiguration,
+            joined=self._io.joined, reconfiguration=reconfiguration, lock=self._status.lock,
         ))  # fmt: skip
-        self._inbox.ask = lambda uids: self._driver.call(lambda: self._protocol.ask_overdue(uids))
+        self._inbox.ask = lambda uids: self._driver.call(lambda: self._protocol.ask_overdue(uids, clock.now()))
+        self._status.waiting_began = lambda since: self._io.due_by(since + Watch.AFTER_SECONDS)
         self._driver.serve(self._protocol)
         self._run = RunParts(
             uid=uid, config=config, machine_of=self._machine_of, schemas=schemas, folder=self._plan.ipc_dir,
@@ -146,11 +149,10 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     def _begin_generation(self) -> None:
         """What a generation needs before its paths are open; `GenerationPaths.open` makes the rest of it."""
-        self._collectives = TreeCollectives(
-            self._session, self.config.chunk_bytes, self._status, self._driver.call, self._protocol
-        )
+        collectives = CollectiveState(self._session, self.config.chunk_bytes, self._status, self._protocol)
+        self._collectives = TreeCollectives(collectives, self._driver, self._status)
         self._paths = GenerationPaths(self._run, self._collectives)
-        self._protocol.collectives, self._protocol.take_slot = self._collectives, self._paths.take
+        self._protocol.collectives, self._protocol.take_slot = collectives, self._paths.take
         self._parts: GenerationParts | None = None
 
     @property
@@ -179,15 +181,10 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             raise ValueError(f"set_peers must name every uid, got none for {absent}")
         self._io.start()
         limit = timeout_seconds + (0 if self.uid == 0 else GRACE_SECONDS)
-        deadline = clock.now() + limit
-        with self._status.changed:
-            while not self._protocol.joined:
-                self._status.raise_if_failed()
-                remaining = deadline - clock.now()
-                if remaining <= 0:
-                    self._driver.call(self._protocol.give_up)
-                    deadline = clock.now() + GRACE_SECONDS
-                self._status.changed.wait(min(max(remaining, 0.05), 1.0))
+        self._status.block(JoinWait(
+            self._status, lambda: self._protocol.joined,
+            lambda: self._driver.call(lambda: self._protocol.give_up(clock.now())), limit, GRACE_SECONDS, clock.now(),
+        ))  # fmt: skip
         self._open(timeout_seconds)
 
     def _open(self, timeout_seconds: float) -> None:
@@ -288,7 +285,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     def stop_asked(self) -> None:
         if self._generations is not None:
-            self._generations.reconfiguration.stop_asked = True
+            self._generations.stop()
 
     def join(self) -> None:
         if self._generations is None:
@@ -334,7 +331,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     def announce_stop(self) -> None:
         self._status.stopping = True
         self._status.wake()
-        self._driver.call(self._protocol.ask_stop)
+        self._driver.call(lambda: self._protocol.ask_stop(clock.now()))
 
     @property
     def waiting(self) -> tuple[tuple[int, ...], float] | None:
@@ -371,7 +368,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     def depart(self, rounds: int, neighbors: Collection[int]) -> None:
         self._inbox.end(rounds)
-        self._driver.call(lambda: self._protocol.depart(rounds, neighbors))
+        self._driver.call(lambda: self._protocol.depart(rounds, neighbors, clock.now()))
 
     def fail(self, uid: int, reason: str) -> None:
         """Any thread."""
@@ -382,7 +379,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
                 self._generations.suspect([uid], reason, dead=True)
             return
 
-        self._driver.call(lambda: self._protocol.fail(uid, reason))
+        self._driver.call(lambda: self._protocol.fail(uid, reason, clock.now()))
         if uid != self.uid:
             self._status.fail(PeerLost(f"{self.describe(uid)} failed: {reason}", [uid]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -36,9 +37,13 @@ MAX_LEAP = 1 << 20
 all numbers."""
 
 
+REPEAT_SECONDS = 0.25
+"""Time between two repetitions of what was not answered."""
+
+
 class Membership(MemberState):
-    """One node's side. The owner calls `receive` for every message, `tick` a few times per second, sends what gathers
-    in `outbox`, and acts on the events that every call returns. Not thread-safe; never blocks. `now` is the time of any
+    """One node's side. The owner calls `receive` for every message, `tick` by `next_deadline`, sends what gathers in
+    `outbox`, and acts on the events that every call returns. Not thread-safe; never blocks. `now` is the time of any
     monotonic clock, in seconds.
     """
 
@@ -48,7 +53,8 @@ class Membership(MemberState):
     ) -> None:
         super().__init__(uid, num_nodes, limits, draw=draw, digest=digest, run=run, describe=describe)
         self._leader, self._follower = Leader(self), Follower(self)
-        self._last_tick: float | None = None
+        self._repeat_at = math.inf
+        """When what was not answered is repeated; infinite while the node waits for no answer."""
         self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
             Bye: self._on_bye, Commit: self._follower.on_commit, Current: self._on_current, Denied: self._on_denied,
             Go: self._on_go, Join: self._on_join, Ping: self._on_ping, Pong: self._on_pong,
@@ -62,12 +68,19 @@ class Membership(MemberState):
         """Report nodes that do not answer though the training waits for them, or (dead) whose processes have ended."""
         self.left -= set(uids)
         self._suspect(set(uids), now, reason, dead)
-        return self._take_events()
+        return self._take_events(now)
 
     def leave(self, now: float, reason: str) -> list[GenerationEvent]:
         """Begin outside: this process was started again, or the others went on without it."""
         self.go_outside(now, reason)
-        return self._take_events()
+        return self._take_events(now)
+
+    def stop(self, now: float) -> list[GenerationEvent]:
+        """The run is to stop: where too few are left, any number is enough to close."""
+        self.stopping = True
+        if self.stage == "short":
+            self._turn(now)
+        return self._take_events(now)
 
     def fail(self) -> None:
         """Tell every member that this process ends, so that none has to wait for its silence."""
@@ -79,28 +92,42 @@ class Membership(MemberState):
     def installed(self, generation: Generation, now: float) -> list[GenerationEvent]:
         """The owner has released what belonged to the generation before, as `Install` asked."""
         if self.pending is None or self.pending.name != generation.name:
-            return self._take_events()
+            return self._take_events(now)
         self.pending_ready = True
         if self.stage == "committing":
             if self._leader.own_ready():
                 self._enter("all ready", now)
         elif self.stage == "committed":
             self._follower.repeat()
-        return self._take_events()
+        return self._take_events(now)
 
-    def tick(self, now: float, waiting_for: Iterable[int] = (), waiting_seconds: float = 0.0) -> list[GenerationEvent]:
-        """Repeat what was not answered, and note who is silent. To be called a few times per second.
+    def next_deadline(self, waiting_since: float | None = None) -> float:
+        """When `tick` has to be called at the latest; infinite while nothing waits for the clock.
 
-        waiting_for: the nodes that the training waits for; waiting_seconds: for how long already.
+        waiting_since: when the training began to wait for other nodes; None while it does not.
         """
-        if self._last_tick is not None and now - self._last_tick > self.limits.suspect_seconds / 2:
+        if self.stage != "steady" or waiting_since is None:
+            return self._repeat_at
+        return min(self._repeat_at, self.watch.next_ask(waiting_since))
+
+    def tick(
+        self, now: float, waiting_for: Iterable[int] = (), waiting_since: float = math.inf
+    ) -> list[GenerationEvent]:
+        """Repeat what was not answered, and note who is silent. To be called by `next_deadline`, or more often.
+
+        waiting_for: the nodes that the training waits for; waiting_since: since when.
+        """
+        due = min(self._repeat_at, self.watch.next_ask(waiting_since) if self.stage == "steady" else math.inf)
+        if now < due:
+            return self._take_events(now)
+        if now - due > self.limits.suspect_seconds / 2:
             self._forgive(now)  # this process did not run: the silence of the others was its own
-        self._last_tick = now
+        self._repeat_at = math.inf  # `_take_events` sets it anew
         self.rivals.expire(now)
         if self.rivals and self.stage != "outside":
             self.ping_all()  # a node is in another generation: find out how many are
         if self.stage == "steady":
-            self._look_after(waiting_for, waiting_seconds, now)
+            self._look_after(waiting_for, waiting_since, now)
         elif self.stage == "suspecting" and self.yields_until:
             if now >= self.yields_until:
                 self._turn(now)
@@ -121,7 +148,7 @@ class Membership(MemberState):
             self._turn(now)
         else:
             self._follower.repeat()
-        return self._take_events()
+        return self._take_events(now)
 
     # -- messages ---------------------------------------------------------------------------------------------
 
@@ -139,7 +166,7 @@ class Membership(MemberState):
             raise PeerFault("wrong_generation", f"{message.generation} after {known}")
         if not self.guest or type(message) in HEARD_BY_GUESTS:
             self._handlers[type(message)](message, now)
-        return self._take_events()
+        return self._take_events(now)
 
     def _on_ping(self, ping: Ping, now: float) -> None:  # noqa: ARG002
         if ping.source in self.generation.members:
@@ -331,10 +358,10 @@ class Membership(MemberState):
                 if uid != self.uid:
                     self.say_join(uid)
 
-    def _look_after(self, waiting_for: Iterable[int], waiting_seconds: float, now: float) -> None:
+    def _look_after(self, waiting_for: Iterable[int], waiting_since: float, now: float) -> None:
         """Ask the nodes that the training waits for whether they live."""
         watched = set(waiting_for) & set(self.generation.members)
-        asked, silent = self.watch.ask(watched, waiting_seconds, now)
+        asked, silent = self.watch.ask(watched, waiting_since, now)
         if silent:
             self.left -= set(silent)
             self._suspect(set(silent), now)
@@ -348,6 +375,11 @@ class Membership(MemberState):
         if self.proposal is not None:
             self.proposal.forgive(now)
 
-    def _take_events(self) -> list[GenerationEvent]:
+    def _take_events(self, now: float) -> list[GenerationEvent]:
+        """The end of every call: what the owner is to know, and whether anything has to be repeated."""
+        if self.stage == "steady" and not self.rivals:
+            self._repeat_at = math.inf
+        elif self._repeat_at == math.inf:
+            self._repeat_at = now + REPEAT_SECONDS
         events, self.events = self.events, []
         return events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -92,17 +93,28 @@ class Rivals:
 class Watch:
     """Which of the nodes that the training waits for answer a ping."""
 
-    AFTER_SECONDS = 0.5
-    """A node that the training has waited for this long is pinged."""
+    AFTER_SECONDS, EVERY_SECONDS = 0.5, 0.25
+    """A node that the training has waited for this long is pinged, and then so often."""
 
     def __init__(self, suspect_seconds: float) -> None:
         self._suspect_seconds = suspect_seconds
         self._asked: dict[int, float] = {}
         """uid -> when the oldest ping without an answer left."""
+        self._asked_at = -math.inf
+        """When `ask` was last due."""
 
-    def ask(self, waiting_for: Iterable[int], waiting_seconds: float, now: float) -> tuple[list[int], list[int]]:
+    def next_ask(self, waiting_since: float) -> float:
+        """When `ask` is due, as the training waits since then."""
+        return max(waiting_since + self.AFTER_SECONDS, self._asked_at + self.EVERY_SECONDS)
+
+    def ask(self, waiting_for: Iterable[int], waiting_since: float, now: float) -> tuple[list[int], list[int]]:
         """Returns (nodes to ping now, nodes that did not answer for too long); at most one of them is not empty."""
-        watched = set(waiting_for) if waiting_seconds >= self.AFTER_SECONDS else set()
+        if self._asked_at < waiting_since:  # what was asked in an earlier wait was not repeated since
+            self._asked.clear()
+        due = now >= waiting_since + self.AFTER_SECONDS
+        watched = set(waiting_for) if due else set()
+        if due:
+            self._asked_at = now
         self._asked = {uid: since for uid, since in self._asked.items() if uid in watched}
         silent = [uid for uid, since in self._asked.items() if now - since > self._suspect_seconds]
         if silent:

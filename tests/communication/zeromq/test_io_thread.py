@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
+from decentnode import clock
 from decentnode.communication.zeromq import io_thread
 from decentnode.communication.zeromq.io_thread import BULK, CONTROL, RECEIVE_BURST, IoThread
 from tests.conftest import wait_until
@@ -27,6 +29,8 @@ class Heard:
         self.on_message: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
         self.ticks = 0
+        self.next_deadline, self.every = math.inf, math.inf
+        """When it wants to be ticked; after each tick, so much later again."""
 
     def log_in(self, uid: int) -> bytes:
         return b""
@@ -41,6 +45,7 @@ class Heard:
 
     def tick(self, now: float) -> None:
         self.ticks += 1
+        self.next_deadline = now + self.every
 
     def connection_event(self, kind: str, address: str, detail: str) -> None: ...
 
@@ -78,14 +83,14 @@ def pair() -> Iterator[list[tuple[IoThread, Heard]]]:
 
 
 @pytest.fixture
-def one_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tick after the first: what waits for one waits longer than a test may take."""
-    monkeypatch.setattr(io_thread, "IDLE_SECONDS", 1000.0)
+def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look at all sockets after the first: what waits for one waits longer than a test may take."""
+    monkeypatch.setattr(io_thread, "LOOK_SECONDS", 1000.0)
 
 
-@pytest.mark.usefixtures("one_tick")
+@pytest.mark.usefixtures("one_look")
 @pytest.mark.parametrize("early", [True, False], ids=["there before the first look", "one by one"])
-def test_bursts_do_not_wait_for_a_tick(early: bool) -> None:
+def test_bursts_do_not_wait_for_a_look(early: bool) -> None:
     with pair() as ((here, _), (there, heard)):
         if not early:
             there.start()
@@ -96,10 +101,38 @@ def test_bursts_do_not_wait_for_a_tick(early: bool) -> None:
         if early:
             wait_until(lambda: all(int(each.getsockopt(zmq.EVENTS)) & zmq.POLLIN for each in there.listeners))
             there.start()
-        wait_until(lambda: len(heard.sizes) == MESSAGES, lambda: f"after {len(heard.sizes)} it waits for a tick")
+        wait_until(lambda: len(heard.sizes) == MESSAGES, lambda: f"after {len(heard.sizes)} it waits for a look")
 
 
-@pytest.mark.usefixtures("one_tick")
+@pytest.mark.usefixtures("one_look")
+def test_it_sleeps_until_what_is_due_and_hears_of_what_is_due_earlier() -> None:
+    with pair() as ((_, _), (there, heard)):
+        there.start()
+        wait_until(lambda: there.sleeps_until == math.inf)
+        assert heard.ticks == 0
+        heard.next_deadline = clock.now() + 0.05
+        there.due_by(heard.next_deadline)
+        wait_until(lambda: heard.ticks == 1)
+        wait_until(lambda: there.sleeps_until == math.inf)
+        heard.next_deadline = later = clock.now() + 1000.0
+        there.due_by(later)
+        wait_until(lambda: there.sleeps_until == later)
+        heard.next_deadline = -math.inf
+        there.due_by(-math.inf)
+        wait_until(lambda: heard.ticks == 2)
+
+
+@pytest.mark.usefixtures("one_look")
+def test_what_is_due_is_done_while_the_training_thread_is_at_the_sockets() -> None:
+    with pair() as ((_, _), (there, heard)):
+        there.start()
+        there.doorbell.listen(0.01)
+        heard.next_deadline, heard.every = 0.0, 0.02
+        while heard.ticks < 3:
+            there.doorbell.listen(0.05)
+
+
+@pytest.mark.usefixtures("one_look")
 def test_what_is_left_when_the_training_thread_is_called_is_not_forgotten() -> None:
     """It leaves the sockets at once when what it waits for is there; the rest is taken in at the next visit."""
     with pair() as ((here, _), (there, heard)):
@@ -121,6 +154,7 @@ def test_what_is_left_when_the_training_thread_is_called_is_not_forgotten() -> N
 
 def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
     with pair() as ((here, told), (there, heard)):
+        told.next_deadline, told.every = 0.0, 0.1
         here.start()
         sent, settled = 0, False
         while not settled:  # nobody reads: the queue fills, and flows on into the kernel's buffers, until they are full
@@ -140,9 +174,9 @@ def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
         wait_until(lambda: len(heard.sizes) == sent + 1)
 
 
-@pytest.mark.usefixtures("one_tick")
-def test_a_socket_that_is_full_again_at_once_does_not_wait_for_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only ticks looked after it, every one would let two messages out."""
+@pytest.mark.usefixtures("one_look")
+def test_a_socket_that_is_full_again_at_once_does_not_wait_for_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only looks at all sockets took care of it, every one would let two messages out."""
     monkeypatch.setattr(io_thread, "SEND_MESSAGES", 2)
     left = [400]
     with pair() as ((here, mine), (there, heard)):
@@ -156,5 +190,5 @@ def test_a_socket_that_is_full_again_at_once_does_not_wait_for_ticks(monkeypatch
         here.start()
         with here.lock:
             send()
-        wait_until(lambda: len(heard.sizes) == 400, lambda: f"after {len(heard.sizes)} it waits for a tick")
+        wait_until(lambda: len(heard.sizes) == 400, lambda: f"after {len(heard.sizes)} it waits for a look")
         assert left == [0]

@@ -8,13 +8,14 @@ import pytest
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import RunFacts
-from decentnode.communication.zeromq.reconfigure import POLL_SECONDS, GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Message
 
 RUN = b"theirrun"
+STEP_SECONDS = 0.25
 
 
 class Node:
@@ -46,8 +47,8 @@ class Node:
         self.reconfiguration.tick(now)
         if self.facts.regrouping and self.wait is None:
             self.wait = GenerationWait(self.reconfiguration, 60.0, 120.0, self.installed.append, now)
-        if self.wait is not None and self.entered is None:
-            self.entered = self.wait.step(now)
+        if self.wait is not None and self.entered is None and self.wait.step(now):
+            self.entered = self.wait.generation
 
 
 def test_the_others_go_on_without_a_member_that_died() -> None:
@@ -61,7 +62,7 @@ def test_the_others_go_on_without_a_member_that_died() -> None:
         made[0].reconfiguration.enter(5)
     now = 100.0
     while not all(node.entered for node in made.values()):
-        now += POLL_SECONDS
+        now += STEP_SECONDS
         assert now < 160
         for node in made.values():
             node.step(now)
@@ -79,9 +80,9 @@ def test_who_is_alone_gives_up_after_its_time() -> None:
     now = 100.0
     with pytest.raises(PeerLost, match="no new generation of members within 60 s"):
         while now < 300:
-            now += POLL_SECONDS
+            now += STEP_SECONDS
             made[0].step(now)
-    assert 160 < now <= 160 + 2 * POLL_SECONDS + 4
+    assert 160 < now <= 160 + 2 * STEP_SECONDS + 4
 
 
 def test_a_node_outside_ends_at_once_when_the_run_is_to_stop() -> None:
@@ -89,10 +90,10 @@ def test_a_node_outside_ends_at_once_when_the_run_is_to_stop() -> None:
     made[0] = Node(0, made)
     made[0].reconfiguration.leave("it comes from outside", 100.0)
     made[0].step(100.25)
-    made[0].reconfiguration.stop_asked = True
+    made[0].reconfiguration.stop(100.3)
     with pytest.raises(Interrupted):
         for tick in range(20):
-            made[0].step(100.5 + POLL_SECONDS * tick)
+            made[0].step(100.5 + STEP_SECONDS * tick)
 
 
 def test_what_every_wait_raises_ends_this_one() -> None:

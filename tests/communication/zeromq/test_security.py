@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ import pytest
 import torch
 import zmq
 
+from decentnode.clock import now
 from decentnode.communication.base import Communication
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.credentials import LOGIN_DIGITS, BulkCredential
@@ -229,10 +231,10 @@ def failures(made: list[ZeroMQ], known: dict[int, str], one_knows: str = "") -> 
             wait_until(lambda: all(_knows(made[uid], says) for uid, says in known.items())
                        and any(_knows(made[uid], one_knows) for uid in known)
                        and len(made[0].absent) == len(out), lambda: [node.refusals for node in made])  # fmt: skip
-            made[0]._io.call(made[0]._protocol.give_up)
+            made[0]._io.call(lambda: made[0]._protocol.give_up(now()))
             wait_until(lambda: len(told) == len(made) - len(out), lambda: f"only {told.keys()} heard of it")
             for node in out:
-                node._io.call(node._protocol.give_up)
+                node._io.call(functools.partial(node._protocol.give_up, now()))
 
         clock = threading.Thread(target=time_is_over)
         clock.start()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgpack
@@ -12,12 +12,13 @@ import pytest
 import torch
 import zmq
 
+from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import BindPlan
-from decentnode.communication.run_state import RunState
+from decentnode.communication.run_state import RunFacts
+from decentnode.communication.zeromq.collective_state import CollectiveState
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.transport import ZeroMQ
-from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerFault, PeerLost
 from decentnode.payload import Payload
@@ -77,18 +78,29 @@ def test_barriers_wait_for_the_last(transport: str) -> None:
 
 
 class Parent:
-    """Collectives of node 0, whose only child answers nothing by itself."""
+    """Collectives of node 0 at time 0, whose only child answers nothing by itself."""
 
     def __init__(self, uid: int = 0, n: int = 2) -> None:
         self.sent: list[tuple[int, str, int]] = []
         self.on_sent: Callable[[], None] = lambda: None
         session = Session(uid, n, "d", b"12345678")
-        self.collectives = TreeCollectives(session, 1 << 22, RunState(), lambda work: work(), self)
+        self.collectives = CollectiveState(session, 1 << 22, RunFacts(), self)
 
-    def emit(self, pieces: list[OutgoingPart]) -> None:
+    def emit(self, pieces: Sequence[OutgoingPart], now: float) -> None:
         """No means here."""
 
-    def control(self, uid: int, kind: type[Message], *values: object) -> None:
+    def consumed(self, uid: int, size: int) -> None:
+        """As in `emit`."""
+
+    def arrive(self, name: str, down: int, who: int) -> None:
+        self.collectives.arrive(name, down, who, 0.0)
+
+    def passes(self, name: str) -> bool:
+        """Whether this node, which comes to a barrier, goes on at once; otherwise it waits in vain."""
+        wait = self.collectives.enter_barrier(name, 0.01, 0.0)
+        return wait.step(0.0) or wait.step(wait.deadline)
+
+    def control(self, uid: int, kind: type[Message], values: tuple[object, ...], now: float) -> None:
         name, down = values
         assert isinstance(name, str) and isinstance(down, int)
         assert kind is Arrive
@@ -98,33 +110,33 @@ class Parent:
 
 def test_arrivals_count_for_one_barrier() -> None:
     parent = Parent()
-    parent.collectives.arrive("b", 0, 1)
-    parent.collectives.barrier("b", 1)
+    parent.arrive("b", 0, 1)
+    assert parent.passes("b")
     with pytest.raises(PeerLost, match=r"barrier 'b' not passed within 0.01 s, waiting for node 1"):
-        parent.collectives.barrier("b", 0.01)
+        parent.passes("b")
     assert parent.sent == [(1, "b", 1)]
 
 
 def test_a_child_that_is_at_the_next_barrier_of_a_name_at_once_is_not_forgotten() -> None:
     parent = Parent()
-    parent.collectives.arrive("b", 0, 1)
-    parent.on_sent = lambda: parent.collectives.arrive("b", 0, 1)  # it heard that the first is passed, and goes on
-    parent.collectives.barrier("b", 1)
+    parent.arrive("b", 0, 1)
+    parent.on_sent = lambda: parent.arrive("b", 0, 1)  # it heard that the first is passed, and goes on
+    assert parent.passes("b")
     parent.on_sent = lambda: None
-    parent.collectives.barrier("b", 1)
+    assert parent.passes("b")
     assert parent.sent == [(1, "b", 1)] * 2
 
 
 def test_nobody_is_let_through_a_barrier_that_it_did_not_reach() -> None:
     child = Parent(uid=1)
     with pytest.raises(PeerFault, match="passed before node 1 was there"):
-        child.collectives.arrive("b", 1, 0)
+        child.arrive("b", 1, 0)
     with pytest.raises(PeerLost, match="waiting for node 0"):
-        child.collectives.barrier("b", 0.01)
+        child.passes("b")
     for name in ("c", "a"):
         with pytest.raises(PeerFault, match="unexpected_message"):
-            child.collectives.arrive(name, 1, 0)
-    child.collectives.arrive("b", 1, 0)
+            child.arrive(name, 1, 0)
+    child.arrive("b", 1, 0)
     assert child.sent == [(0, "b", 0)]
 
 
@@ -133,14 +145,14 @@ def test_barriers_hear_of_the_tree_alone(uid: int, source: int, down: int) -> No
     """Of nine children and a grandchild: neither somebody else's child nor a peer may arrive or let through."""
     session = Session(uid, 10, "d", b"12345678")
     with pytest.raises(PeerFault, match="wrong_sender"):
-        session.receive(Arrive(b"12345678", 0, source, "b", down))
+        session.receive(Arrive(b"12345678", 0, source, "b", down), 0.0)
 
 
 def test_a_member_cannot_let_another_through_a_barrier() -> None:
     with nodes("tcp", 10, flat_schema(4)) as made:
         liar, victim = made[2], made[3]
         assert isinstance(liar, ZeroMQ) and isinstance(victim, ZeroMQ)
-        liar._io.call(lambda: liar._protocol.control(victim.uid, Arrive, "b", 1))
+        liar._io.call(lambda: liar._protocol.control(victim.uid, Arrive, ("b", 1), clock.now()))
         wait_until(lambda: victim.counters.faults, "the liar's word did not come")
         with pytest.raises(PeerLost, match=r"barrier 'b' not passed within 0.2 s, waiting for node 0"):
             victim.barrier("b", 0.2)
@@ -218,7 +230,7 @@ def test_a_node_with_another_config_is_refused_by_name() -> None:
         with pytest.raises(AssemblyError, match=says):
             node.start(1000)
         if node.uid:
-            first._io.call(first._protocol.give_up)  # as when its time is over
+            first._io.call(lambda: first._protocol.give_up(clock.now()))  # as when its time is over
 
     with connected([first, second], start=False):
         together([first, second], run)
