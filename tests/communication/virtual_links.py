@@ -35,9 +35,7 @@ class End:
 
     def __init__(self, uid: int, n: int, network: VirtualNetwork, window: int, secure: bool) -> None:
         self.uid, self.network, self.heap = uid, network, network.heap
-        self.session = Session(uid, n, "d", RUN)
-        self.session.come_from_outside()
-        self.session.adopt(RUN, FIRST, tuple(range(n)))
+        self.session = self._session(n)
         self.counters, self.credits = Counters(), ReceiveCredits(window)
         self.links = ReliableLinks(self.session, self, self.counters, self.credits, BulkAccess(secure, secure))
         self.links.sender.control_kind = framing.XXH3
@@ -51,6 +49,13 @@ class End:
         self.ticked = 0
         self._armed = float("inf")
         network.nodes[uid] = Node(self._receive, self._writable, proves=secure)
+
+    def _session(self, n: int) -> Session:
+        """One whose run has begun."""
+        session = Session(self.uid, n, "d", RUN)
+        session.come_from_outside()
+        session.adopt(RUN, FIRST, tuple(range(n)))
+        return session
 
     # -- the port ---------------------------------------------------------------------------------------------
 
@@ -110,7 +115,7 @@ class End:
 
     def _arm(self) -> None:
         """Tick when there is something to do, and not before."""
-        due = max(self.links.next_deadline, self.heap.now)
+        due = max(self.next_deadline, self.heap.now)
         if due < self._armed:
             self._armed = due
             self.heap.at(due, lambda: self._tick(due))
@@ -120,9 +125,16 @@ class End:
         if due == self._armed:
             self.ticked += 1
             self._armed = float("inf")
-            self.links.tick(self.heap.now)
-            assert self.links.next_deadline > self.heap.now, "what was due has been done"
+            self._do_what_is_due()
+            assert self.next_deadline > self.heap.now, "what was due has been done"
             self._arm()
+
+    @property
+    def next_deadline(self) -> float:
+        return self.links.next_deadline
+
+    def _do_what_is_due(self) -> None:
+        self.links.tick(self.heap.now)
 
     def send_control(self, uid: int, number: int) -> None:
         self.links.sender.control(uid, Depart(RUN, 0, self.uid, number), self.heap.now)
@@ -163,6 +175,7 @@ class End:
                 assert plane.came.unreported < ACK_EVERY[number]
                 if plane.came.unreported:
                     assert due <= self.heap.now + ACK_SECONDS
+                assert due <= plane.out.next_deadline
                 if plane.out.kept:
                     assert due <= self.heap.now + PROBE_SECONDS[1]
 

@@ -22,7 +22,6 @@ from decentnode.metrics.figures import Purpose
 from decentnode.wire import codec, framing, messages
 from decentnode.wire.messages import Ack, Ask, Bye, Credit, Hello, Key, Message, Probe, Skipped
 from decentnode.wire.session import Session
-from decentnode.wire.stream import PROBE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -195,9 +194,11 @@ class LinkSender:
                 sealed = plane.sealed = (*message.frames(out.following, edge.outwards), lease)
             if not self._port.send(uid, number, sealed[0], sealed[1]):
                 return
-            if not out.kept and self.due > now + PROBE_SECONDS[0]:
-                self.due = now + PROBE_SECONDS[0]
-            out.keep(sealed, now)
+            if out.kept:
+                out.keep(sealed, now)
+            else:
+                out.keep(sealed, now)
+                self.due_by(out.next_deadline)
             plane.sealed = None
             queue.popleft()
             edge.sent += message.cost
