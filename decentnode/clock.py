@@ -68,13 +68,9 @@ class VirtualClock(Clock):
 
 C = TypeVar("C", bound=Clock)
 _clock: Clock = RealClock()
-_now: Callable[[], float] = time.monotonic
-"""`_clock.now`; without a call in between where that is the machine's, as every message and wait asks it."""
-
-
-def now() -> float:
-    """Returns seconds since an arbitrary moment; never goes back."""
-    return _now()
+now: Callable[[], float] = time.monotonic
+"""Returns seconds since an arbitrary moment; never goes back. It is the clock's own function, without a call in
+between, as every message and wait asks it."""
 
 
 def wall() -> float:
@@ -100,10 +96,10 @@ def thread_cpu() -> float:
 @contextlib.contextmanager
 def use(clock: C) -> Iterator[C]:
     """Within it, this clock is the process's."""
-    global _clock, _now
-    before = _clock, _now
-    _clock, _now = clock, clock.now
+    global _clock, now
+    before = _clock, now
+    _clock, now = clock, clock.now
     try:
         yield clock
     finally:
-        _clock, _now = before
+        _clock, now = before

@@ -69,12 +69,11 @@ class Counters:
 
     def sent(self, outgoing: Mapping[int, Payload]) -> None:
         """Training thread, once per exchange: payloads are handed to the transport, by neighbor."""
-        sizes: dict[int, PayloadBytes] = {}
+        last, size = None, PayloadBytes(0, 0)
         for uid, payload in outgoing.items():
-            size = sizes.get(id(payload))
-            if size is None:
-                size = sizes[id(payload)] = payload.bytes()
-            edge = self.edge(uid)
+            if payload is not last:  # one payload for all, as a rule
+                last, size = payload, payload.bytes()
+            edge = self.edges.get(uid) or self.edge(uid)
             edge.data_bytes_sent += size.data
             edge.metadata_bytes_sent += size.metadata
 
@@ -99,9 +98,17 @@ class Counters:
 
     def bytes_sent(self) -> dict[Purpose, int]:
         """To all peers, by purpose. Any thread."""
-        edges, earlier = self.known(), self.earlier
-        return {purpose: earlier.get(purpose, 0) + sum([getattr(edge, f"{purpose}_bytes_sent") for _, edge in edges])
-                for purpose in PURPOSES}  # fmt: skip
+        data = metadata = protocol = evaluation = control = 0
+        for _, edge in self.known():  # once, and not by name: every round's record asks
+            data += edge.data_bytes_sent
+            metadata += edge.metadata_bytes_sent
+            protocol += edge.announced_bytes_sent + edge.framing_bytes_sent
+            evaluation += edge.evaluation_bytes_sent
+            control += edge.control_bytes_sent
+        found: dict[Purpose, int] = {
+            "data": data, "metadata": metadata, "protocol": protocol, "evaluation": evaluation, "control": control,
+        }
+        return {purpose: found[purpose] + self.earlier.get(purpose, 0) for purpose in PURPOSES}
 
     def totals(self) -> dict[str, int]:
         """Returns what a checkpoint keeps: bytes by purpose, saved ones, and faults."""

@@ -116,7 +116,8 @@ class RunFacts:
     def hold_up(self, timeout_seconds: float) -> float:
         """How long a wait may last that begins now and that what goes to other neighbors waits for, too: what the
         round's earlier ones have left of HOLD_UP_SECONDS, or of a tenth of the time-out where that is less."""
-        return max(0.0, min(HOLD_UP_SECONDS, timeout_seconds / 10) - self.held_up_seconds)
+        longest = HOLD_UP_SECONDS if timeout_seconds > 10 * HOLD_UP_SECONDS else timeout_seconds / 10
+        return longest - self.held_up_seconds if longest > self.held_up_seconds else 0.0
 
     def room_patience(self, timeout_seconds: float) -> float:
         """How long to wait for room in a neighbor's queue: without `goes_on` nothing goes on before the neighbor does,
@@ -138,7 +139,8 @@ class RunFacts:
     def next_round(self) -> None:
         """Waits count anew."""
         self.waited_seconds = self.held_up_seconds = 0.0
-        self.given_up.clear()
+        if self.given_up:
+            self.given_up.clear()
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:

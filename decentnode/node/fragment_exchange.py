@@ -100,6 +100,11 @@ class Slice:
 class FragmentExchange:
     """A fragment's rule, and its exchange of the phase under way. Used from one thread at a time."""
 
+    view: RoundView
+    """Of the phase under way; `enter` sets it."""
+    is_due: bool
+    """Whether the fragment is exchanged in this round."""
+
     def __init__(
         self, fragment: Fragment, rule: Sharing, communication: Communication, *, num_fragments: int = 1,
         averaging_groups: bool = False,
@@ -110,7 +115,8 @@ class FragmentExchange:
         self._averaging_groups = averaging_groups
         self._round = -1
         self._views: Sequence[RoundView] = ()
-        self._phase = 0
+        self._covers: bool | None = None
+        """Whether the fragment is the whole flat model; found out with the first tensor."""
         self._in_turn = False
         """Whether the rule has seen the model at the beginning of the turn."""
         self._losses: list[float] = []
@@ -130,17 +136,8 @@ class FragmentExchange:
 
     def enter(self, round: int, views: Sequence[RoundView]) -> None:
         """A round begins. views: of the phases of the turn that the round belongs to."""
-        self._round, self._views, self._phase = round, views, 0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the fragment is exchanged in this round."""
-        return self.fragment.is_due(self._round)
-
-    @property
-    def view(self) -> RoundView:
-        """Of the phase under way."""
-        return self._views[self._phase]
+        self._round, self._views, self.view = round, views, views[0]
+        self.is_due = self.fragment.is_due(round)
 
     @property
     def exchange(self) -> Exchange:
@@ -150,8 +147,9 @@ class FragmentExchange:
 
     def part(self, flat: Tensor) -> Tensor:
         """Returns the fragment's part of a tensor [P], as a view."""
-        start, stop = self.fragment.start, self.fragment.stop
-        return flat if stop - start == flat.numel() else flat[start:stop]
+        if self._covers is None:
+            self._covers = self.fragment.elements == flat.numel()
+        return flat if self._covers else flat[self.fragment.start : self.fragment.stop]
 
     # -- local steps
 
@@ -185,8 +183,8 @@ class FragmentExchange:
 
     def send(self, model: Tensor, phase: int) -> None:
         """Begin the exchange of a phase with what the rule makes of `model` [P]."""
-        self._phase = phase
-        view, own = self.view, self.part(model)
+        view, own = self._views[phase], self.part(model)
+        self.view = view
         self._outgoing = self.rule.outgoing(own, view)
         group = None
         if self._averaging_groups and view.averaging and not self.rule.requirements.scalars:

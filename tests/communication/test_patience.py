@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentnode.clock import VirtualClock, now, use
+from decentnode.clock import VirtualClock, use
 from decentnode.communication.base import Communication
 from decentnode.communication.counters import Counters
 from decentnode.communication.receive.exchange import InboxExchange
@@ -133,7 +133,7 @@ def test_who_says_that_it_waits_for_others_itself_has_up_to_twice_the_time(clock
     def ask(uids: list[int]) -> None:
         asked.append(uids)
         for uid in {1, 3}.intersection(uids):
-            node.inbox.waits_itself(uid, now())
+            node.inbox.waits_itself(uid, node.clock.now())
 
     node.inbox.ask = ask
     node.during = [lambda: None] * 90 + [lambda: node.comes(1, 0)]
@@ -146,7 +146,7 @@ def test_who_says_that_it_waits_for_others_itself_has_up_to_twice_the_time(clock
 
 def test_one_time_out_more_is_the_most_that_anybody_gets_by_words(clock: Clock) -> None:
     node, began = Waits(clock), clock.now()
-    node.inbox.ask = lambda _uids: node.inbox.waits_itself(1, now())
+    node.inbox.ask = lambda _uids: node.inbox.waits_itself(1, node.clock.now())
     assert node.missing((1,)) == {1}
     assert 2 * SECONDS <= clock.now() - began < 2 * SECONDS + 2
 

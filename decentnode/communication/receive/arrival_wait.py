@@ -14,6 +14,7 @@ ASKS = 4
 three quarters of a time-out after this node did is not known to."""
 
 
+_NOTHING: dict[int, PartialPayload] = {}
 STANDSTILL = 0.5
 """Part of a time-out by which a wait comes back too late only where this process did not run in between."""
 
@@ -51,10 +52,14 @@ class Patience:
 
     def look(self, now: float) -> bool:
         """Whether to ask now those that have not come."""
-        status = self._status
-        self._limit = min(self._timeout_seconds, STOPPING_TIMEOUT_SECONDS) if status.stopping else self._timeout_seconds
-        start, interval, before = max(self.last, status.exposed_since) - self._used, self._limit / ASKS, self._asks
-        self._end = start + self._limit
+        status, limit, start = self._status, self._timeout_seconds, self.last
+        if status.stopping:
+            limit = min(limit, STOPPING_TIMEOUT_SECONDS)
+        if status.exposed_since > start:
+            start = status.exposed_since
+        start -= self._used
+        interval, before = limit / ASKS, self._asks
+        self._limit, self._end = limit, start + limit
         while interval > 0 and now >= start + (self._asks + 1) * interval:
             self._asks += 1
         self._ask_at = start + (self._asks + 1) * interval if interval > 0 else math.inf
@@ -66,7 +71,8 @@ class Patience:
 
     def next(self, waiting: list[int]) -> float:
         """After `look`: when something has to be done at the latest."""
-        return min(self._ask_at, min(map(self._until, waiting)))
+        until = min(map(self._until, waiting)) if self._lives else self._end  # as a rule nobody was asked
+        return self._ask_at if self._ask_at < until else until
 
     def _until(self, source: int) -> float:
         said = self._lives.get(source)
@@ -80,8 +86,10 @@ class ArrivalWait:
     latest. Its result is in `arrived` then. One wait of an inbox at a time.
     """
 
-    __slots__ = ("_chunk", "_inbox", "_key", "_patience", "_sources", "_timeout_seconds", "arrived", "deadline",
-                 "missing")  # fmt: skip
+    __slots__ = (
+        "_began", "_chunk", "_inbox", "_key", "_left_out", "_patience", "_sources", "_timeout_seconds", "arrived",
+        "deadline", "missing",
+    )  # fmt: skip
 
     def __init__(
         self, inbox: InboxState, key: ExchangeKey, chunk: int, sources: list[int], timeout_seconds: float
@@ -89,7 +97,10 @@ class ArrivalWait:
         """chunk: or WHOLE. timeout_seconds: without anything arriving; all waits of a round share it."""
         self._inbox, self._key, self._chunk, self._sources = inbox, key, chunk, sources
         self._timeout_seconds = timeout_seconds
+        self._began = -math.inf
         self._patience: Patience | None = None
+        self._left_out = False
+        """Whether sources are not waited for that have not delivered."""
         self.missing: list[int] = []
         """Sources that have not delivered, as of the last step."""
         self.arrived: dict[int, PartialPayload] = {}
@@ -102,37 +113,80 @@ class ArrivalWait:
         waits for others itself has up to twice that time: nodes that wait for one that is gone do not give each other
         up. Raises what every wait raises once the run has failed."""
         inbox, patience = self._inbox, self._patience
-        if patience is None:
+        if self._began == -math.inf:
             missing = inbox.outstanding(self._key, self._chunk, self._sources)
-            if missing:
-                patience = self._begin(missing, now)
+            if not missing:
+                arrived = inbox.incoming.get(self._key, _NOTHING)
+                self.arrived = {source: arrived[source] for source in self._sources}
+                return True
+            if self._begins_simply(missing, now):
+                return False
+            patience = self._begin(missing, now)
         else:
+            if patience is None:
+                if self._is_simply_over(now):
+                    return True
+                patience = self._patience = Patience(inbox.status, inbox.lives, self._timeout_seconds, 0.0, self._began)
             if now - self.deadline > STANDSTILL * self._timeout_seconds:
                 patience.forgive(now)
-            self._note_arrivals(patience, now)
-        if patience is not None:
-            if self._goes_on(patience, now):
-                return False
-            self._finish(patience, now)
-            missing = inbox.outstanding(self._key, self._chunk, self._sources)
-        arrived = inbox.incoming.get(self._key, {})
+            self._note_arrivals(patience)
+        if self.missing and self._goes_on(patience, now):
+            return False
+        self._finish(patience, now)
+        missing = inbox.outstanding(self._key, self._chunk, self._sources) if self._left_out else []
+        arrived = inbox.incoming.get(self._key, _NOTHING)
         self.missing = missing
         self.arrived = {source: arrived[source] for source in self._sources if source not in missing}
         return True
 
+    def _begins_simply(self, missing: list[int], now: float) -> bool:
+        """Whether nothing is to be looked at but the time, as in most waits, which are over with the next step."""
+        inbox, status = self._inbox, self._inbox.status
+        if (status.waited_seconds or status.given_up or status.departed or inbox.skips or status.regrouping
+                or status.stopping or status.failure is not None):  # fmt: skip
+            return False
+        self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS
+        inbox.want(missing, self._key, self._chunk)
+        if status.exposed_since <= now:
+            status.wait_for(inbox.whom(self._key, missing), now)
+        else:
+            status.waiting = None
+        return True
+
+    def _is_simply_over(self, now: float) -> bool:
+        """After `_begins_simply`: whether everything is there now. It counts what `_note_arrivals` and `_finish` do,
+        without the patience that nobody needed."""
+        inbox, status = self._inbox, self._inbox.status
+        if inbox.outstanding(self._key, self._chunk, self.missing):
+            return False
+        here, last, exposed = inbox.incoming[self._key], 0.0, status.exposed_since
+        for source in self.missing:
+            if here[source].arrived > last:
+                last = here[source].arrived
+        since = now if now - self.deadline > STANDSTILL * self._timeout_seconds else self._began
+        inbox.count_wait(self.missing[-1:], max(0.0, last - max(since, exposed)))
+        status.waiting = None
+        status.waited_seconds = max(0.0, now - max(last, exposed))
+        self.missing = []
+        self.arrived = {source: here[source] for source in self._sources}
+        return True
+
     def _begin(self, missing: list[int], now: float) -> Patience:
         inbox, status = self._inbox, self._inbox.status
-        self.missing = [each for each in missing if each not in status.given_up or each not in status.silent]
+        self.missing = missing
+        if status.given_up:
+            self.missing = [each for each in missing if each not in status.given_up or each not in status.silent]
+            self._left_out = len(self.missing) < len(missing)
         used = 0.0 if status.given_up else status.waited_seconds  # whoever used that up is not among these
+        self._began = now
         self._patience = patience = Patience(status, inbox.lives, self._timeout_seconds, used, now)
         return patience
 
     def _goes_on(self, patience: Patience, now: float) -> bool:
-        """Whether somebody is worth waiting for; sets `deadline` then."""
+        """Whether somebody is worth waiting for of those that are missing; sets `deadline` then."""
         inbox, status, key = self._inbox, self._inbox.status, self._key
-        if not self.missing:
-            return False
         status.raise_if_failed()
+        before = self.missing
         if status.departed or inbox.skips:
             self.missing = [source for source in self.missing if not inbox.comes_no_more(source, key)]
         if patience.look(now):
@@ -143,26 +197,29 @@ class ArrivalWait:
             status.given_up.update(late)
             inbox.count_wait(late, now - patience.since)
             self.missing = [source for source in self.missing if source not in late]
-        if not self.missing or status.regrouping:
-            return False
+        if len(self.missing) < len(before) or status.regrouping:
+            self._left_out = True
+            if not self.missing or status.regrouping:
+                return False
         self.deadline = patience.next(self.missing)
         inbox.want(self.missing, key, self._chunk)
-        exposed = status.exposed_since <= now
-        if exposed:
+        if status.exposed_since <= now:
             status.wait_for(inbox.whom(key, self.missing), patience.since)
         else:
             status.waiting = None
         return True
 
-    def _note_arrivals(self, patience: Patience, now: float) -> None:
+    def _note_arrivals(self, patience: Patience) -> None:
         inbox, status = self._inbox, self._inbox.status
         still = inbox.outstanding(self._key, self._chunk, self.missing)
         if len(still) < len(self.missing):
             # when it came, not when it was noticed: the waiting thread is woken once all that it waits for is there, or
             # after a second, which would be added to the wait for the others
-            here = inbox.incoming.get(self._key, {})
-            times = [here[s].arrived for s in self.missing if s not in still and s in here]
-            patience.came(max(times, default=now))
+            here, last = inbox.incoming.get(self._key, _NOTHING), 0.0
+            for source in self.missing:
+                if source not in still and here[source].arrived > last:
+                    last = here[source].arrived
+            patience.came(last)
             status.waited_seconds = 0.0
         if not still:
             inbox.count_wait(self.missing[-1:], max(0.0, patience.last - patience.since))
@@ -170,7 +227,8 @@ class ArrivalWait:
 
     def _finish(self, patience: Patience, now: float) -> None:
         inbox, status = self._inbox, self._inbox.status
-        inbox.want((), self._key, self._chunk)
         status.waiting = None
         status.waited_seconds += max(0.0, now - max(patience.last, status.exposed_since))
-        inbox.count_wait(self.missing, now - patience.since)
+        if self.missing:
+            inbox.want((), self._key, self._chunk)
+            inbox.count_wait(self.missing, now - patience.since)

@@ -75,14 +75,15 @@ class InboxExchange(Exchange):
             arrived = wait.arrived
             if len(arrived) < len(alive):
                 self._missing |= set(alive) - arrived.keys()
-            self._note(arrived)
+            in_slots = self._note(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
-            if inbox.on_cpu and all(incoming.in_one_piece for incoming in arrived.values()):
+            if stop < schema.elements and inbox.on_cpu and all(each.in_one_piece for each in arrived.values()):
                 stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
-            received = self._accepted({
-                source: Payload({plan.name: self._placed(incoming.part(chunk, start, stop))})
-                for source, incoming in arrived.items()
-            }, arrived)
+            found: dict[int, Payload] = {}
+            for source, incoming in arrived.items():
+                tensor = incoming.part(chunk, start, stop)
+                found[source] = Payload({plan.name: tensor if inbox.on_cpu and tensor.is_cpu else self._placed(tensor)})
+            received = self._accepted(found, in_slots)
             yield Arrival(start, stop, received, self._missing)
             alive = [source for source in received if source not in self._missing]
             if stop < schema.elements:  # the rest is let go of as the exchange is finished
@@ -95,10 +96,8 @@ class InboxExchange(Exchange):
         yield wait
         arrived = wait.arrived
         self._missing = frozenset(self._expected) - arrived.keys()
-        self._note(arrived)
-        received = self._accepted({
-            source: self._own(incoming) for source, incoming in arrived.items()
-        }, arrived)
+        in_slots = self._note(arrived)
+        received = self._accepted({source: self._own(incoming) for source, incoming in arrived.items()}, in_slots)
         yield Arrival(0, schema.elements, received, self._missing)
 
     def _own(self, incoming: PartialPayload) -> Payload:
@@ -114,14 +113,20 @@ class InboxExchange(Exchange):
         inbox = self._state
         return tensor if (inbox.on_cpu and tensor.is_cpu) or tensor.device == inbox.device else inbox.lift(tensor)
 
-    def _note(self, arrived: dict[int, PartialPayload]) -> None:
-        for incoming in arrived.values():
+    def _note(self, arrived: dict[int, PartialPayload]) -> list[tuple[int, SlotPayload]]:
+        """Before the payloads are read. Returns those that lie in slots of the host's memory, which may change."""
+        in_slots: list[tuple[int, SlotPayload]] = []
+        for source, incoming in arrived.items():
             if incoming.arrived > self._last:
                 self._last = incoming.arrived
             if isinstance(incoming, SlotPayload):
-                incoming.enter()
+                if incoming.reader.imported:
+                    incoming.enter()
+                else:
+                    in_slots.append((source, incoming))
+        return in_slots
 
-    def _accepted(self, received: dict[int, Payload], arrived: dict[int, PartialPayload]) -> dict[int, Payload]:
+    def _accepted(self, received: dict[int, Payload], in_slots: list[tuple[int, SlotPayload]]) -> dict[int, Payload]:
         """Without those that hold NaN or infinity, where these are to be rejected, and those that are copies of what
         changed meanwhile."""
         if self._state.reject_non_finite:
@@ -130,11 +135,6 @@ class InboxExchange(Exchange):
                 self._missing |= {source}
                 self._rejected |= {source}
                 self._state.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
-        in_slots = [
-            (source, each)
-            for source, each in arrived.items()
-            if isinstance(each, SlotPayload) and not each.reader.imported
-        ]
         if in_slots and not (self._state.on_cpu and self._state.schemas[self._key[1]].elementwise):
             for source in self._changed(in_slots):
                 received.pop(source, None)

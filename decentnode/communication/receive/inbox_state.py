@@ -160,41 +160,35 @@ class InboxState:
         packed: elements of each tensor, 8 bytes each. The slot is let go of at once where the payload is not kept.
         """
         try:
-            return self._put_slot(source, key, slot, use, packed, scalars, reader, now)
+            round, phase = key
+            if phase >= len(self.plans):
+                raise PeerFault("wrong_shape", f"phase {phase}")
+            tensors, size = reader.slots[phase][slot], self._usual_bytes[phase]
+            if packed != self._usual[phase]:
+                tensors = self._cut(tensors, phase, packed)
+                size = sum(tensor.nbytes for tensor in tensors)
+            incoming = SlotPayload(self.plans[phase], tensors, scalars, reader, phase, slot, use)
+            self.status.silent.discard(source)
+            if round < self._floor or key in self._finished:
+                raise PeerFault("stale_round", f"round {round} from {source}")
+            if round >= self._end:
+                incoming.let_go()
+                return size
+            sources = self.incoming.get(key)
+            if sources is not None and source in sources:
+                raise PeerFault("duplicate_chunk", f"round {round} from {source}")
+            if len(self.incoming) >= SLOTS and self._held_of(source, phase) >= SLOTS:
+                raise PeerFault("window_exceeded", f"more than {SLOTS} slots of {source}")
+            if sources is None:
+                sources = self.incoming[key] = {}
+            sources[source] = incoming
+            incoming.arrived = now
+            self._wake(key, source, incoming)
+            return size
         except PeerFault:
             if key[1] < len(self.plans) and not self._holds(source, key[1], slot, use):
                 reader.release(key[1], slot, use)
             raise
-
-    def _put_slot(
-        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: SlotReader,
-        now: float,
-    ) -> int:
-        round, phase = key
-        if phase >= len(self.plans):
-            raise PeerFault("wrong_shape", f"phase {phase}")
-        tensors, size = reader.slots[phase][slot], self._usual_bytes[phase]
-        if packed != self._usual[phase]:
-            tensors = self._cut(tensors, phase, packed)
-            size = sum(tensor.nbytes for tensor in tensors)
-        incoming = SlotPayload(self.plans[phase], tensors, scalars, reader, phase, slot, use)
-        self.status.silent.discard(source)
-        if round < self._floor or key in self._finished:
-            raise PeerFault("stale_round", f"round {round} from {source}")
-        if round >= self._end:
-            incoming.let_go()
-            return size
-        sources = self.incoming.get(key)
-        if sources is not None and source in sources:
-            raise PeerFault("duplicate_chunk", f"round {round} from {source}")
-        if len(self.incoming) >= SLOTS and self._held_of(source, phase) >= SLOTS:
-            raise PeerFault("window_exceeded", f"more than {SLOTS} slots of {source}")
-        if sources is None:
-            sources = self.incoming[key] = {}
-        sources[source] = incoming
-        incoming.arrived = now
-        self._wake(key, source, incoming)
-        return size
 
     def _holds(self, source: int, phase: int, slot: int, use: int) -> bool:
         """Whether a payload is kept that lies in this slot of the source's publish buffer, by another doorbell."""
@@ -267,7 +261,8 @@ class InboxState:
         if round != self._round:
             self._round = round
             self.status.next_round()
-            self.lives.clear()
+            if self.lives:
+                self.lives.clear()
         if round <= self._floor:
             return
         self._floor = round

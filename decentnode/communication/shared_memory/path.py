@@ -161,7 +161,8 @@ class SharedMemoryPath(Path):
         Readers that still hold an earlier payload after that moment are not waited for again, nor sent anything, until
         they have released all that they heard of. While they hold every slot, nobody is sent anything.
         """
-        deadline, told = clock.now() + self._status.hold_up(timeout_seconds), list[int]()
+        deadline = clock.now() + self._status.hold_up(timeout_seconds)
+        told: list[int] = []
         totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
         buffers = list(self._buffers.items())
         if len(buffers) > 1:  # readers of one do not wait for those of the other
@@ -194,12 +195,12 @@ class SharedMemoryPath(Path):
         assert doorbell is not None and doorbells is not None
         datagram = doorbells.make(*key, slot, use, totals, payload.scalars)
         for uid in uids:
-            self._counters.edge(uid).frames_sent += 1
-        for uid in uids:
+            edge = self._counters.edge(uid)
+            edge.frames_sent += 1
             if len(datagram) > MAX_BYTES or not doorbell.send(uid, datagram):
                 self.context.send(uid, Slot, *key, slot, use, totals, dict(payload.scalars))
             else:
-                self._counters.edge(uid).announced_bytes_sent += len(datagram)
+                edge.announced_bytes_sent += len(datagram)
 
     def receives(self, uid: int) -> bool:
         return uid in self._mapped

@@ -183,7 +183,11 @@ class PublishBuffer:
     ) -> int:
         """Blocking: the first of `slots` that is free, as `publish` says. leases: whether those on it matter. decide:
         whether who holds them too long is late from then on."""
-        backoff, last = Backoff(POLL_SECONDS), list[int]()
+        for slot in slots:  # as a rule one is free
+            if self._holder(phase, slot, gone, leases) is None:
+                return slot
+        backoff = Backoff(POLL_SECONDS)
+        last: list[int] = []
         began: float | None = None
         try:
             while True:
