@@ -175,7 +175,7 @@ def test_all_problems_at_once(write):
           rounds: 1e3
           schedule: overlaped
           missing: off
-        extra: 1
+        qqqqq: 1
         """
     )
     assert said(write(text)).splitlines() == textwrap.dedent(
@@ -195,8 +195,8 @@ def test_all_problems_at_once(write):
         a.yaml:11:12: node.missing must be one of fail, return_weight, regroup, got off
             missing: off
                      ^ YAML reads a bare off as false: quote it
-        a.yaml:12:1: extra is not a known key
-            extra: 1
+        a.yaml:12:1: qqqqq is not a known key
+            qqqqq: 1
             ^ known keys: {KEYS}
         """
     ).replace("{NAMES}", ", ".join(SHARINGS)).replace("{KEYS}", ", ".join(Experiment.model_fields)).splitlines()
@@ -278,8 +278,10 @@ def test_resolved_reads_back(write):
     assert "  rounds: 3  # --set\n" in text
     assert "  batch_size: 8  # a.yaml:5\n" in text
     assert "sharing:\n  name: full  # a.yaml:6\n" in text
-    assert yaml.safe_load(text) == {**experiment.resolved(), "run": {"dir": str(experiment.run_dir)},
-                                    "derived": ["mapping", "task"]}  # fmt: skip
+    assert yaml.safe_load(text) == {
+        **experiment.resolved(), "run": {"dir": str(experiment.run_dir), "log_level": "info"},
+        "derived": ["mapping", "task"],
+    }  # fmt: skip
     again = load(write(text, "again.yaml"), environ={})
     assert yaml.safe_load(again.resolved_yaml()) == yaml.safe_load(text)
     assert again.digest() == experiment.digest()
