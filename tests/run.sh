@@ -13,6 +13,9 @@ for argument in "$@"; do
     arguments+=("$argument")
   fi
 done
+# What Python compiles is kept, whatever the environment says: else each of the workers rewrites all test files anew, and
+# each of the hundreds of processes that tests start compiles the package.
+unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -m ruff check decentnode docs tests eval generate_graph.py
 "$venv/bin/python" -m mypy
 exec "$venv/bin/python" -m pytest -n 4 --dist worksteal ${DECENTNODE_STRESS:+--timeout=1800} "${arguments[@]+"${arguments[@]}"}"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pty
 import select
-import signal
-import subprocess
-import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from tests.commands import Command, started
 
 SECONDS = 200.0
 HOLD, GO_ON, INTERRUPT, SUSPEND = b"\x13", b"\x11", b"\x03", b"\x1a"
@@ -21,7 +19,7 @@ HOLD, GO_ON, INTERRUPT, SUSPEND = b"\x13", b"\x11", b"\x03", b"\x1a"
 class Terminal:
     """Keys go to `press`; what the command prints is taken only in `read_until` and `rest`."""
 
-    def __init__(self, master: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, master: int, process: Command) -> None:
         self._master, self.process = master, process
         self.seen = ""
 
@@ -52,26 +50,14 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def in_terminal(command: Sequence[str], folder: Path, environ: dict[str, str]) -> Iterator[Terminal]:
-    """The command as the foreground job of a new terminal; killed with all its children at the end."""
+def in_terminal(words: Sequence[str], folder: Path, environ: dict[str, str]) -> Iterator[Terminal]:
+    """`python -m decentnode WORDS` as the foreground job of a new terminal; killed with all its children at the end."""
     master, slave = pty.openpty()
-
-    def take_over() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        for number in (signal.SIGINT, signal.SIGQUIT):  # as a shell does; jobs in the background, such as a run of the
-            signal.signal(number, signal.SIG_DFL)  # tests, have them ignored, and children inherit that
-
-    process = subprocess.Popen(
-        command, cwd=folder, env=environ, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-        preexec_fn=take_over,
-    )  # fmt: skip
-    os.close(slave)
     try:
-        yield Terminal(master, process)
+        with started(folder, *words, environ=environ, terminal=slave) as command:
+            os.close(slave)
+            yield Terminal(master, command)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(SECONDS)
         os.close(master)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.cli.keygen import parse_uids
 from decentnode.errors import UsageError
-
-ROOT = Path(__file__).parents[2]
+from tests.commands import ROOT, run
 
 
 @pytest.mark.parametrize(("text", "uids"), [
@@ -47,18 +44,18 @@ def test_keys_are_made_once(tmp_path: Path) -> None:
 def test_a_run_with_keys(bulk: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert CliRunner().invoke(main, ["keygen", "4", "-o", str(keys)]).exit_code == 0
-    command = [sys.executable, "-m", "decentnode", "run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",
+    command = ["run", str(ROOT / "configs" / "quickstart.yaml"), "--plain",
                "--run-dir", str(tmp_path / "runs"), "--set", "graph={name: complete, nodes: 4}",
                "--set", "mapping={name: linear, nodes_per_machine: 4}", "--set", "node.rounds=3", "--set",
                f"communication={{name: zeromq, security: required, keys: {keys}, bulk_security: {bulk}}}"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = (tmp_path / "runs").glob("quickstart/latest")
-    assert json.loads((run / "summary.json").read_text())["rounds"] == 3
+    code, out, err = run(ROOT, *command)
+    assert code == 0, out + err
+    (folder,) = (tmp_path / "runs").glob("quickstart/latest")
+    assert json.loads((folder / "summary.json").read_text())["rounds"] == 3
     secrets = [path.read_bytes().strip() for path in keys.glob("*.secret")]
-    for path in run.resolve().rglob("*"):
+    for path in folder.resolve().rglob("*"):
         if path.is_file():
             assert not any(secret in path.read_bytes() for secret in secrets), path
     (keys / "node-2.secret").unlink()
-    missing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert missing.returncode == 3 and "node-2.secret" in missing.stdout + missing.stderr
+    code, out, err = run(ROOT, *command)
+    assert code == 3 and "node-2.secret" in out + err

@@ -14,7 +14,7 @@ import yaml
 from decentnode.cli import main
 from decentnode.cli.new import STARTER, write
 from decentnode.errors import UsageError
-from tests.cli.test_run import ROOT
+from tests.commands import ROOT
 from tests.sharing import contract
 
 

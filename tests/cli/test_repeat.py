@@ -16,6 +16,7 @@ import yaml
 from decentnode.experiment import load
 from decentnode.launch.prepare import keep
 from decentnode.launch.provenance import git_state
+from tests.commands import run
 from tests.launch.faults import experiment
 
 RULE = """\
@@ -44,7 +45,11 @@ def write_experiment(folder: Path) -> None:
     (folder / "configs" / "package" / "late.py").write_text("FACTOR = 0.99\n")
 
 
-def decentnode(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def decentnode(folder: Path, *words: str) -> tuple[int, str, str]:
+    return run(folder, *words, environ={"PYTHONPATH": "", "PYTHONSAFEPATH": "1"})
+
+
+def in_a_new_interpreter(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run([sys.executable, "-P", "-m", "decentnode", *words], cwd=folder, env=environ | variables,
                           capture_output=True, text=True, timeout=200)  # fmt: skip
@@ -57,8 +62,8 @@ def models(run: Path) -> dict[str, str]:
 def test_a_run_is_repeated_from_its_folder_alone(tmp_path: Path) -> None:
     home = tmp_path / "home"
     write_experiment(home)
-    done = decentnode(home, "run", "configs/mine.yaml", "--set", "training.optimizer.lr=0.07", "--seed", "5",
-                      DECENTNODE__NODE__ROUNDS="6")  # fmt: skip
+    done = in_a_new_interpreter(home, "run", "configs/mine.yaml", "--set", "training.optimizer.lr=0.07", "--seed", "5",
+                                DECENTNODE__NODE__ROUNDS="6")  # fmt: skip
     assert done.returncode == 0, done.stderr
     first = (home / "runs" / "mine" / "latest").resolve()
     moved = tmp_path / "elsewhere" / "mine" / first.name
@@ -68,7 +73,7 @@ def test_a_run_is_repeated_from_its_folder_alone(tmp_path: Path) -> None:
     away.mkdir()
     (away / "rules.py").write_text("raise RuntimeError('not the module of the run')")
 
-    done = decentnode(away, "run", str(moved), DECENTNODE__NODE__ROUNDS="2", PYTHONPATH=str(away))
+    done = in_a_new_interpreter(away, "run", str(moved), DECENTNODE__NODE__ROUNDS="2", PYTHONPATH=str(away))
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stdout
     second = next(path for path in moved.parent.iterdir() if path.is_dir() and path.name not in (moved.name, "latest"))
@@ -88,26 +93,26 @@ def test_a_run_is_repeated_from_its_folder_alone(tmp_path: Path) -> None:
 
 def test_other_code_of_decentnode_is_said(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(node={"rounds": 1})))
-    assert decentnode(tmp_path, "run", "tiny.yaml").returncode == 0
+    assert decentnode(tmp_path, "run", "tiny.yaml")[0] == 0
     path = (tmp_path / "runs" / "tiny" / "latest").resolve() / "env.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "source": "other"}))
-    done = decentnode(tmp_path, "run", "runs/tiny", "--set", "node.rounds=2")
-    assert done.returncode == 0, done.stderr
-    assert "made with other code of decentnode" in done.stdout and "round=2/2" in done.stdout
-    assert f"run {path.parent.relative_to(tmp_path)} --set node.rounds=4" in done.stdout
+    code, out, err = decentnode(tmp_path, "run", "runs/tiny", "--set", "node.rounds=2")
+    assert code == 0, err
+    assert "made with other code of decentnode" in out and "round=2/2" in out
+    assert f"run {path.parent.relative_to(tmp_path)} --set node.rounds=4" in out
 
 
 def test_what_comes_of_a_run_copied_alone_stands_beside_it(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(node={"rounds": 1})))
-    assert decentnode(tmp_path, "run", "tiny.yaml").returncode == 0
+    assert decentnode(tmp_path, "run", "tiny.yaml")[0] == 0
     lone = tmp_path / "far" / "from" / "home"
     shutil.copytree((tmp_path / "runs" / "tiny" / "latest").resolve(), lone)
-    done = decentnode(tmp_path, "run", str(lone))
-    assert done.returncode == 0, done.stderr
+    code, _, err = decentnode(tmp_path, "run", str(lone))
+    assert code == 0, err
     assert sorted(path.name for path in lone.parent.iterdir()) == ["home", "tiny"]
     assert [path.name for path in lone.parent.parent.iterdir()] == ["from"]
-    done = decentnode(tmp_path, "run", str(lone), "--run-dir", str(tmp_path / "chosen"))
-    assert done.returncode == 0 and (tmp_path / "chosen" / "tiny").is_dir(), done.stderr
+    code, _, err = decentnode(tmp_path, "run", str(lone), "--run-dir", str(tmp_path / "chosen"))
+    assert code == 0 and (tmp_path / "chosen" / "tiny").is_dir(), err
 
 
 def test_a_run_is_repeated_with_other_values_and_what_follows_from_them(tmp_path: Path) -> None:
@@ -116,8 +121,8 @@ def test_a_run_is_repeated_with_other_values_and_what_follows_from_them(tmp_path
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**written, "sharing": {"name": "choco", "fraction": 0.5}}))
 
     def resolved(*words: str) -> dict[str, object]:
-        done = decentnode(tmp_path, "run", *words)
-        assert done.returncode == 0, done.stderr
+        code, _, err = decentnode(tmp_path, "run", *words)
+        assert code == 0, err
         latest = tmp_path / "runs" / "tiny" / "latest"
         found: dict[str, object] = yaml.safe_load((latest / "config.resolved.yaml").read_text())
         return found
@@ -131,8 +136,8 @@ def test_a_run_is_repeated_with_other_values_and_what_follows_from_them(tmp_path
 
 
 def test_a_folder_that_is_no_run_is_wrong_input(tmp_path: Path) -> None:
-    done = decentnode(tmp_path, "run", str(tmp_path))
-    assert done.returncode == 2 and "no run in" in done.stderr
+    code, _, err = decentnode(tmp_path, "run", str(tmp_path))
+    assert code == 2 and "no run in" in err
 
 
 def test_a_resolved_file_writes_its_runs_where_the_first_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.cli.test_run import run, started, write
+from tests.cli.test_run import write
+from tests.commands import run, started
 from tests.conftest import free_ports
 from tests.launch.faults import experiment
 from tests.launch.test_resume import Folder, check_same

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +20,11 @@ import decentnode
 from decentnode.cli import main
 from decentnode.metrics.reader import read_kind
 from tests.cli.terminal import wait_until
+from tests.commands import ROOT, Command, run, started
 from tests.conftest import free_ports
 from tests.launch.faults import experiment
 
-ROOT = Path(decentnode.__file__).parent.parent
 LONG = {"training": {**experiment()["training"], "name": "tests.launch.faults:Slow"}, "node": {"rounds": 5000}}
-
-
-@contextlib.contextmanager
-def started(folder: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """`python -m decentnode ...` in a session of its own; killed with all its children at the end."""
-    more = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", **(environ or {})}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "decentnode", *arguments], cwd=folder, env={**os.environ, **more}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    with started(folder, *arguments) as process:
-        out, err = process.communicate(timeout=200)
-        return process.returncode, out, err
 
 
 def write(folder: Path, **sections: Any) -> str:
@@ -56,7 +32,7 @@ def write(folder: Path, **sections: Any) -> str:
     return "tiny.yaml"
 
 
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
+def wait_for(process: Command, text: str) -> str:
     """What was printed up to a line that holds `text`."""
     assert process.stdout is not None
     seen = ""

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,7 @@ from rich.console import Console
 from decentnode.cli import main
 from decentnode.report.run_status import blame, going, state_of, table
 from tests.cli.terminal import wait_until
-
-ROOT = Path(__file__).parents[2]
+from tests.commands import ROOT, started
 
 
 def status(uid: int, **more: Any) -> dict[str, Any]:
@@ -76,15 +73,13 @@ def test_without_a_run(tmp_path: Path) -> None:
 
 def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
     """SIGSTOP of one node: the others are seen to wait for it, and the run ends in time with its name."""
-    impatient = "from decentnode.launch import run; run.GRACE_SECONDS = 2.0; "
-    command = [sys.executable, "-c", impatient + "from decentnode.cli import main; main()", "run",
-               str(ROOT / "configs" / "quickstart.yaml"), "--plain", "--run-dir", str(tmp_path),
+    command = ["run", str(ROOT / "configs" / "quickstart.yaml"), "--plain", "--run-dir", str(tmp_path),
                "--set", "graph={name: complete, nodes: 4}", "--set", "mapping={name: linear, nodes_per_machine: 4}",
                "--set", "node.rounds=100000", "--set", "node.evaluate_every=0", "--set",
                "communication={name: auto, timeout_seconds: 5}"]  # fmt: skip
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    frozen = None
-    try:
+    with contextlib.ExitStack() as stack:
+        impatient = "from decentnode.launch import run; run.GRACE_SECONDS = 2.0"
+        process = stack.enter_context(started(ROOT, *command, merged=True, before=impatient))
         def read() -> dict[str, Any]:
             result = CliRunner().invoke(main, ["status", str(tmp_path / "quickstart"), "--json"])
             return json.loads(result.output) if result.exit_code == 0 else {}
@@ -98,6 +93,7 @@ def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
         wait_until(all_go, "rounds of all four nodes")
         frozen = read()["2"]["pid"]
         os.kill(frozen, signal.SIGSTOP)
+        stack.callback(go_on, frozen)
         wait_until(all_wait, "the others' wait for node 2")
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 5 and "node 2" in output, output
@@ -108,9 +104,8 @@ def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
         assert any(e["kind"] == "peer_lost" and e["peer"] == 2 for events in told for e in events), told
         text = CliRunner().invoke(main, ["status", str(tmp_path / "quickstart"), "--edges"])
         assert text.exit_code == 0 and "failed" in text.output
-    finally:
-        if frozen:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(frozen, signal.SIGCONT)
-        process.kill()
-        process.wait()
+
+
+def go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)

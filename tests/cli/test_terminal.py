@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import yaml
 
 from decentnode.metrics.reader import read_kind
 from tests.cli.terminal import GO_ON, HOLD, INTERRUPT, SUSPEND, Terminal, in_terminal, wait_until
-from tests.cli.test_run import ROOT, started
+from tests.commands import started
 from tests.conftest import free_ports
 from tests.launch.faults import experiment
 
@@ -30,9 +28,8 @@ def slow(rounds: int, **sections: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def running(folder: Path, sections: dict[str, Any], *arguments: str) -> Iterator[Terminal]:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(sections))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "LINES": "30", "TERM": "xterm"}
-    command = [sys.executable, "-m", "decentnode", *(arguments or ("run", "tiny.yaml"))]
-    with in_terminal(command, folder, environ) as terminal:
+    environ = {"COLUMNS": "100", "LINES": "30", "TERM": "xterm"}
+    with in_terminal(arguments or ("run", "tiny.yaml"), folder, environ) as terminal:
         yield terminal
 
 
@@ -145,19 +142,12 @@ def test_a_pipe_that_nobody_reads_holds_up_the_last_lines_alone(tmp_path: Path) 
         while True:
             os.write(writing, b"." * 4096)
     os.set_blocking(writing, True)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-m", "decentnode", "run", "tiny.yaml"], cwd=tmp_path, env=environ,
-                               stdout=writing, stderr=writing, start_new_session=True)  # fmt: skip
-    os.close(writing)
-    try:
+    with started(tmp_path, "run", "tiny.yaml", output=writing) as process:
+        os.close(writing)
         wait_until(lambda: status(tmp_path) == "finished", "the end of the run")
         with os.fdopen(reading, "rb") as pipe:
             assert b"done in " in pipe.read()
         assert process.wait(200) == 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(200)
 
 
 def test_ctrl_c_ends_the_wait_for_a_reader_and_keeps_the_exit_code(tmp_path: Path) -> None:

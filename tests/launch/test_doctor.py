@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import msgpack
 import pytest
@@ -19,9 +17,8 @@ from decentnode.experiment import load
 from decentnode.launch.doctor import Desk, Patient
 from decentnode.launch.messages import Request
 from decentnode.launch.prepare import doubts, facts
+from tests.commands import ROOT, started
 from tests.conftest import free_ports, needs_ipv6
-
-ROOT = Path(__file__).parents[2]
 
 
 def mapping(port: int, hosts: str = "127.0.0.1, 127.0.0.2") -> str:
@@ -58,13 +55,13 @@ def test_two_machines_examine_each_other(hosts: str) -> None:
     port = free_ports(16)
     config = str(ROOT / "configs" / "two_machines.yaml")
     machines = mapping(port, hosts)
-    processes = [
-        subprocess.Popen([sys.executable, "-m", "decentnode", "doctor", config, "-m", str(m), "-s", machines,
-                          "--json"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for m in (0, 1)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(started(ROOT, "doctor", config, "-m", str(m), "-s", machines, "--json", merged=True))
+            for m in (0, 1)
+        ]
+        outputs = [process.communicate()[0] for process in processes]
+        assert [process.wait() for process in processes] == [0, 0], outputs
     for machine, output in enumerate(outputs):
         found = findings(output)
         other = 1 - machine

@@ -3,17 +3,17 @@ over IPv4, over IPv6, and by names."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.commands import ROOT, Command, started
 
 
 def ip(*words: str) -> None:
@@ -80,10 +80,31 @@ def named(hosts6: list[tuple[str, ...]]) -> Iterator[list[tuple[str, str]]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def start(host: tuple[str, ...], config: Path, folder: Path, machine: str = "auto") -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", host[0], sys.executable, "-m", "decentnode", "launch", str(config),
-               "--machine", machine, "--plain", "--run-dir", str(folder / host[0])]  # fmt: skip
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+ENTER = """
+import ctypes, os
+from pathlib import Path
+
+def call(name, *arguments):
+    if ctypes.CDLL(None, use_errno=True)[name](*arguments):
+        raise OSError(ctypes.get_errno(), name)
+
+with open("/run/netns/{0}") as space:
+    call("setns", space.fileno(), 0x40000000)  # CLONE_NEWNET
+call("unshare", 0x20000)  # CLONE_NEWNS
+call("mount", b"", b"/", None, 0x84000, None)  # MS_SLAVE | MS_REC: what is mounted here stays here
+for file in Path("/etc/netns/{0}").glob("*"):
+    call("mount", bytes(file), b"/etc/" + os.fsencode(file.name), None, 0x1000, None)  # MS_BIND
+"""
+"""What `ip netns exec` does before it becomes its command, as far as it matters here."""
+
+
+@contextlib.contextmanager
+def launched(config: Path, folder: Path, *machines: tuple[tuple[str, ...], str]) -> Iterator[list[Command]]:
+    """A machine's share of the run each, by (host, --machine), on the hosts' own networks."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(started(ROOT, "launch", str(config), "--machine", machine, "--plain", "--run-dir",
+                                           str(folder / host[0]), merged=True, before=ENTER.format(host[0])))
+               for host, machine in machines]  # fmt: skip
 
 
 def write_config(folder: Path, hosts: list[tuple[str, ...]], **more: str) -> Path:
@@ -103,9 +124,9 @@ def write_config(folder: Path, hosts: list[tuple[str, ...]], **more: str) -> Pat
 
 def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, ...]], tmp_path: Path) -> None:
     config = write_config(tmp_path, hosts)
-    processes = [start(host, config, tmp_path) for host in hosts]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    with launched(config, tmp_path, *((host, "auto") for host in hosts)) as processes:
+        outputs = [process.communicate()[0] for process in processes]
+        assert [process.wait() for process in processes] == [0, 0], "\n".join(outputs)
     assert f"on {hosts[1][1]}: " in outputs[0]
     (summary,) = (tmp_path / hosts[0][0]).glob("two/latest/summary.json")
     figures = json.loads(summary.read_text())
@@ -115,9 +136,9 @@ def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, ...]], tm
 
 def test_a_machine_that_never_comes_is_named(hosts: list[tuple[str, ...]], tmp_path: Path) -> None:
     config = write_config(tmp_path, hosts, communication="{name: auto, start_timeout_seconds: 3}")
-    process = start(hosts[0], config, tmp_path)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 4, output
+    with launched(config, tmp_path, (hosts[0], "auto")) as (process,):
+        output, _ = process.communicate()
+        assert process.wait() == 4, output
     assert "machine 1" in output and hosts[1][1] in output, output
 
 
@@ -125,9 +146,9 @@ def test_two_machines_train_over_ipv6_by_address_and_by_name(
     hosts6: list[tuple[str, ...]], named: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, [hosts6[0], named[1]], node="{rounds: 2}")
-    processes = [start(host, config, tmp_path, machine) for host, machine in zip(hosts6, ("auto", "1"), strict=True)]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    with launched(config, tmp_path, *zip(hosts6, ("auto", "1"), strict=True)) as processes:
+        outputs = [process.communicate()[0] for process in processes]
+        assert [process.wait() for process in processes] == [0, 0], "\n".join(outputs)
 
 
 def test_a_name_that_is_loopback_to_its_own_machine_ends_there_at_once(
@@ -136,6 +157,7 @@ def test_a_name_that_is_loopback_to_its_own_machine_ends_there_at_once(
     own = Path("/etc/netns", named[0][0], "hosts")
     own.write_text(own.read_text().replace("127.0.0.1 localhost", f"127.0.1.1 {named[0][1]}\n127.0.0.1 localhost")
                    .replace(f"::1 {named[0][1]}\n", "::9 nobody\n"))  # fmt: skip
-    process = start(named[0], write_config(tmp_path, named), tmp_path, "0")
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == 3 and f"listens on '{named[0][1]}', which is 127.0.1.1 here" in output, output
+    with launched(write_config(tmp_path, named), tmp_path, (named[0], "0")) as (process,):
+        output, _ = process.communicate()
+        assert process.wait() == 3, output
+    assert f"listens on '{named[0][1]}', which is 127.0.1.1 here" in output, output

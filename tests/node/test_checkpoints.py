@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from decentnode.node.snapshot import load_module_state, module_state
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from tests.checkpoint.test_state import same
+from tests.conftest import scale
 from tests.sharing.contract import RULES, suited
 from tests.training import small
 
@@ -128,11 +129,20 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-@pytest.mark.parametrize("name", RULES)
+def on_schedules(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Every rule with a schedule; each rule's first options, and under --stress all, with both where it has both."""
+    found, seen = [], set[str]()
+    for index, name in enumerate(names):
+        made = RULES[name]()
+        both = ["sequential"] if made.requirements.sequential else ["sequential", "overlapped"]
+        chosen = both if type(made).__name__ not in seen or scale(0, 1) else [both[index % len(both)]]
+        seen.add(type(made).__name__)
+        found += [(name, schedule) for schedule in chosen]
+    return found
+
+
+@pytest.mark.parametrize(("name", "schedule"), on_schedules([*RULES]))
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, name: str, schedule: str) -> None:
-    if schedule == "overlapped" and RULES[name]().requirements.sequential:
-        pytest.skip("the rule corrects local steps before it sends")
     straight = Fleet(tmp_path / "a", RULES[name], schedule=schedule).run()
     whole_until(tmp_path / "a", 3)
     resumed = Fleet(tmp_path / "b", RULES[name], schedule=schedule).resume(tmp_path / "a").run()
@@ -140,14 +150,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, name: str, sched
     assert all(record["rule"] == "restored" for record in resumed.of_kind("resumed"))
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-@pytest.mark.parametrize("name", ["full", "push_sum", "d2", "gradient_tracking", "qg_momentum", "choco", "topk",
-                                  "elastic", "leader", "slowmo", "deepsqueeze", "subsample"])  # fmt: skip
+@pytest.mark.parametrize(("name", "schedule"), on_schedules(
+    ["full", "push_sum", "d2", "gradient_tracking", "qg_momentum", "choco", "topk", "elastic", "leader", "slowmo",
+     "deepsqueeze", "subsample"]))  # fmt: skip
 @pytest.mark.parametrize("round", [3, 4])
 def test_also_between_two_exchanges_of_a_fragment(tmp_path: Path, name: str, schedule: str, round: int) -> None:
     """A rule's turn has several rounds then, and may be cut in its middle."""
-    if schedule == "overlapped" and RULES[name]().requirements.sequential:
-        pytest.skip("the rule corrects local steps before it sends")
     keys: dict[str, Any] = {"fragments": True, "schedule": schedule, "checkpoint": {"every": round}}
     straight = Fleet(tmp_path / "a", RULES[name], **keys).run()
     whole_until(tmp_path / "a", round)

@@ -1,0 +1,277 @@
+"""Commands of decentnode as processes of their own, which begin with everything imported.
+
+A command imports for a second, and its fork server imports torch for three more. Where a test is not about that, a
+`Starter` forks both from one process that has imported it all: the processes, their parents, signals, files and
+sessions are those of a command from a shell. What begins with a new interpreter is tested by tests/cli/test_new.py, by
+the tutorials (tests/test_docs.py), and by those that ask for it (`warm=False`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import multiprocessing.util
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 200.0
+REQUEST_BYTES = 1 << 20
+
+
+class Command:
+    """A command that runs, with what the tests use of `subprocess.Popen`."""
+
+    def __init__(self, status: IO[str], out: IO[str] | None, err: IO[str] | None) -> None:
+        self._status, self.stdout, self.stderr = status, out, err
+        self.pid = int(status.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._look(0)
+
+    def wait(self, timeout: float = SECONDS) -> int:
+        found = self._look(timeout)
+        if found is None:
+            raise subprocess.TimeoutExpired("decentnode", timeout)
+        return found
+
+    def communicate(self, timeout: float = SECONDS) -> tuple[str, str]:
+        """What is printed to the end; blocking for `timeout` seconds at most for each stream, and for the end."""
+        texts: dict[Any, str] = {}
+
+        def read(stream: IO[str]) -> None:
+            with contextlib.suppress(ValueError):  # closed by the test
+                texts[stream] = stream.read()
+
+        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+        threads = [threading.Thread(target=read, args=(stream,), daemon=True) for stream in streams]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+            if thread.is_alive():
+                raise subprocess.TimeoutExpired("decentnode", timeout)
+        self.wait(timeout)
+        return texts.get(self.stdout, ""), texts.get(self.stderr, "")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, seconds: float) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
+            self.returncode = int(self._status.readline())
+        return self.returncode
+
+    def close(self) -> None:
+        """Kill the command and all of its session; close what leads to it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+        for stream in (self._status, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+
+
+class Starter:
+    """The process that commands are forked from; it ends when this object is gone."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.commands", str(theirs.fileno())], cwd=ROOT, env=environ,
+                pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    def start(
+        self, words: Sequence[str], folder: Path, environ: Mapping[str, str], files: Sequence[int], *,
+        terminal: bool = False, before: str = "",
+    ) -> IO[str]:
+        """Start `python -m decentnode WORDS` in a session of its own. files: its input, output and error. terminal:
+        whether these are a terminal, of which it becomes the foreground job. before: Python code that it runs first.
+        Returns the stream of its pid and its exit status."""
+        reading, writing = os.pipe()
+        try:
+            request = {"words": [*words], "folder": str(folder), "environ": dict(environ), "terminal": terminal,
+                       "before": before}  # fmt: skip
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [*files, writing])
+        finally:
+            os.close(writing)
+        return os.fdopen(reading)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(SECONDS)
+
+
+@functools.cache
+def starter() -> Starter:
+    """One for all tests of this process."""
+    made = Starter()
+    atexit.register(made.close)
+    return made
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, *words: str, environ: Mapping[str, str] | None = None, output: int | None = None,
+    terminal: int | None = None, merged: bool = False, before: str = "",
+) -> Iterator[Command]:
+    """`python -m decentnode WORDS`; killed with all its children at the end.
+
+    output: a file that takes what it prints, which has no streams then. terminal: one that it becomes the foreground
+    job of. merged: errors go to the stream of the output, too. before: Python code that it runs first.
+    """
+    more = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", **(environ or {})}
+    streams: list[IO[str]] = []
+    with contextlib.ExitStack() as ends:
+        if terminal is not None:
+            files = [terminal] * 3
+        else:
+            files = [ends.enter_context(open(os.devnull)).fileno(), *([output] * 2 if output is not None else [])]
+            while len(files) < 3:
+                reading, writing = os.pipe()
+                ends.callback(os.close, writing)
+                streams.append(os.fdopen(reading))
+                files += [writing] * (2 if merged else 1)
+        environment = {**os.environ, **more}
+        status = starter().start(words, folder, environment, files, terminal=terminal is not None, before=before)
+    command = Command(status, *streams, *[None] * (2 - len(streams)))
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def run(folder: Path, *words: str, **options: Any) -> tuple[int, str, str]:
+    """(exit code, output, errors) of a command, as `started` starts it."""
+    with started(folder, *words, **options) as command:
+        out, err = command.communicate()
+        return command.wait(), out, err
+
+
+# -- in the process of a starter ---------------------------------------------------------------------------------
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork a command for every request. Returns in each of these, and when nobody asks any more."""
+    import decentnode.cli.launch
+    import decentnode.cli.node
+    import decentnode.cli.run
+    import decentnode.launch.preload  # noqa: F401
+
+    while True:
+        data, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 4)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        if not data:
+            os._exit(0)
+        if os.fork():
+            for file in files:
+                os.close(file)
+            continue
+        connection.close()
+        _watch(files)
+        _become(json.loads(data), files)
+        return
+
+
+def _watch(files: list[int]) -> None:
+    """Fork the command, in which alone this returns; tell its pid, and how it ends."""
+    pid = os.fork()
+    if not pid:
+        return
+    for file in files[:3]:
+        os.close(file)
+    os.write(files[3], f"{pid}\n".encode())
+    os.write(files[3], f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+    os._exit(0)
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Make of this process what a new interpreter would be at the beginning of the command."""
+    os.setsid()
+    for number, file in enumerate(files[:3]):
+        os.dup2(file, number)
+    os.closerange(3, 1 << 16)
+    if request["terminal"]:
+        import fcntl
+        import termios
+
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    first = [] if os.environ.get("PYTHONSAFEPATH") else [request["folder"]]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*first, *filter(None, paths), *(each for each in sys.path if each != str(ROOT))]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", 1 if os.isatty(1) else -1, "utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    tempfile.tempdir = None
+    gc.unfreeze()
+    gc.enable()
+    multiprocessing.util.spawnv_passfds = functools.partial(_spawn, multiprocessing.util.spawnv_passfds)
+    sys.argv = ["decentnode", *request["words"]]
+    exec(request["before"], {})
+
+
+def _spawn(plainly: Any, path: Any, arguments: Any, files: Sequence[int]) -> int:
+    """`multiprocessing.util.spawnv_passfds` that forks the fork server, instead of starting an interpreter for it."""
+    code = arguments[-1]
+    if "from multiprocessing.forkserver import main" not in str(code):
+        return int(plainly(path, arguments, files))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    ended = 1
+    try:
+        atexit._clear()
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        below = 3
+        for file in [*sorted(files), 1 << 16]:
+            os.closerange(below, file)
+            below = file + 1
+        gc.disable()
+        gc.freeze()  # as decentnode/launch/preload.py leaves it
+        exec(code, {"__name__": "__main__"})
+        ended = 0
+    except SystemExit as end:
+        ended = int(end.code or 0)
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(ended)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as asked:
+        serve(asked)
+    runpy.run_module("decentnode", run_name="__main__", alter_sys=True)
