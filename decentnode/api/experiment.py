@@ -216,8 +216,16 @@ class Experiment:
             raise stopped.of_start(error) from None
 
     def _one_machine(self) -> None:
-        machines = self._tree.make_mapping().num_machines
-        if machines > 1 and self._objects:
+        """Raises UsageError where objects would have to be sent to another machine."""
+        if not self._objects:
+            return
+        from decentnode.launch.loading import load_request
+
+        try:
+            machines = load_request(self._request(), check=False).make_mapping().num_machines
+        except UsageError:  # which loading tells with all other problems
+            return
+        if machines > 1:
             raise UsageError(f"{_named(self._objects)} cannot be sent to another machine, and mapping.machines is "
                              f"{machines}: put the class into a module and name it package.module:Class")  # fmt: skip
 
