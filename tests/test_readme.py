@@ -57,9 +57,10 @@ def test_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text(block("yaml"))
     monkeypatch.chdir(tmp_path)
     run, found = decentnode.run, dict[str, Any]()
-    monkeypatch.setattr(decentnode, "run", lambda *given, **more: run(*given, processes=False, progress=False, **more))
+    quick = {"processes": False, "progress": False, "rounds": 2}
+    monkeypatch.setattr(decentnode, "run", lambda *given, **more: run(*given, **{**more, **quick}))
     exec(block("python"), found)
-    assert found["run"].config["sharing"]["name"] == "full" and found["run"].summary["rounds"] == 20
+    assert found["run"].config["sharing"]["name"] == "full" and found["run"].summary["rounds"] == 2
     assert isinstance(found["model"], torch.nn.Module) and (tmp_path / "mine.png").stat().st_size > 10_000
 
 
