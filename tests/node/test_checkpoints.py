@@ -413,10 +413,11 @@ def test_by_minutes_where_a_round_takes_longer(tmp_path: Path) -> None:
 
 def test_by_minutes_nodes_ask_seldom(tmp_path: Path) -> None:
     """Rounds of a millisecond: not every one may cost a mean over all nodes."""
-    fleet = timed(tmp_path / "a", lambda uid, round: 0.00025, rounds=3000, minutes=1 / 60)  # 1 s: 1,000 rounds
-    assert [900 < gap < 1200 for gap in np.diff([0, *on_disk(tmp_path / "a")])[:2]] == [True, True]
+    every = scale(250, 1000)
+    fleet = timed(tmp_path / "a", lambda uid, round: 0.00025, rounds=3 * every, minutes=every / 60_000)
+    assert [0.9 * every < gap < 1.2 * every for gap in np.diff([0, *on_disk(tmp_path / "a")])[:2]] == [True, True]
     control = fleet.nodes[1].communication.counters.bytes_sent()["control"]
-    assert control < 16 * 200
+    assert control < 16 * scale(50, 200)
 
 
 def test_rounds_and_minutes_together(tmp_path: Path) -> None:
