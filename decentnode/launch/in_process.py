@@ -15,7 +15,7 @@ from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import ChildMessage, Finished, NodeJoined, StopRun, Task
-from decentnode.launch.node_files import Reporter, save_node
+from decentnode.launch.node_files import NodeRecords, Reporter, save_node
 from decentnode.launch.node_process import describe_failure, set_up
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
@@ -59,6 +59,7 @@ def run_nodes(
     """Run all nodes of a task to their end, write what they leave, and report them through `send`. Returns the exit
     code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
     reporters: dict[int, Reporter] = {}
+    records: list[NodeRecords] = []
     try:
         logs.set_level(experiment.run.log_level)
         for uid in task.uids:
@@ -66,11 +67,13 @@ def run_nodes(
             reporters[uid] = Reporter(uid, path, send, task.progress_seconds)
 
         def begin(nodes: list[Node]) -> None:
+            records.append(NodeRecords(nodes, task.run_dir))
             ready(nodes)
             for node in nodes:
                 assert isinstance(node.communication, Inproc)
                 node.communication.hub.run_id = bytes.fromhex(task.run_id)
                 attach(node, experiment, task, reporters[node.uid])
+                records[0].joined(node.uid)
                 send(NodeJoined(node.uid))
 
         nodes = run_in_process(experiment, lambda uid, record: reporters[uid].record(record), begin, tick)
@@ -81,9 +84,16 @@ def run_nodes(
                 save_node(node, Path(task.run_dir))
             reporters[node.uid].close()
             stopped = not node.over
+            records[0].over(node, stopped)
             send(Finished(node.uid, node.figures(), stopped, modules=local_modules()))
         return 0 if all(node.over for node in nodes) else Interrupted.exit_code
+    except BaseException as error:
+        for each in records:
+            each.failed(getattr(error, "uid", task.uids[0]), error)
+        raise
     finally:
+        for each in records:
+            each.close()
         for reporter in reporters.values():
             reporter.close()
 

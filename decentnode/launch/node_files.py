@@ -1,11 +1,11 @@
-"""The files that a node writes: metrics.jsonl and status.json while it runs, its model at the end."""
+"""The files that a node writes: metrics.jsonl, events.jsonl and status.json while it runs, its model at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from decentnode import clock
-from decentnode.errors import EnvironmentFault
+from decentnode.errors import Diverged, EnvironmentFault, PeerLost
 from decentnode.launch.messages import ChildMessage, Progress
+from decentnode.launch.run_dir import node_dir
+from decentnode.metrics.events import EventLog
 from decentnode.metrics.reader import read
 from decentnode.metrics.writer import MetricsWriter, encode, finite
 from decentnode.models.lora import adapter_names, folded
@@ -73,36 +75,89 @@ class Reporter:
 
 
 class StatusWriter(threading.Thread):
-    """Writes status.json once per second until `close`, in a thread of its own: the training thread is neither asked
-    nor waits, so that a node that hangs is seen to hang, with the nodes that it waits for."""
+    """Writes the status.json of nodes once per second until `close`, in a thread of its own: the training thread is
+    neither asked nor waits, so that a node that hangs is seen to hang, with the nodes that it waits for."""
 
-    def __init__(self, node: Node, path: Path) -> None:
+    def __init__(self, nodes: Mapping[Path, Node]) -> None:
+        """nodes: of this process, by their file."""
         super().__init__(name="status", daemon=True)
-        self._node, self._path = node, path
+        self._nodes = dict(nodes)
         self._over = threading.Event()
-        self._last: dict[str, Any] = {}
+        self._last: dict[Path, dict[str, Any]] = {}
+        self._ends: dict[int, str] = {}
+        """uid -> how the node ended."""
 
     def run(self) -> None:
         while not self._over.wait(STATUS_SECONDS):
-            self._write("")
-        self._write(self._final)
+            self._write()
+        self._write()
 
-    def _write(self, doing: str) -> None:
-        found = snapshot(self._node, doing)
-        if {k: v for k, v in found.items() if k != "time"} != {k: v for k, v in self._last.items() if k != "time"}:
-            self._last = found
-            with contextlib.suppress(OSError):
-                write_atomic(self._path, encode(found).decode())
+    def _write(self) -> None:
+        for path, node in self._nodes.items():
+            found, last = snapshot(node, self._ends.get(node.uid, "")), self._last.get(path, {})
+            if {k: v for k, v in found.items() if k != "time"} != {k: v for k, v in last.items() if k != "time"}:
+                self._last[path] = found
+                with contextlib.suppress(OSError):
+                    write_atomic(path, encode(found).decode())
 
-    def close(self, doing: str) -> None:
-        """Write once more, with `doing` as the node's end (finished, stopped, failed), and end the thread. Blocking for
-        5 s at most."""
-        self._final = doing
+    def close(self, ends: Mapping[int, str]) -> None:
+        """Write once more, with what each node's end was (finished, stopped, failed), by uid, and end the thread.
+        Blocking for 5 s at most."""
+        self._ends = dict(ends)
         self._over.set()
         if self.is_alive():
             self.join(5)
 
-    _final = "ended"
+
+class NodeRecords:
+    """events.jsonl and status.json of the nodes of one process, from before they join until they end. In a run without
+    a folder nothing is written."""
+
+    def __init__(self, nodes: Sequence[Node], run_dir: str | None) -> None:
+        """Raises OSError when a file cannot be opened."""
+        self._events: dict[int, EventLog] = {}
+        self._ends: dict[int, str] = {}
+        self._status: StatusWriter | None = None
+        if run_dir:
+            folders = {node.uid: node_dir(run_dir, node.uid) for node in nodes}
+            for node in nodes:
+                log = self._events[node.uid] = EventLog(folders[node.uid] / "events.jsonl", node.uid)
+                node.communication.counters.on_event = log
+            self._status = StatusWriter({folders[node.uid] / "status.json": node for node in nodes})
+            self._status.start()
+
+    def joined(self, uid: int) -> None:
+        """This node has joined the run."""
+        if uid in self._events:
+            self._events[uid]("joined")
+
+    def over(self, node: Node, stopped: bool) -> None:
+        """This node's last round is over, or the last before a stop."""
+        end = self._ends[node.uid] = "stopped" if stopped else "finished"
+        if node.uid in self._events:
+            self._events[node.uid](end, None, f"{node.round} rounds")
+
+    def failed(self, uid: int, error: BaseException) -> None:
+        """Node `uid` raised: it failed, and the others of this process lost it."""
+        for each, log in self._events.items():
+            if each not in self._ends:
+                self._ends[each] = "failed"
+                _log_failure(log, error if each == uid else PeerLost(f"node {uid} failed: {error}", [uid]))
+
+    def close(self) -> None:
+        """Write what is left. Blocking for 5 s at most; idempotent."""
+        status, self._status = self._status, None
+        if status is not None:
+            status.close(self._ends)
+        for log in self._events.values():
+            log.close()
+
+
+def _log_failure(log: EventLog, error: BaseException) -> None:
+    kind = "peer_lost" if isinstance(error, PeerLost) else "diverged" if isinstance(error, Diverged) else "failed"
+    peers: list[int | None] = [*error.missing] if isinstance(error, PeerLost) else []
+    for peer in peers or [None]:
+        log(kind, peer, str(error))
 
 
 def snapshot(node: Node, doing: str = "") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.config.component import load_class
-from decentnode.errors import DecentnodeError, Diverged, EnvironmentFault, Interrupted, NodeFailed, PeerLost
+from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import (
@@ -39,13 +39,12 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
-from decentnode.launch.node_files import Reporter, StatusWriter, save_node
+from decentnode.launch.node_files import NodeRecords, Reporter, save_node
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
 from decentnode.mapping.hosts import endpoint
-from decentnode.metrics.events import EventLog
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
 from decentnode.wire.generation import Limits
@@ -187,7 +186,7 @@ class Link:
 def run_node(task: Task, link: Link) -> int:
     """Run `task.uids[0]` to its end and report it through `link`. Returns the exit code. Blocking; never raises."""
     uid, node, reporter, send = task.uids[0], None, None, link.send
-    live, events = None, None
+    records: NodeRecords | None = None
     try:
         set_up(task, uid)
         experiment = load_request(task.request, check=False)
@@ -196,15 +195,11 @@ def run_node(task: Task, link: Link) -> int:
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)
         experiment.forget_data()
-        if folder:
-            events = node.communication.counters.on_event = EventLog(folder / "events.jsonl", uid)
-            live = StatusWriter(node, folder / "status.json")
-            live.start()
+        records = NodeRecords([node], task.run_dir)
         attach(node, experiment, task, reporter)
         give_back_memory()
         _join(node, experiment, task, link)
-        if events is not None:
-            events("joined")
+        records.joined(uid)
         node.run()
         if node.checkpoints is not None:
             node.checkpoints.close(node.communication.config.timeout_seconds)
@@ -213,26 +208,16 @@ def run_node(task: Task, link: Link) -> int:
         node.communication.close()
         reporter.close()
         stopped = not node.over
-        if live is not None and events is not None:
-            events("stopped" if stopped else "finished", None, f"{node.round} rounds")
-            live.close("stopped" if stopped else "finished")
-            events.close()
+        records.over(node, stopped)
+        records.close()
         reports = {str(other): figures for other, figures in node.reports.items()}
         send(Finished(uid, node.figures(), stopped, reports, local_modules()))
         return Interrupted.exit_code if stopped else 0
     except BaseException as error:
-        if live is not None and events is not None:
-            _log_failure(events, error)
-            live.close("failed")
-            events.close()
+        if records is not None:
+            records.failed(uid, error)
+            records.close()
         return _fail(uid, error, node, reporter, send)
-
-
-def _log_failure(log: EventLog, error: BaseException) -> None:
-    kind = "peer_lost" if isinstance(error, PeerLost) else "diverged" if isinstance(error, Diverged) else "failed"
-    peers: list[int | None] = [*error.missing] if isinstance(error, PeerLost) else []
-    for peer in peers or [None]:
-        log(kind, peer, str(error))
 
 
 def set_up(task: Task, uid: int) -> None:

@@ -96,11 +96,11 @@ def test_the_status_is_written_while_the_node_runs_and_says_how_it_ended(
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(node_files, "write_atomic", lambda path, text: written.append(json.loads(text)))
     node = fake_node()
-    status = StatusWriter(node, tmp_path / "status.json")
+    status = StatusWriter({tmp_path / "status.json": node})
     status.start()
     while not written:
         assert status.is_alive()
-    status.close("stopped")
+    status.close({node.uid: "stopped"})
     assert not status.is_alive()
     assert [each["doing"] for each in written] == ["exchange", "stopped"], "again only where something changed"
 
@@ -114,11 +114,11 @@ def test_a_full_disk_does_not_end_the_status_thread(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(node_files, "write_atomic", full)
-    status = StatusWriter(fake_node(), tmp_path / "status.json")
+    status = StatusWriter({tmp_path / "status.json": fake_node()})
     status.start()
     while not tried:
         assert status.is_alive()
-    status.close("failed")
+    status.close({fake_node().uid: "failed"})
     assert tried == ["exchange", "failed"]
 
 

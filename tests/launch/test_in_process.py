@@ -1,0 +1,50 @@
+"""All nodes in one process leave what processes leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from decentnode.launch.messages import Request
+from decentnode.launch.observer import Observer
+from decentnode.launch.supervisor import supervise
+
+ROOT = Path(__file__).parents[2]
+COMMON = [
+    "graph={name: regular, nodes: 3, degree: 2}", "mapping={name: linear, nodes_per_machine: 3, threads: 1}",
+    "node={rounds: 3, evaluate_every: 0}",
+]  # fmt: skip
+
+
+def left_by(folder: Path, *overrides: str) -> tuple[int, list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Exit code, and by node its events and its last status."""
+    request = Request(str(ROOT / "configs" / "quickstart.yaml"), [f"run.dir={folder}", *COMMON, *overrides])
+    outcome = supervise(request, Observer(), command="decentnode run quickstart.yaml")
+    assert outcome.run_dir is not None
+    nodes = sorted((outcome.run_dir / "nodes").iterdir())
+    events = [[json.loads(line) for line in (node / "events.jsonl").read_text().splitlines()] for node in nodes]
+    return outcome.exit_code, events, [json.loads((node / "status.json").read_text()) for node in nodes]
+
+
+def test_events_and_status_are_those_of_processes(tmp_path: Path) -> None:
+    found = {}
+    for way in ("inproc", "zeromq"):
+        code, events, status = left_by(tmp_path / way, f"communication={way}")
+        told = [[(event["uid"], event["kind"], event["peer"], event["detail"]) for event in each
+                 if event["kind"] != "connection_lost"] for each in events]  # fmt: skip
+        found[way] = code, told, [(each.keys(), each["uid"], each["round"], each["doing"]) for each in status]
+    assert found["inproc"] == found["zeromq"]
+    code, told, _ = found["inproc"]
+    assert code == 0
+    assert told == [[(uid, "joined", None, ""), (uid, "finished", None, "3 rounds")] for uid in range(3)]
+
+
+def test_a_node_that_fails_is_told_apart_from_those_that_lose_it(tmp_path: Path) -> None:
+    code, events, status = left_by(tmp_path, "communication=inproc", "training.optimizer.lr=1e30")
+    assert code != 0
+    assert [each["doing"] for each in status] == ["failed"] * 3
+    last = [(each[-1]["kind"], each[-1]["peer"]) for each in events]
+    failed = [uid for uid, (kind, _) in enumerate(last) if kind == "diverged"]
+    assert len(failed) == 1
+    assert all(each == ("peer_lost", failed[0]) for uid, each in enumerate(last) if uid not in failed)
