@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from decentnode import entropy
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a name beside `path` for a new file or link, which replaces the one at `path` at the end of the block;
     where the block raises, the new one is removed and the old one stays. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(3).hex()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{entropy.word(3)}")
     try:
         yield temporary
         os.replace(temporary, path)

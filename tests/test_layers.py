@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "decentnode"
 
 FLOORS: list[list[str]] = [
-    ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "system"],
+    ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system"],
     ["config", "mixing", "metrics"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks"],
     ["sharing", "training", "communication", "checkpoint"],
@@ -24,7 +24,7 @@ FLOORS: list[list[str]] = [
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SIDEWAYS = {  # within one floor, in this direction only
-    ("training", "models"), ("logs", "clock"),
+    ("training", "models"), ("logs", "clock"), ("system", "entropy"),
 }  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.parts)

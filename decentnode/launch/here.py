@@ -4,7 +4,6 @@ started. Its nodes are stepped in turn; what it writes and returns is that of a 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from decentnode import clock, logs
+from decentnode import clock, entropy, logs
 from decentnode.errors import EnvironmentFault, Interrupted
 from decentnode.launch.header import header, other_code
 from decentnode.launch.in_process import run_nodes
@@ -100,7 +99,7 @@ class _Run:
         local = list(self.facts.local)
         task = Task(
             request=request, uids=local, machine=self.facts.machine, run_dir=str(self.records.directory),
-            threads=torch.get_num_threads(), run_id=secrets.token_hex(8), in_process=True,
+            threads=torch.get_num_threads(), run_id=entropy.word(8), in_process=True,
             progress_seconds=PROGRESS_SECONDS, socket_dir="", resume=self.facts.resume,
             resume_runs=self.facts.resume_runs,
         )  # fmt: skip

@@ -5,7 +5,6 @@ One file: its methods answer messages, ends and deadlines of children, and all c
 
 from __future__ import annotations
 
-import secrets
 import signal
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from decentnode import clock
+from decentnode import clock, entropy
 from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interrupted, PeerLost, UsageError
 from decentnode.launch.messages import (
     Bound,
@@ -104,7 +103,7 @@ class Run:
     def start(self, context: Context) -> None:
         """Fork the local nodes. Returns before they are ready."""
         self._context = context
-        self._run_id = secrets.token_hex(8) if 0 in self.facts.local and not self.request.join else ""
+        self._run_id = entropy.word(8) if 0 in self.facts.local and not self.request.join else ""
         groups = [list(self.facts.local)] if self.facts.in_process else [[uid] for uid in self.facts.local]
         self.workers += [start_node(context, self._task(uids, self.request.join)) for uids in groups]
         self._enter("joining" if self.facts.in_process else "starting")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from decentnode import clock
+from decentnode import clock, entropy
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch import provenance, supervisor_file
 from decentnode.launch.messages import Facts
@@ -40,7 +39,7 @@ def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = ()) -
     """
     suffix = f"-machine{machine}" if machine else ""
     stamp = datetime.fromtimestamp(clock.wall()).strftime("%Y-%m-%dT%H-%M-%S")
-    path = runs / name / f"{stamp}-{secrets.token_hex(2)}{suffix}"
+    path = runs / name / f"{stamp}-{entropy.word(2)}{suffix}"
     try:
         path.mkdir(parents=True)
         for uid in local:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
-from decentnode import native
+from decentnode import entropy, native
 
 GRAIN_BYTES = 8192
 """Bytes that one mark is the hash of."""
@@ -62,7 +61,7 @@ class Loops:
     """The compiled loops. Blocking; large parts are shared among as many threads as torch uses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        keys = np.frombuffer(os.urandom(GRAIN_BYTES + 8 * _SHIFT), np.uint64)
+        keys = np.frombuffer(entropy.draw(GRAIN_BYTES + 8 * _SHIFT), np.uint64)
         self._keys, self._kept = ctypes.c_void_p(keys.ctypes.data), keys
         self._advance, self._snapshot, self._unchanged = library.advance, library.snapshot, library.unchanged
         self._advance.restype = self._snapshot.restype = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decentnode import clock
+from decentnode import clock, entropy
 from decentnode.communication.shared_memory.segment import (
     FOLDER,
     PAGE,
@@ -64,7 +63,7 @@ def usable(buckets: Sequence[Bucket], plan: Plan, device: torch.device) -> bool:
         room = free_bytes() > 2 * need * plan.graph.num_nodes
         host = f"{boot_id()} {os.stat(FOLDER).st_dev} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
-        room, host = False, secrets.token_hex(8)
+        room, host = False, entropy.word(8)
     fits = device.type == "cpu" and room and most <= MAX_NEIGHBORS and stores_in_order()
     own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(device)
     hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
@@ -116,7 +115,7 @@ class SharedMemoryExchange(BucketExchange):
     def _make_segments(self, size: int, header_bytes: int) -> list[Segment]:
         """Blocking: [rank] its segment, which has no name any more. All ranks go on, or none (see `together`)."""
         remove_stale(NAMES)
-        token = torch.tensor([secrets.randbits(62)])
+        token = torch.tensor([int.from_bytes(entropy.draw(8), "little") >> 2])
         dist.broadcast(token, 0)
         paths = [FOLDER / f"decentnode-ddp-{int(token):016x}-{rank}" for rank in range(self.graph.num_nodes)]
         own, segments = None, []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 from dataclasses import dataclass, field
 
+from decentnode import entropy
 from decentnode.errors import PeerFault
 from decentnode.wire import framing
 from decentnode.wire.framing import Bytes
@@ -24,8 +24,8 @@ class BulkCredential:
     time, each is good for one login: a number that grows, and a proof that whoever sends it has the token.
     """
 
-    token: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
-    key: bytes = field(repr=False, default_factory=lambda: secrets.token_bytes(SESSION_KEY_BYTES))
+    token: bytes = field(repr=False, default_factory=lambda: entropy.draw(TOKEN_BYTES))
+    key: bytes = field(repr=False, default_factory=lambda: entropy.draw(SESSION_KEY_BYTES))
     logins: int = 0
     """Number of the last login: the last one that was made, or that was accepted."""
 

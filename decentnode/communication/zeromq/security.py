@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Literal
 import zmq
 from zmq.utils import z85
 
+from decentnode import entropy
 from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.errors import EnvironmentFault, UsageError
 
@@ -62,7 +62,7 @@ def write_keys(folder: Path, uids: Iterable[int]) -> list[Path]:
         known[uid] = public
         made.append(path)
     text = "".join(f"{uid} {known[uid].decode()}\n" for uid in sorted(known))
-    temporary = folder / f".{PUBLIC_FILE}.{secrets.token_hex(8)}"
+    temporary = folder / f".{PUBLIC_FILE}.{entropy.word(8)}"
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o644)  # the umask may be wider or narrower
         file.write(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Collection, Mapping
 from typing import ClassVar, Self
 
@@ -13,7 +12,7 @@ import zmq
 from torch import Tensor
 
 import decentnode
-from decentnode import clock
+from decentnode import clock, entropy
 from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
@@ -97,7 +96,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         for problem in config.routing(self._machine_of).problems():
             raise ValueError(problem)
         self._status = RunState()
-        run = run_id or (os.urandom(8) if uid == 0 else None)
+        run = run_id or (entropy.draw(8) if uid == 0 else None)
         software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
         self._session = Session(uid, len(machine_of), digest, run, software=software, describe=self.describe)
         if config.secure != (keyring is not None):
@@ -135,7 +134,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     def _reconfiguration(self, digest: str, limits: Limits | None) -> Reconfiguration | None:
         if limits is None:
             return None
-        membership = Membership(self.uid, len(self._machine_of), limits, draw=os.urandom, digest=digest,
+        membership = Membership(self.uid, len(self._machine_of), limits, draw=entropy.draw, digest=digest,
                                 describe=self.describe)  # fmt: skip
         return Reconfiguration(membership, self._links.sender, self._status, self.counters, self._status.wake)
 

@@ -1,0 +1,58 @@
+"""The one source of randomness that no seed decides: a simulation may put another in its place."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decentnode import entropy
+from decentnode.communication.parts import BindPlan
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.credentials import BulkAccess
+from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.wire.generation import Limits
+from tests.communication.contract import flat_schema
+
+
+def drawn_by_a_node() -> list[object]:
+    """All that a node draws: the id of its run, the origin of its proposals, credentials for bulk."""
+    node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: 0, 1: 0}, schemas=flat_schema(4), digest="d", bind=BindPlan(),
+                  limits=Limits(1.0, 1.0, 1))  # fmt: skip
+    try:
+        assert node._generations is not None
+        given = BulkAccess(True, True).give(1)
+        return [node.run_id, node._generations.reconfiguration.membership.new_name(1), given.token, given.key]
+    finally:
+        node.close()
+
+
+def test_a_seeded_source_gives_the_same_again() -> None:
+    found = []
+    for seed in (1, 1, 2):
+        with entropy.use(entropy.seeded(seed)):
+            found.append(drawn_by_a_node())
+    assert found[0] == found[1]
+    assert all(one != other for one, other in zip(found[0], found[2], strict=True))
+    assert all(one != other for one, other in zip(drawn_by_a_node(), drawn_by_a_node(), strict=True))
+
+
+def test_the_machines_source_is_back_afterwards() -> None:
+    with pytest.raises(RuntimeError), entropy.use(entropy.seeded(1)):
+        raise RuntimeError
+    assert entropy._source is os.urandom
+    assert len(entropy.draw(5)) == 5 and len(entropy.word(5)) == 10
+
+
+@pytest.mark.parametrize("source", ["import secrets\nsecrets.token_hex(2)\n", "import os\nos.urandom(8)\n",
+                                    "import uuid\nuuid.uuid4()\n"])  # fmt: skip
+def test_no_other_module_draws(source: str) -> None:
+    """What the linter of the project says to such a source, as a file of the package and as one of its tests."""
+    root = Path(__file__).parents[1]
+    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", "-"]
+    for name, told in (("decentnode/node/fresh.py", True), ("tests/node/test_fresh.py", False)):
+        ran = subprocess.run(
+            [*ruff, f"--stdin-filename={name}"], input=source, cwd=root, capture_output=True, text=True, timeout=60
+        )
+        assert ("TID251" in ran.stdout and "decentnode.entropy" in ran.stdout) is told, ran.stdout + ran.stderr
