@@ -4,124 +4,27 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from decentnode.communication.base import Arrival
-from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Schema
-from decentnode.communication.path import PathContext
-from decentnode.communication.receive.exchange import InboxExchange
-from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.staging import Leases
-from decentnode.communication.routing import Routing
-from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_memory.layout import SLOTS
-from decentnode.communication.shared_memory.model_slots import ModelSlots
-from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.publish_buffer import LEASED, PublishBuffer
 from decentnode.communication.shared_memory.segment import FOLDER
-from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerFault
 from decentnode.payload import Payload
-from decentnode.wire.generation import FIRST
 from tests.communication.contract import flat_schema
-from tests.conftest import scale
-
-RUN, ELEMENTS = b"run-id-8", 8
-
-
-class End:
-    """One node's end of shared memory, without sockets."""
-
-    def __init__(
-        self, uid: int, n: int, schemas: tuple[Schema, ...], folder: Path, barrier: Callable[..., object] | None = None
-    ) -> None:
-        self.uid, self.status, self.counters = uid, RunState(), Counters()
-        self.refused: list[PeerFault] = []
-        self.inbox = Inbox(schemas, 1 << 22, self.status, self.counters, lambda _uid, _size: None)
-        self.leases, self.folder, self.barrier = Leases(), folder, barrier
-        self.memory = SharedMemoryPath(self.context(n, schemas))
-        self.model_slots = ModelSlots(schemas[0], self.leases, self.memory, self.status, Counters())
-        self.model = torch.zeros(schemas[0].elements)
-        self.breaks_rules = False
-
-    def context(self, n: int, schemas: tuple[Schema, ...]) -> PathContext:
-        def lose(*_: object) -> None:
-            assert self.breaks_rules, "the doorbell's queue is full"
-
-        def unused(*_: object) -> None:
-            raise AssertionError("shared memory alone needs none of the others")
-
-        machine_of = dict.fromkeys(range(n), 0)
-        return PathContext(
-            uid=self.uid, machine_of=machine_of, members=tuple(range(n)),
-            config=ZeroMQConfig.model_validate({"name": "shared_memory"}), schemas=schemas,
-            routing=Routing(machine_of, memory=True), partners=None, run_id=RUN, generation=FIRST, folder=self.folder,
-            inbox=self.inbox, state=self.status, counters=self.counters, leases=self.leases,
-            lease_of=lambda tensor: self.model_slots.lease(tensor), barrier=self.barrier or unused, gather=unused,  # type: ignore[arg-type]
-            host_of=unused, send=lose, admit=lambda _message: None, refuse=self.refused.append,  # type: ignore[arg-type]
-        )  # fmt: skip
-
-    def send(self, round: int, uids: list[int], payload: Payload | None = None, phase: int = 0) -> list[int]:
-        """Without any patience; those that were told."""
-        self.model_slots.sent_to = tuple(uids)
-        return self.memory.publish(payload or Payload({"x": self.model}), uids, (round, phase), 0.0)
-
-    def mix(self) -> int | None:
-        """The model moves on, as after mixing; the slot that it lives in from now on."""
-        place = self.model_slots.acquire_slot(self.model, 0.0)
-        assert place is not None
-        self.model = place.copy_(self.model)
-        slots = self.memory.model_slots
-        return next((i for i, slot in enumerate(slots) if slot.data_ptr() == place.data_ptr()), None)
-
-    def hear(self) -> None:
-        assert self.memory._doorbell is not None
-        for _ in range(SLOTS + 1):  # without patience it takes in one at a time
-            self.memory._doorbell.listen(0.0)
-
-    def exchange(self, round: int, sources: tuple[int, ...] = (0,)) -> InboxExchange:
-        return InboxExchange(self.inbox, (round, 0), sources, frozenset())
-
-    def slots_of(self, uid: int) -> list[list[Tensor]]:
-        return self.memory._mapped[uid].slots[0]
-
-
-def open_all(n: int, schemas: tuple[Schema, ...], folder: Path) -> list[End]:
-    """Every node has the publish buffers of all others."""
-    ends = [End(uid, n, schemas, folder) for uid in range(n)]
-    for end in ends:
-        end.memory.make({False: [uid for uid in range(n) if uid != end.uid]}, True)
-    for end in ends:
-        end.memory.map()
-    for end in ends:
-        end.memory.hide()
-        end.memory.begin()
-    return ends
+from tests.communication.shared_memory.ends import ELEMENTS, End, close, open_all, owner_and_reader
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="decentnode-") as name:
         yield Path(name)
-
-
-def owner_and_reader(folder: Path, schemas: tuple[Schema, ...] = flat_schema(ELEMENTS)) -> tuple[End, End]:
-    owner, reader = open_all(2, schemas, folder)
-    return owner, reader
-
-
-def close(*ends: End) -> None:
-    for end in ends:
-        end.memory.close(broken=False)
 
 
 def test_a_reader_that_was_given_up_on_keeps_its_slots(folder: Path) -> None:
@@ -306,150 +209,6 @@ def test_no_name_is_left_once_everybody_has_the_memory(folder: Path) -> None:
     assert not list(FOLDER.glob(f"{folder.name}-*")), "a crash from here on leaves nothing behind"
     assert all(end.memory.readers for end in ends)
     close(*ends)
-
-
-class Reading:
-    """A reader's mixing under way."""
-
-    def __init__(self, exchange: InboxExchange, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
-        self.exchange, self.arrivals = exchange, arrivals
-        self.bytes = arrival.received[0].tensors["x"]
-        self.halves: list[float] = []
-
-
-class Protocol(RuleBasedStateMachine):
-    """An owner and two readers that take any steps in any order; waits are over at once. To be late, or frozen and
-    thawed, is to take no step for a while."""
-
-    rogue = False
-    """Whether the owner writes where it likes: then the readers alone have to notice."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="decentnode-")
-        self.ends = open_all(3, flat_schema(ELEMENTS), Path(self.folder.name))
-        self.owner = self.ends[0]
-        self.round, self.sent = 0, False
-        self.may_read: set[tuple[int, int, int]] = set()
-        """(reader, round, slot) that was told, and is not released."""
-        self.rounds, self.reading = {1: 0, 2: 0}, dict[int, Reading]()
-        self.messages: list[tuple[Tensor, float, object]] = []
-        self.values: list[Tensor] = []
-        """By round: what left."""
-        if self.rogue:
-            self.owner.breaks_rules = True
-            self.owner.memory._buffers[False]._holder = lambda *_: None  # type: ignore[method-assign,assignment]
-
-    def teardown(self) -> None:
-        if hasattr(self, "ends"):
-            close(*self.ends)
-            self.folder.cleanup()
-
-    # -- the owner --------------------------------------------------------------------------------------------
-
-    @precondition(lambda self: not self.sent)
-    @rule(copied=st.booleans())
-    def publish(self, copied: bool) -> None:
-        """The local steps write where the model lives; then it leaves, or something else that is copied to a slot."""
-        owner = self.owner
-        owner.model.fill_(self.round + 1.0)
-        self.values.append(-owner.model.clone() if copied else owner.model.clone())
-        payload = Payload({"x": self.values[-1].clone() if copied else owner.model})
-        before = self._numbers()
-        told = owner.send(self.round, [1, 2], payload)
-        assert bool((owner.model == self.round + 1.0).all()), "something was copied over the model"
-        if told:
-            (slot,) = [slot for slot, (now, then) in enumerate(zip(self._numbers(), before, strict=True)) if now > then]
-            self._not_read_any_more(slot)
-            self.may_read |= {(uid, self.round, slot) for uid in told}
-        self.sent = True
-
-    def _numbers(self) -> list[int]:
-        buffer = self.owner.memory._buffers[False]
-        return [use for use, _ in buffer._readers[0]]
-
-    @precondition(lambda self: self.sent)
-    @rule()
-    def mix(self) -> None:
-        slot = self.owner.mix()
-        if slot is not None:
-            self._not_read_any_more(slot)
-        self.owner.model.fill_(-1.0)
-        self.sent, self.round = False, self.round + 1
-
-    def _not_read_any_more(self, slot: int) -> None:
-        if not self.rogue:
-            assert not [each for each in self.may_read if each[2] == slot], "somebody may still read it"
-
-    @rule()
-    def lease(self) -> None:
-        lease = self.owner.model_slots.lease(self.owner.model) if self.sent else None
-        if lease is not None:
-            self.messages.append((self.owner.model, float(self.owner.model[0]), lease))
-
-    @precondition(lambda self: bool(self.messages))
-    @rule(data=st.data())
-    def acknowledge(self, data: st.DataObject) -> None:
-        self.messages.pop(data.draw(st.integers(0, len(self.messages) - 1)))
-
-    # -- a reader ---------------------------------------------------------------------------------------------
-
-    @rule(uid=st.sampled_from([1, 2]))
-    def hear(self, uid: int) -> None:
-        """Of rounds that are over for the reader nothing is read any more."""
-        self.ends[uid].hear()
-        self.may_read -= {each for each in self.may_read if each[0] == uid and each[1] < self.rounds[uid]}
-
-    @rule(uid=st.sampled_from([1, 2]))
-    def start_reading(self, uid: int) -> None:
-        if uid in self.reading or self.rounds[uid] > self.round:
-            return
-        exchange = self.ends[uid].exchange(self.rounds[uid])
-        arrivals = exchange.arrivals(0.0)
-        arrival = next(arrivals)
-        if arrival.received:
-            self.reading[uid] = Reading(exchange, arrival, arrivals)
-        else:
-            self._end(uid, arrivals)
-
-    @rule(uid=st.sampled_from([1, 2]))
-    def read_on(self, uid: int) -> None:
-        reading = self.reading.get(uid)
-        if reading is None:
-            return
-        if len(reading.halves) < 2:
-            part = reading.bytes[:1] if not reading.halves else reading.bytes[-1:]
-            reading.halves.append(float(part))
-            return
-        if not reading.exchange.spoiled():
-            sent = float(self.values[self.rounds[uid]][0])
-            assert reading.halves == [sent, sent], "kept what it was not told of"
-        else:
-            assert self.rogue, "an owner that keeps to the rules spoils nothing"
-        self.reading.pop(uid)
-        self._end(uid, reading.arrivals)
-
-    def _end(self, uid: int, arrivals: Iterator[Arrival]) -> None:
-        assert not list(arrivals)
-        self.rounds[uid] += 1
-        self.ends[uid].inbox.advance(self.rounds[uid])
-        self.hear(uid)
-
-    @invariant()
-    def messages_are_as_they_were(self) -> None:
-        for sent, value, _ in getattr(self, "messages", ()):
-            assert self.rogue or bool((sent == value).all()), "bytes of a message that is not acknowledged changed"
-
-
-class RogueProtocol(Protocol):
-    rogue = True
-
-
-LIMITS = settings(max_examples=scale(30, 2000), stateful_step_count=60, deadline=None)
-TestProtocol = Protocol.TestCase
-TestProtocol.settings = LIMITS
-TestRogueProtocol = RogueProtocol.TestCase
-TestRogueProtocol.settings = LIMITS
 
 
 def test_readers_of_one_publish_buffer_do_not_wait_for_a_late_reader_of_the_other(folder: Path) -> None:
