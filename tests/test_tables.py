@@ -1,0 +1,101 @@
+"""The tables of docs/results.rst: every config of configs/tables learns from files in the real formats, and the
+arithmetic of the tables."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decentnode.experiment import load
+from tests.data.files import write_cifar10
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs" / "tables").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[tuple[ModuleType, ModuleType]]:
+    """eval/benchmarks/tables.py and table_data.py, which are no package."""
+    sys.path.insert(0, str(ROOT / "eval" / "benchmarks"))
+    import table_data
+    import tables
+
+    yield tables, table_data
+    sys.path.remove(str(ROOT / "eval" / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def data(modules: tuple[ModuleType, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    draw = np.random.default_rng(0)
+    words = ["sea", "lamp", "ship", "wind", "tea"]
+    said = [f"SPEAKER {n % 9}:\n" + " ".join(draw.choice(words, 60)) for n in range(90)]
+    (folder / "plays.txt").write_text("\n\n".join(said))
+    modules[1].write(folder, folder / "plays.txt", scale=0.05)
+    write_cifar10(folder / "cifar-10-batches-bin", per_file=256, files=1, tests=32)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECENTNODE_CACHE", str(data / "cache"))
+
+
+def overrides(name: str, data: Path) -> tuple[str, ...]:
+    folder = data / ("cifar-10-batches-bin" if name.startswith("cifar") else name)
+    return (f"data.folder={folder}", *([f"data.images={folder}/img_align_celeba"] if name == "celeba" else []))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_of_a_table_runs(path: Path, data: Path, modules: tuple[ModuleType, ModuleType]) -> None:
+    tables = modules[0]
+    point = tables.Point(path.stem, (*overrides(path.stem, data), "node.rounds=2", "training.local_steps=1"))
+    reached = tables.run(point)
+    task = load(path, list(point.overrides)).make_task()
+    assert reached.metric == task.metrics[0].name and math.isfinite(reached.local) and math.isfinite(reached.merged)
+    assert (reached.megabytes > 0) == (path.stem != "cifar_central")
+    if path.stem in tables.TASKS:
+        known = tables.untrained(point, reached.metric)
+        assert {"accuracy": 0 <= known < 0.7, "perplexity": 5 < known < 400, "rmse": 0.5 < known < 1.5}[reached.metric]
+
+
+def test_what_is_written_can_be_learned(data: Path, modules: tuple[ModuleType, ModuleType]) -> None:
+    tables = modules[0]
+    point = tables.Point("movielens", (*overrides("movielens", data), "node.rounds=60"))
+    assert tables.run(point).merged < 0.95 * tables.untrained(point, "rmse")
+
+
+def test_the_interval_of_paired_differences(
+    monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ModuleType]
+) -> None:
+    """Differences of 1, 2, 3, 4, 5 points: mean 3, deviation 1.5811, 2.776 * 1.5811 / sqrt(5) = 1.963."""
+    tables = modules[0]
+
+    def reach(points: list[Any], _store: object) -> dict[Any, Any]:
+        def merged(point: Any) -> float:
+            seed = int(next(each for each in point.overrides if each.startswith("seed=")).removeprefix("seed="))
+            return 0.4 if point.config == "cifar_central" else 0.4 + 0.01 * seed
+
+        return {point: tables.Reached("accuracy", 0.5, merged(point), 1.0, 1.0) for point in points}
+
+    monkeypatch.setattr(tables, "reach", reach)
+    rows = tables.paired_table(Path("x"), 5, [], None)
+    assert rows[-1] == ["mean", "43.00", "40.00", "+3.00 [+1.04, +4.96]"]
+
+
+def test_a_table_that_was_stopped_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: tuple[ModuleType, ModuleType]
+) -> None:
+    tables = modules[0]
+    monkeypatch.setattr(tables, "STORE", tmp_path)
+    point, reached = tables.Point("femnist", ("seed=1",)), tables.Reached("accuracy", 0.5, 0.6, 1.0, 2.0)
+    tables.Store("abc").keep(point, reached)
+    assert tables.reach([point, point], tables.Store("abc")) == {point: reached}
+    assert tables.Store("abd").found == {}
