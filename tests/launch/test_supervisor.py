@@ -18,7 +18,6 @@ from decentnode.launch.messages import Facts, Failed, Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome
 from decentnode.launch.supervisor import supervise
-from decentnode.launch.workers import LoadError
 from decentnode.metrics.reader import read_kind
 from decentnode.report.closing import closing
 from decentnode.report.runs import lines
@@ -207,10 +206,10 @@ def test_a_process_that_does_not_end_after_its_last_word_is_killed_and_named(
     assert sorted(outcome.summary["nodes"]) == ["0", "1", "2", "3"]
 
 
-def test_a_part_of_the_users_own_that_cannot_be_made_is_quoted(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"(?s)Traceback.*TypeError") as caught:
+def test_a_part_of_the_users_own_that_cannot_be_made_is_named_with_its_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model: making tests.launch.faults:Raises raised TypeError") as caught:
         run(tmp_path, model={"name": "tests.launch.faults:Raises"})
-    assert caught.value.exit_code == 8
+    assert caught.value.exit_code == 2
 
 
 def test_problems_of_the_config_are_the_loaders(tmp_path: Path) -> None:
