@@ -16,7 +16,7 @@ from decentnode.node.course import Course, ended_early
 from decentnode.node.handover import agree_on_course
 from tests.checkpoint.test_state import same
 from tests.graph.contract import make
-from tests.node.test_checkpoints import NODES, Fleet, check_resumed, whole_until
+from tests.node.fleet import NODES, Fleet, check_resumed, whole_until
 from tests.node.test_generations import Run
 from tests.training import small
 

@@ -1,0 +1,22 @@
+"""A valid experiment, and what is said of one that is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from decentnode.errors import ConfigError
+from decentnode.experiment import load
+
+BASE = """\
+name: base
+graph: {name: ring, nodes: 4}
+data: {name: digits}
+model: {name: mlp}
+training: {name: supervised, batch_size: 8}
+"""
+
+
+def said(path: str, *overrides: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, environ or {})
+    return "\n".join(caught.value.problems)
