@@ -28,6 +28,17 @@ def read_all(reading: int) -> list[str]:
         return file.read().lstrip(".").splitlines()
 
 
+def read_while_drained(output: Output, reading: int, stream: TextIO) -> list[str]:
+    """The lines that came out at the reading end; everything that waited is written then, and both ends are closed."""
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.extend(read_all(reading)))
+    reader.start()
+    assert output.drain(30)
+    stream.close()
+    reader.join(200)
+    return found
+
+
 def test_what_a_full_pipe_does_not_take_waits_in_order_and_progress_is_dropped() -> None:
     reading, stream = pipe()
     output = Output(stream)
@@ -39,12 +50,7 @@ def test_what_a_full_pipe_does_not_take_waits_in_order_and_progress_is_dropped()
     output.put("the error\n", OutputKind.ERROR)
     output.put("the result\n", OutputKind.RESULT)
     assert output.behind and not output.drain(0.0)
-    found: list[str] = []
-    reader = threading.Thread(target=lambda: found.extend(read_all(reading)))
-    reader.start()
-    assert output.drain(30)
-    stream.close()
-    reader.join(200)
+    found = read_while_drained(output, reading, stream)
     kept = [text for text in found if text[0] in "pl"]
     assert sum(text[0] == "p" for text in kept) * len(line) <= PROGRESS_CHARACTERS + 2 * len(line)
     assert sum(text[0] == "l" for text in kept) * len(line) <= KEPT_CHARACTERS + 2 * len(line)
@@ -88,10 +94,5 @@ def test_a_stream_made_non_blocking_by_somebody_loses_nothing() -> None:
     output = Output(stream)
     text = "x" * 200_000 + "\n"
     output.put(text, OutputKind.RESULT)
-    found: list[str] = []
-    reader = threading.Thread(target=lambda: found.extend(read_all(reading)))
-    reader.start()
-    assert output.drain(30)
-    stream.close()
-    reader.join(200)
+    found = read_while_drained(output, reading, stream)
     assert found == [text.rstrip("\n")]

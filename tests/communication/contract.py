@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from decentnode.communication.parts import BindPlan, Schema
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.errors import EnvironmentFault
 from decentnode.payload import Payload, TensorSpec
 
 BATCHED = "batched"
@@ -101,6 +103,16 @@ def connected(made: Sequence[Communication], start: bool = True) -> Iterator[Non
         yield
     finally:
         together(made, lambda node: node.close())
+
+
+def check_cannot_bind(plan: BindPlan, says: str, *, machine: int = 0) -> None:
+    """A lone node on `machine` that cannot listen as planned says so as a fault of its environment."""
+    node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: machine}, schemas=flat_schema(4), digest="d", bind=plan)
+    try:
+        with pytest.raises(EnvironmentFault, match=says):
+            node.bind()
+    finally:
+        node.close()
 
 
 def together(

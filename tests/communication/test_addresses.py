@@ -15,9 +15,8 @@ from decentnode.communication.parts import BindPlan
 from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
-from decentnode.errors import EnvironmentFault
 from decentnode.mapping.hosts import endpoint
-from tests.communication.contract import flat_schema, gossip, nodes, together
+from tests.communication.contract import check_cannot_bind, flat_schema, gossip, nodes, together
 from tests.conftest import free_ports, needs_ipv6
 
 
@@ -111,13 +110,7 @@ def test_who_listens_on_a_name_is_reached_at_each_of_its_addresses(monkeypatch: 
 
 def test_a_name_of_another_machine_cannot_be_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
     Names(monkeypatch, elsewhere=["192.0.2.77", "192.0.2.78"])
-    node = ZeroMQ(ZeroMQ.Config(name="zeromq"), uid=0, machine_of={0: 0}, schemas=flat_schema(4), digest="d",
-                  bind=BindPlan(host="elsewhere", port=free_ports(2)))  # fmt: skip
-    try:
-        with pytest.raises(EnvironmentFault, match=r"cannot listen on tcp://elsewhere:\d+.*mapping.bind"):
-            node.bind()
-    finally:
-        node.close()
+    check_cannot_bind(BindPlan(host="elsewhere", port=free_ports(2)), r"cannot listen on tcp://elsewhere:\d+.*mapping.bind")
 
 
 def test_a_name_that_cannot_be_resolved_is_no_port_to_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +118,8 @@ def test_a_name_that_cannot_be_resolved_is_no_port_to_be_freed(monkeypatch: pyte
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    node = ZeroMQ(ZeroMQ.Config(name="zeromq"), uid=0, machine_of={0: 3}, schemas=flat_schema(4), digest="d",
-                  bind=BindPlan(host="nohost", port=free_ports(2)))  # fmt: skip
-    try:
-        with pytest.raises(EnvironmentFault, match=r"host or bind of machine 3 .*'nohost', a name .*be resolved"):
-            node.bind()
-    finally:
-        node.close()
+    plan = BindPlan(host="nohost", port=free_ports(2))
+    check_cannot_bind(plan, r"host or bind of machine 3 .*'nohost', a name .*be resolved", machine=3)
 
 
 @needs_ipv6

@@ -20,13 +20,23 @@ from decentnode.communication.zeromq.collective_state import CollectiveState
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.communication.zeromq.tree_mean import OutgoingPart
-from decentnode.errors import AssemblyError, EnvironmentFault, Interrupted, PeerFault, PeerLost
+from decentnode.errors import AssemblyError, Interrupted, PeerFault, PeerLost
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import PROTOCOL_VERSION, Ack, Arrive, Chunk, Hello, Key, Message, Probe, Stop
 from decentnode.wire.session import Session
-from tests.communication.contract import NETWORKED, TRANSPORTS, connected, flat_schema, gossip, nodes, together, values
+from tests.communication.contract import (
+    NETWORKED,
+    TRANSPORTS,
+    check_cannot_bind,
+    connected,
+    flat_schema,
+    gossip,
+    nodes,
+    together,
+    values,
+)
 from tests.conftest import free_ports, wait_until
 
 
@@ -237,44 +247,22 @@ def test_a_node_with_another_config_is_refused_by_name() -> None:
 
 
 def test_a_port_in_use_is_an_environment_fault() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        plan = BindPlan(port=port)
-        node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: 0}, schemas=flat_schema(4), digest="d", bind=plan)
-        try:
-            with pytest.raises(EnvironmentFault, match=f"cannot listen on tcp://127.0.0.1:{port}.*mapping.base_port"):
-                node.bind()
-        finally:
-            node.close()
+        check_cannot_bind(BindPlan(port=port), f"cannot listen on tcp://127.0.0.1:{port}.*mapping.base_port")
 
 
 @pytest.mark.parametrize("plane", [0, 1])
 def test_a_port_that_was_taken_while_its_node_was_gone_is_an_environment_fault(plane: int) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         again = [f"tcp://127.0.0.1:{free_ports(1)}"] * 2
         again[plane] = f"tcp://127.0.0.1:{port}"
-        plan = BindPlan(again=tuple(again))
-        node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: 0}, schemas=flat_schema(4), digest="d", bind=plan)
-        try:
-            with pytest.raises(EnvironmentFault, match=f"cannot listen on tcp://127.0.0.1:{port}, where it did before"):
-                node.bind()
-        finally:
-            node.close()
+        check_cannot_bind(BindPlan(again=tuple(again)), f"cannot listen on tcp://127.0.0.1:{port}, where it did before")
 
 
 def test_a_folder_for_sockets_that_is_gone_is_an_environment_fault(tmp_path: Path) -> None:
-    plan = BindPlan(ipc_dir=tmp_path / "gone")
-    node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: 0}, schemas=flat_schema(4), digest="d", bind=plan)
-    try:
-        with pytest.raises(EnvironmentFault, match=r"cannot listen on ipc://.*gone"):
-            node.bind()
-    finally:
-        node.close()
+    check_cannot_bind(BindPlan(ipc_dir=tmp_path / "gone"), r"cannot listen on ipc://.*gone")
 
 
 FAR_AHEAD = (5_000).to_bytes(8, "little")
