@@ -11,6 +11,7 @@ import torch
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Schema
 from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.receive.partial_payload import SlotPayload
 from decentnode.communication.run_state import RunState
 from decentnode.errors import PeerFault
 from decentnode.payload import TensorSpec
@@ -125,8 +126,8 @@ def test_the_inbox_takes_or_refuses_any_doorbell(exact: bool) -> None:
         source = draw.randrange(4)
         packed = draw.choice([sizes[4], sizes[4], *sizes])
         try:
-            size = inbox.put_slot(source, (round, draw.choice((0, 0, 0, 1, 255))), draw.randrange(2), step, packed, {},
-                                  readers[source])  # type: ignore[arg-type]  # fmt: skip
+            payload = SlotPayload(readers[source], draw.choice((0, 0, 0, 1, 255)), draw.randrange(2), step, {})  # type: ignore[arg-type]
+            size = inbox.put_slot(source, round, packed, payload)
             assert size == 4 * int.from_bytes(packed, "little") and packed and (size == 4000 or not exact)
             taken["taken"] = taken.get("taken", 0) + 1
         except PeerFault as fault:
@@ -148,7 +149,7 @@ def test_payloads_that_came_as_chunks_take_none_of_a_boards_slots() -> None:
     for round in range(6):
         inbox.put(Chunk(RUN, 0, 1, round, 0, 0, 0, 10, {}), memoryview(bytearray(40)), 0.0)
     for use, round in enumerate((6, 8)):
-        assert inbox.put_slot(1, (round, 0), use, use, packed, {}, Slots(10)) == 40  # type: ignore[arg-type]
+        assert inbox.put_slot(1, round, packed, SlotPayload(Slots(10), 0, use, use, {})) == 40  # type: ignore[arg-type]
     inbox.put(Chunk(RUN, 0, 1, 7, 0, 0, 0, 10, {}), memoryview(bytearray(40)), 0.0)
     with pytest.raises(PeerFault, match="more than 2 slots of 1"):
-        inbox.put_slot(1, (9, 0), 0, 2, packed, {}, Slots(10))  # type: ignore[arg-type]
+        inbox.put_slot(1, 9, packed, SlotPayload(Slots(10), 0, 0, 2, {}))  # type: ignore[arg-type]

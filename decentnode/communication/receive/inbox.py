@@ -15,7 +15,7 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox_state import ExchangeKey, InboxState
-from decentnode.communication.receive.partial_payload import PartialPayload, SlotReader
+from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
 from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
 from decentnode.wire.messages import Chunk, Scalars
 
@@ -64,12 +64,10 @@ class Inbox:
         with self.status.lock:
             self.state.chunk_received(key, source, last, clock.now())
 
-    def put_slot(
-        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: SlotReader
-    ) -> int:
+    def put_slot(self, source: int, round: int, totals: bytes, payload: SlotPayload) -> int:
         """As `InboxState.put_slot`."""
         with self.status.lock:
-            return self.state.put_slot(source, key, slot, use, packed, scalars, reader, clock.now())
+            return self.state.put_slot(source, round, totals, payload, clock.now())
 
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
         """As `InboxState.skip`."""

@@ -22,7 +22,6 @@ from decentnode.communication.receive.partial_payload import (
     MappedPayload,
     PartialPayload,
     SlotPayload,
-    SlotReader,
     cut,
 )
 from decentnode.communication.run_state import RunFacts
@@ -151,28 +150,26 @@ class InboxState:
         incoming.arrived = now
         self._wake(key, source, incoming)
 
-    def put_slot(
-        self, source: int, key: ExchangeKey, slot: int, use: int, packed: bytes, scalars: Scalars, reader: SlotReader,
-        now: float,
-    ) -> int:
+    def put_slot(self, source: int, round: int, totals: bytes, payload: SlotPayload, now: float) -> int:
         """Take a payload that lies in a neighbor's publish buffer; its bytes. Raises PeerFault as `put` does.
 
-        packed: elements of each tensor, 8 bytes each. The slot is let go of at once where the payload is not kept.
+        totals: elements of each tensor, 8 bytes each. The slot is let go of at once where the payload is not kept.
         """
+        phase = payload.phase
+        key = round, phase
         try:
-            round, phase = key
             if phase >= len(self.plans):
                 raise PeerFault("wrong_shape", f"phase {phase}")
-            tensors, size = reader.slots[phase][slot], self._usual_bytes[phase]
-            if packed != self._usual[phase]:
-                tensors = self._cut(tensors, phase, packed)
+            tensors, size = payload.reader.slots[phase][payload.slot], self._usual_bytes[phase]
+            if totals != self._usual[phase]:
+                tensors = self._cut(tensors, phase, totals)
                 size = sum(tensor.nbytes for tensor in tensors)
-            incoming = SlotPayload(self.plans[phase], tensors, scalars, reader, phase, slot, use)
+            payload.lay_out(self.plans[phase], tensors)
             self.status.silent.discard(source)
             if round < self._floor or key in self._finished:
                 raise PeerFault("stale_round", f"round {round} from {source}")
             if round >= self._end:
-                incoming.let_go()
+                payload.let_go()
                 return size
             sources = self.incoming.get(key)
             if sources is not None and source in sources:
@@ -181,20 +178,22 @@ class InboxState:
                 raise PeerFault("window_exceeded", f"more than {SLOTS} slots of {source}")
             if sources is None:
                 sources = self.incoming[key] = {}
-            sources[source] = incoming
-            incoming.arrived = now
-            self._wake(key, source, incoming)
+            sources[source] = payload
+            payload.arrived = now
+            self._wake(key, source, payload)
             return size
         except PeerFault:
-            if key[1] < len(self.plans) and not self._holds(source, key[1], slot, use):
-                reader.release(key[1], slot, use)
+            if phase < len(self.plans) and not self._holds_slot_of(payload, source):
+                payload.let_go()
             raise
 
-    def _holds(self, source: int, phase: int, slot: int, use: int) -> bool:
-        """Whether a payload is kept that lies in this slot of the source's publish buffer, by another doorbell."""
+    def _holds_slot_of(self, payload: SlotPayload, source: int) -> bool:
+        """Whether another payload is kept that lies in the same slot of the source's publish buffer."""
         kept = (sources.get(source) for sources in self.incoming.values())
-        return any(isinstance(each, SlotPayload) and (each.phase, each.slot) == (phase, slot) and each.use <= use
-                   for each in kept)  # fmt: skip
+        return any(
+            isinstance(each, SlotPayload) and (each.phase, each.slot) == (payload.phase, payload.slot)
+            and each.use <= payload.use for each in kept
+        )  # fmt: skip
 
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
         """A source says that its payloads from `first` to `last` do not come. Raises PeerFault for more such messages
@@ -218,13 +217,13 @@ class InboxState:
         kept = (sources.get(source) for key, sources in self.incoming.items() if key[1] == phase)
         return sum(isinstance(each, SlotPayload) for each in kept)
 
-    def _cut(self, tensors: list[Tensor], phase: int, packed: bytes) -> list[Tensor]:
+    def _cut(self, tensors: list[Tensor], phase: int, totals: bytes) -> list[Tensor]:
         """A slot's tensors as long as a doorbell says. Raises PeerFault when they cannot be."""
         plans = self.plans[phase]
-        totals = [int.from_bytes(packed[i : i + 8], "little") for i in range(0, len(packed), 8)]
-        if len(totals) != len(plans) or not all(map(TensorPlan.accepts, plans, totals)):
-            raise PeerFault("wrong_shape", f"slot of {totals} elements")
-        return [cut(tensor, 0, total) for tensor, total in zip(tensors, totals, strict=True)]
+        lengths = [int.from_bytes(totals[i : i + 8], "little") for i in range(0, len(totals), 8)]
+        if len(lengths) != len(plans) or not all(map(TensorPlan.accepts, plans, lengths)):
+            raise PeerFault("wrong_shape", f"slot of {lengths} elements")
+        return [cut(tensor, 0, length) for tensor, length in zip(tensors, lengths, strict=True)]
 
     def _plan(self, message: Chunk, buffer: memoryview) -> TensorPlan:
         if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):

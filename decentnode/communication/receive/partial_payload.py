@@ -199,13 +199,14 @@ class SlotPayload(MappedPayload):
 
     __slots__ = ("_entered", "phase", "reader", "slot", "use")
 
-    def __init__(
-        self, plans: tuple[TensorPlan, ...], tensors: list[Tensor], scalars: Scalars, reader: SlotReader, phase: int,
-        slot: int, use: int,
-    ) -> None:
-        self._plans, self.tensors, self.scalars, self.pieces, self.arrived = plans, tensors, scalars, None, 0.0
-        self.reader, self.phase, self.slot, self.use = reader, phase, slot, use
-        self._entered = False
+    def __init__(self, reader: SlotReader, phase: int, slot: int, use: int, scalars: Scalars) -> None:
+        """As a doorbell says; what it says of the tensors' lengths is checked before `lay_out`."""
+        self.reader, self.phase, self.slot, self.use, self.scalars = reader, phase, slot, use, scalars
+        self.pieces, self.arrived, self._entered = None, 0.0, False
+
+    def lay_out(self, plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> None:
+        """To be called once, before anything is read. tensors: those of the slot, as long as the doorbell says."""
+        self._plans, self.tensors = plans, tensors
 
     def enter(self) -> None:
         """Training thread, before it reads the payload."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
 from decentnode.communication.receive.inbox_state import ExchangeKey
+from decentnode.communication.receive.partial_payload import SlotPayload
 from decentnode.communication.shared_memory.cuda_ipc import CudaMemory
 from decentnode.communication.shared_memory.device_slots import DeviceMemory
 from decentnode.communication.shared_memory.doorbell import DatagramDoorbell
@@ -23,7 +24,7 @@ from decentnode.communication.shared_memory.publish_buffer import LEASED, Buffer
 from decentnode.errors import DecentnodeError, EnvironmentFault, PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.doorbell import MAX_BYTES, Doorbells
-from decentnode.wire.messages import Scalars, Slot
+from decentnode.wire.messages import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +227,8 @@ class SharedMemoryPath(Path):
         assert self._doorbells is not None
         try:
             source, round, phase, slot, use, totals, scalars = self._doorbells.open(datagram)
-            self._take(source, (round, phase), slot, use, totals, scalars)
+            reader = self._reader_of(source)
+            self._put(source, round, totals, SlotPayload(reader, phase, slot, use, scalars))
         except PeerFault as fault:
             self.context.refuse(fault)
 
@@ -235,16 +237,18 @@ class SharedMemoryPath(Path):
 
         Raises PeerFault when there is no such payload.
         """
-        key = (message.round, message.phase)
-        self._take(message.source, key, message.slot, message.use, message.totals, message.scalars)
+        reader = self._reader_of(message.source)
+        payload = SlotPayload(reader, message.phase, message.slot, message.use, message.scalars)
+        self._put(message.source, message.round, message.totals, payload)
 
-    def _take(
-        self, source: int, key: tuple[int, int], slot: int, use: int, totals: bytes, scalars: Scalars
-    ) -> None:
+    def _reader_of(self, source: int) -> BufferReader:
         reader = self._mapped.get(source)
         if reader is None:
             raise PeerFault("no_board", f"of {source}")
-        size = self._inbox.put_slot(source, key, slot, use, totals, scalars, reader)
+        return reader
+
+    def _put(self, source: int, round: int, totals: bytes, payload: SlotPayload) -> None:
+        size = self._inbox.put_slot(source, round, totals, payload)
         edge = self._counters.edge(source)
         edge.frames_received += 1
         edge.payload_bytes_received += size

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.parts import Schema
+from decentnode.communication.receive.partial_payload import SlotPayload
 from decentnode.communication.shared_memory.layout import SLOTS
 from decentnode.communication.shared_memory.publish_buffer import LEASED, PublishBuffer
 from decentnode.communication.shared_memory.segment import FOLDER
@@ -97,10 +98,10 @@ def test_a_doorbell_that_is_refused_lets_its_slot_go_and_no_other(
     uses = [buffer.publish(0, Payload({"x": torch.ones(ELEMENTS)}), [1], 0.0, lambda _uid: False) for _ in range(SLOTS)]
     kept = 1 if reason != "window_exceeded" else SLOTS
     for i in range(kept):
-        inbox.put_slot(0, (2 + i, 0), *uses[i], SIZE, {}, mapped)
+        inbox.put_slot(0, 2 + i, SIZE, SlotPayload(mapped, 0, *uses[i], {}))
     slot, use = uses[-1] if kept == 1 else (uses[0][0], uses[0][1] + 10)
     with pytest.raises(PeerFault, match=reason):
-        inbox.put_slot(0, (round, phase), slot, use, packed, {}, mapped)
+        inbox.put_slot(0, round, packed, SlotPayload(mapped, phase, slot, use, {}))
     with pytest.raises(TimeoutError):  # still to be read
         buffer.wait_released(0, uses[0][0], 0.0, lambda _uid: False)
     if kept == 1:
@@ -112,10 +113,10 @@ def test_a_doorbell_that_comes_twice_does_not_let_go_of_what_the_first_told_of(f
     owner, reader = owner_and_reader(folder)
     buffer, mapped = owner.memory._buffers[False], reader.memory._mapped[0]
     slot, use = buffer.publish(0, Payload({"x": torch.ones(ELEMENTS)}), [1], 0.0, lambda _uid: False)
-    reader.inbox.put_slot(0, (0, 0), slot, use, SIZE, {}, mapped)
+    reader.inbox.put_slot(0, 0, SIZE, SlotPayload(mapped, 0, slot, use, {}))
     for round in (0, 1 << 41):
         with pytest.raises(PeerFault):
-            reader.inbox.put_slot(0, (round, 0), slot, use, SIZE if round == 0 else b"", {}, mapped)
+            reader.inbox.put_slot(0, round, SIZE if round == 0 else b"", SlotPayload(mapped, 0, slot, use, {}))
     with pytest.raises(TimeoutError):
         buffer.wait_released(0, slot, 0.0, lambda _uid: False)
     close(owner, reader)
