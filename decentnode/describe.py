@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from decentnode.communication import COMMUNICATIONS
 from decentnode.compression import CODECS
-from decentnode.config.component import Config, Section, Settings, Table, load_class, nearest
+from decentnode.config.component import LIKENESS_ELSEWHERE, Config, Section, Settings, Table, load_class, nearest
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
@@ -194,7 +194,7 @@ def _hint_of_path(path: str, known: Iterable[str] = KINDS) -> str:
     exact = _elsewhere(word, dot + rest)
     if not exact and (near := _hint(word, known)):
         return near
-    close = nearest(word, dict.fromkeys(name for table in TABLES.values() for name in table))
+    close = nearest(word, dict.fromkeys(name for table in TABLES.values() for name in table), LIKENESS_ELSEWHERE)
     paths = exact or (_elsewhere(close, dot + rest) if close else [])
     return f"; did you mean {' or '.join(map(repr, paths[:MOST_MEANT]))}?" if paths else ""
 

@@ -92,6 +92,14 @@ def test_a_key_of_many_components_is_told_with_some_of_them() -> None:
     assert "did you mean" not in str(caught.value)
 
 
+@pytest.mark.parametrize("word", ["extra", "worker", "dense"])
+def test_a_name_of_another_kind_is_proposed_only_where_it_is_near(word: str) -> None:
+    """There are so many that most words are a little like one of them."""
+    with pytest.raises(UsageError) as caught:
+        find(word)
+    assert "did you mean" not in str(caught.value)
+
+
 def test_an_outsiders_class_is_described() -> None:
     found = find("sharing.decentnode.sharing.full:Full")
     assert isinstance(found, ComponentInfo) and "D-PSGD" in found.text

@@ -115,10 +115,17 @@ def _leaves(annotation: Any) -> Iterable[Any]:
     return [leaf for a in arguments for leaf in _leaves(a)] if arguments else [annotation]
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The entry of `known` that `word` was probably meant to be, or None."""
+LIKENESS = 0.6
+"""How alike two words are, at least, of which one is proposed for the other: twice the letters that they have in
+common, in order, by the letters of both."""
+LIKENESS_ELSEWHERE = 0.7
+"""Likewise for words of other sections or kinds, of which there are so many that some are alike by chance."""
+
+
+def nearest(word: str, known: Iterable[str], likeness: float = LIKENESS) -> str | None:
+    """The entry of `known` that `word` was probably meant to be, or None where none is so alike."""
     by_lower = {entry.lower(): entry for entry in known}
-    found = difflib.get_close_matches(word.lower(), list(by_lower), 1)
+    found = difflib.get_close_matches(word.lower(), list(by_lower), 1, likeness)
     return by_lower[found[0]] if found else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pydantic
 from pydantic_core import ErrorDetails
 
-from decentnode.config.component import Section, nearest
+from decentnode.config.component import LIKENESS_ELSEWHERE, Section, nearest
 from decentnode.config.yaml_source import Item, Location, problem
 from decentnode.errors import UsageError
 
@@ -270,7 +270,7 @@ def _key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.Base
     replacing = _replacing(path, tree)
     if replacing:
         return f"not a key of {replacing[0]!r}: {replacing[1]}"
-    near = nearest(str(path[-1]), places.values())
+    near = nearest(str(path[-1]), places.values(), LIKENESS_ELSEWHERE)
     if near:
         return "did you mean '" + next(place for place, key in places.items() if key == near) + "'?"
     return "known keys: " + ", ".join(known)

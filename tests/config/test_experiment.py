@@ -143,7 +143,7 @@ def test_all_problems_at_once(write):
           rounds: 1e3
           schedule: overlaped
           missing: off
-        qqqqq: 1
+        extra: 1
         """
     )
     assert said(write(text)).splitlines() == textwrap.dedent(
@@ -163,8 +163,8 @@ def test_all_problems_at_once(write):
         a.yaml:11:12: node.missing must be one of fail, return_weight, regroup, got off
             missing: off
                      ^ YAML reads a bare off as false: quote it
-        a.yaml:12:1: qqqqq is not a known key
-            qqqqq: 1
+        a.yaml:12:1: extra is not a known key
+            extra: 1
             ^ known keys: {KEYS}
         """
     ).replace("{NAMES}", ", ".join(SHARINGS)).replace("{KEYS}", ", ".join(Experiment.model_fields)).splitlines()

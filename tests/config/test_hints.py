@@ -38,6 +38,8 @@ def validate(*arguments: str) -> Result:
         ("rounds=20", "did you mean 'node.rounds'?"),
         ("lr=0.1", "did you mean 'training.optimizer.lr'?"),
         ("batchsize=4", "did you mean 'training.batch_size'?"),
+        ("optimzer=sgd", "did you mean 'training.optimizer'?"),
+        ("extra=1", "known keys: "),
         ("training.batchsize=4", "did you mean 'batch_size'?"),
         ("node.nodes=4", "did you mean 'graph.nodes'?"),
         ("trainig.lr=4", "did you mean 'training'?"),
