@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 from typing import Any
@@ -96,12 +98,17 @@ def start_node(context: Context, task: Task) -> Worker:
 def _without_main() -> Iterator[None]:
     """Children run functions of this package only; importing the caller's main script again would cost time, and
     start the run once more where the script has no `if __name__ == "__main__"`."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _main_lock:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+_main_lock = threading.Lock()
+"""Of two threads that take the script away the later one would otherwise put back the empty one."""
 
 
 def _start(context: Context, target: Callable[..., None], work: Any, uids: tuple[int, ...]) -> Worker:
@@ -153,27 +160,57 @@ class Loader:
     message, `poll` takes the header when it has come."""
 
     def __init__(self, context: Context, request: Request) -> None:
-        self.worker = _start(context, entry.prepare, request, ())
+        """Returns at once, also where the fork server still imports torch, which takes seconds and from a cold network
+        disk a minute: it answers only then, so that another thread waits for it."""
+        self.worker: Worker | None = None
+        self._problem: Exception | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        if not isinstance(context, ForkServerContext):  # a fork copies the thread that makes it, alone, and waits not
+            self.worker = _start(context, entry.prepare, request, ())
+            return
+        self._begun, end = connection.Pipe(duplex=False)
+        """Readable once there is a worker or a problem."""
+        self.started = threading.Thread(target=self._start, args=(context, request, end), name="start", daemon=True)
+        self.started.start()
+
+    def _start(self, context: Context, request: Request, end: connection.Connection) -> None:
+        try:
+            worker = _start(context, entry.prepare, request, ())
+        except Exception as error:
+            self._problem = error
+        else:
+            with self._lock:
+                self.worker = worker
+                if self._closed:
+                    end_all([worker])
+        finally:
+            end.close()
 
     def facts(self, observer: Observer, signals: StopSignals) -> Facts:
         """Wait for the facts. Blocking. Raises LoadError or LoadConfigError with the child's error, NodeFailed when the
-        child died, EnvironmentFault after LOAD_SECONDS, Interrupted."""
+        child died or was not started, EnvironmentFault after LOAD_SECONDS, Interrupted."""
         started = clock.now()
         while True:
-            ready = wait([self.worker.channel.connection, self.worker.process.sentinel, signals.fileno()], timeout=1.0)
+            worker = self.worker
+            awaited = [self._begun] if worker is None else [worker.channel.connection, worker.process.sentinel]
+            ready = wait([*awaited, signals.fileno()], timeout=1.0)
             signals.clear()
             if signals.suspend_if_asked(observer.suspending):
                 observer.resumed()
             if signals.received:
                 raise Interrupted("interrupted while the experiment was loaded")
-            for message in self.worker.messages():
+            for message in () if worker is None else worker.messages():
                 if isinstance(message, Facts):
                     return message
                 if isinstance(message, Failed):
                     raise LoadConfigError(message) if message.title == "ConfigError" else LoadError(message)
-            if self.worker.process.sentinel in ready or not self.worker.open:
-                self.worker.reap()
-                raise NodeFailed(f"the process that loads the experiment {self.worker.ending()}")
+            if worker is not None and (worker.process.sentinel in ready or not worker.open):
+                worker.reap()
+                raise NodeFailed(f"the process that loads the experiment {worker.ending()}")
+            if self._problem is not None:
+                raise NodeFailed("the process that loads the experiment could not be started: "
+                                 f"{self._problem!r}") from self._problem  # fmt: skip
             elapsed = clock.now() - started
             if elapsed > LOAD_SECONDS:
                 raise EnvironmentFault(f"the experiment was not loaded within {LOAD_SECONDS:g} s")
@@ -182,11 +219,16 @@ class Loader:
 
     def poll(self, tell: Callable[[Header], None]) -> None:
         """Pass the header to `tell` if it has come, and reap the child once it has ended. Does not wait."""
-        for message in self.worker.messages():
+        worker = self.worker
+        for message in () if worker is None else worker.messages():
             if isinstance(message, Header):
                 tell(message)
-        if self.worker.alive and not self.worker.process.is_alive():
-            self.worker.reap()
+        if worker is not None and worker.alive and not worker.process.is_alive():
+            worker.reap()
 
     def close(self) -> None:
-        end_all([self.worker])
+        """End the child; one that is not there yet is ended when it comes. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self.worker is not None:
+                end_all([self.worker])

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import pytest
@@ -177,6 +179,59 @@ def test_the_wait_for_the_facts_ends_by_a_signal_or_the_deadline(monkeypatch: py
         loading.facts(Told(), signals)
     loading.close()
     assert not loading.worker.alive
+
+
+class Slow(ForkServerContext):
+    """A fork server that still imports torch: it answers when `ready` is set."""
+
+
+def slow_loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Worker, Any, Pipe, threading.Event]:
+    worker, process, child = made()
+    ready = threading.Event()
+
+    def start(*_: object) -> Worker:
+        assert ready.wait(60.0)
+        return worker
+
+    monkeypatch.setattr(workers, "_start", start)
+    return Loader(Slow(), Request("ring.yaml")), worker, process, child, ready
+
+
+def test_a_server_that_is_not_ready_is_waited_for_as_its_child_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import of torch takes seconds, from a network disk a minute: Ctrl-C ends the wait meanwhile."""
+    loading, worker, _, child, ready = slow_loader(monkeypatch)
+    said: list[str] = []
+
+    class Told(Observer):
+        def waiting(self, what: str) -> None:
+            said.append(what)
+            child.send(FACTS)
+            ready.set()
+
+    assert loading.facts(Told(), StopSignals()) == FACTS and said and loading.worker is worker
+
+    loading, worker, _, _, ready = slow_loader(monkeypatch)
+    signals = StopSignals()
+    signals.received.append(signal.SIGINT)
+    with pytest.raises(Interrupted):
+        loading.facts(Observer(), signals)
+    loading.close()
+    loading.poll(lambda _: None)
+    assert worker.alive
+    ready.set()
+    loading.started.join(60.0)
+    assert not worker.alive, "a child that comes too late is ended"
+
+
+def test_a_server_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> Worker:
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(workers, "_start", start)
+    loading = Loader(Slow(), Request("ring.yaml"))
+    with pytest.raises(NodeFailed, match=r"could not be started: EOFError\('unexpected EOF'\)"):
+        loading.facts(Observer(), StopSignals())
+    loading.close()
 
 
 def test_children_do_not_import_the_callers_script_again() -> None:
