@@ -19,7 +19,9 @@ SIMPLE = (int, float, str, bool, Path, type(None))
 def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = ()) -> type[Config]:
     """A Config with the keys of `base` and one for each argument of `chosen`'s constructor.
 
-    filled: arguments that the caller can give; they need not be written. An argument without annotation has the type of
+    filled: arguments that the caller can give; they need not be written, and are null where they are not, whatever
+    their own default is: a run's resolved file, which has all keys, must not pass for one in which they were written.
+    So are arguments whose default YAML cannot write, such as a class. An argument without annotation has the type of
     its default. Raises UsageError where an argument cannot be a key.
     """
     fields: dict[str, Any] = {}
@@ -34,7 +36,8 @@ def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = (
         if name in taken:
             continue
         kind = _plain(hints.get(name, _kind_of(parameter.default)))
-        default = ... if required else None if parameter.default is parameter.empty else parameter.default
+        unwritten = name in filled or not _writable(parameter.default)
+        default = ... if required else None if unwritten else parameter.default
         if default is None and kind is not Any:
             kind = kind | None
         text = f"Argument of {chosen.__name__}."
@@ -65,11 +68,16 @@ def _signature(chosen: type[Any]) -> inspect.Signature:
                          "derive a class from it that does") from error  # fmt: skip
 
 
-def arguments(config: Settings, chosen: type[Any]) -> dict[str, Any]:
-    """The arguments of the constructor that were written."""
-    names = parameters_of(chosen)
-    written = config.model_fields_set
-    found = {name: getattr(config, name) for name in names if name in written and name != "name"}
+def arguments(config: Settings, chosen: type[Any], filled: Collection[str] = ()) -> dict[str, Any]:
+    """The arguments of the constructor that were written. For those that the caller can give (`filled`), and those
+    whose default YAML cannot write, null is as good as nothing."""
+    found = {}
+    for name, parameter in parameters_of(chosen).items():
+        if name == "name" or name not in config.model_fields_set:
+            continue
+        value = getattr(config, name)
+        if value is not None or (name not in filled and _writable(parameter.default)):
+            found[name] = value
     return {**found, **(config.model_extra or {})}
 
 
@@ -81,7 +89,16 @@ def _hints(chosen: type[Any]) -> dict[str, Any]:
 
 
 def _kind_of(default: Any) -> Any:
-    return type(default) if isinstance(default, int | float | str) else Any
+    return type(default) if isinstance(default, int | float | str | tuple) and _writable(default) else Any
+
+
+def _writable(value: Any) -> bool:
+    """Whether YAML can write a default and reading it gives the same value; so it is where there is no default."""
+    if isinstance(value, list | tuple):
+        return type(value) in (list, tuple) and all(map(_writable, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _writable(each) for key, each in value.items())
+    return type(value) in SIMPLE or isinstance(value, Path) or value is inspect.Parameter.empty
 
 
 def _plain(kind: Any) -> Any:

@@ -17,6 +17,8 @@ from decentnode.data.base import Dataset, DatasetConfig
 from decentnode.errors import DataError, SampleFailed, told
 from decentnode.samples import AnySamples, DataSpec, LazySamples, Samples
 
+FILLED = frozenset({"train", "split"})
+"""Arguments of a class that say which part it is to give."""
 SPLITS = {"train": {"train": True, "split": "train"}, "test": {"train": False, "split": "test"}}
 """What a constructor gets that asks for `train` or `split`."""
 
@@ -47,7 +49,7 @@ class TorchData(Dataset):
     def __init__(self, config: TorchDataConfig, base_dir: Path) -> None:
         self.config = config
         given = {key: base_dir / value if isinstance(value, Path) else value
-                 for key, value in arguments(config, type(self).of).items()}  # fmt: skip
+                 for key, value in arguments(config, type(self).of, FILLED).items()}  # fmt: skip
         self._made: dict[str, Any] = {}
         self._given = given
         self._takes = next((key for key in ("train", "split") if key in parameters_of(type(self).of)
@@ -264,6 +266,5 @@ def adapted(chosen: type[Any]) -> type[Dataset] | None:
     """The dataset that gives what a class gives; None of a class that is neither a Dataset nor an iterable."""
     if not (hasattr(chosen, "__getitem__") or hasattr(chosen, "__iter__")):
         return None
-    filled = {"train", "split"} & parameters_of(chosen).keys()
-    config = config_of(chosen, TorchDataConfig, filled)
+    config = config_of(chosen, TorchDataConfig, FILLED & parameters_of(chosen).keys())
     return type(chosen.__name__, (TorchData,), {"Config": config, "of": chosen, "__doc__": chosen.__doc__})

@@ -26,7 +26,7 @@ class OwnModel(Model):
         self.config = config
 
     def make(self, data: DataSpec) -> nn.Module:
-        made, given = type(self).of, arguments(self.config, type(self).of)
+        made, given = type(self).of, arguments(self.config, type(self).of, FACTS)
         known = data.facts()
         for name, parameter in parameters_of(made).items():
             if name in given or name not in FACTS:

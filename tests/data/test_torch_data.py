@@ -113,6 +113,22 @@ def test_a_map_style_dataset_is_asked_for_the_share_alone_and_for_every_batch() 
     assert first.inputs.dtype == np.float32 and first.targets.tolist() == [share[2] % 2, share[0] % 2]
 
 
+@pytest.mark.parametrize("keys", [{}, {"noise": 0.0}])
+def test_the_keys_of_a_resolved_file_are_taken_as_those_that_were_written(keys: dict[str, Any]) -> None:
+    """`train` stands there, too, with what it is where nobody wrote it: its two parts must stay two."""
+    def parts(**given: Any) -> tuple[int, int]:
+        samples = opened("Points", nodes=1, **given).of(0)
+        return len(samples.train), len(samples.test)
+
+    made_of = load_class(f"{HERE}:Points", DATASETS, "data").Config
+    written = made_of.model_validate({"name": f"{HERE}:Points", "count": 10, **keys})
+    resolved = {key: value for key, value in written.model_dump(mode="json").items() if key != "name"}
+    assert "train" in resolved
+    for given in ({"count": 10, **keys}, resolved):
+        assert parts(**given) == (10, 8)
+    assert parts(count=10, train=True) == (9, 1), "written: the class is asked for no other part"
+
+
 def test_labels_are_dealt_and_own_test_samples_chosen_without_making_a_sample() -> None:
     data = opened("Points", count=40, partition={"name": "shards", "shards": 1}, test="own")
     found = [data.of(uid) for uid in range(2)]

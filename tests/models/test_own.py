@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +61,22 @@ class Recommender(nn.Module):
         self.size = (users, items, factors)
 
 
+class Assembled(nn.Module):
+    """Its defaults are such as YAML cannot write, and a fact of the data has one, too."""
+
+    def __init__(
+        self, input_shape: tuple[int, ...], num_classes: int = 3, activation=nn.ReLU, dtype=torch.float32,
+        scales=(1, 2), norm: nn.Module | None = None, last: Callable[[], nn.Module] = nn.Identity, *, bias=True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.given = (num_classes, activation, dtype, scales, norm, last, bias)
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes, bias, dtype=dtype), activation(), last())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
 class Broken(nn.Module):
     def __init__(self, width: int) -> None:
         raise ValueError(f"no width {width}")
@@ -82,6 +99,21 @@ def test_a_module_is_a_model_of_its_arguments_and_of_the_data() -> None:
 
 
 BASE = "graph: {name: ring, nodes: 3}\ndata: digits\ntraining: {local_steps: 2}\nnode: {rounds: 2}\n"
+
+
+@pytest.mark.parametrize("written", ["", ", bias: false, scales: [3]"])
+def test_a_resolved_file_makes_the_same_module(tmp_path: Path, written: str) -> None:
+    """It has all keys. Those that nobody wrote are still filled in from the data, or are the constructor's own."""
+    (tmp_path / "a.yaml").write_text(BASE + f"model: {{name: '{__name__}:Assembled'{written}}}\n")
+    first = load(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text(first.resolved_yaml())
+    again = load(tmp_path / "b.yaml")
+    assert again.digest() == first.digest()
+    scales, bias = ((3,), False) if written else ((1, 2), True)
+    for each in (first, again):
+        module = make_model(each, DIGITS)
+        assert isinstance(module, Assembled)
+        assert module.given == (10, nn.ReLU, torch.float32, scales, None, nn.Identity, bias)
 
 
 @pytest.mark.parametrize(("model", "text"), [
