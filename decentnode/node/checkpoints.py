@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from decentnode.checkpoint.config import CheckpointConfig
 from decentnode.checkpoint.store import Cut, Manifest
 from decentnode.checkpoint.writer import Writer, Written
 from decentnode.communication.base import Pending
-from decentnode.errors import CheckpointError, Interrupted, PeerLost
+from decentnode.errors import CheckpointError, PeerLost
 from decentnode.node.course import Best
-from decentnode.node.evaluation import steps_until_ready
+from decentnode.node.due_by_minutes import DueByMinutes, mean_unless_ending
 from decentnode.node.handover import agree_on_course, give_models
 from decentnode.node.resumable import Resumable
 from decentnode.node.resume_agreement import ResumeFrom, agreed_cut, gathered, no_common_cut
@@ -27,9 +27,6 @@ from decentnode.node.snapshot import Restored, capture
 
 logger = logging.getLogger(__name__)
 
-POLLS_PER_PERIOD = 32
-"""By minutes: the lowest node looks at its clock at least so many times between two checkpoints, where rounds allow."""
-MOST_ROUNDS_BETWEEN_POLLS = 1 << 20
 MOST_UNKNOWN = 4
 """Checkpoints beyond `keep` that wait for the other nodes to have them, too."""
 
@@ -54,10 +51,8 @@ class CheckpointFigures:
 class Checkpoints:
     """The checkpoints of one node. Everything runs on its training thread but the writing (checkpoint/writer.py).
 
-    Every member of a generation makes a checkpoint after the same rounds. With `every` they follow from the round. With
-    `minutes` the lowest member decides: after a round that all know, everybody contributes to a mean that carries its
-    word, and takes it in one round later. Nobody waits for a message that may come too late, and nobody waits at all
-    unless it is a whole round ahead of somebody.
+    Every member of a generation makes a checkpoint after the same rounds. With `every` they follow from the round, with
+    `minutes` from what the lowest member says (node/due_by_minutes.py).
 
     A checkpoint is removed when there are `keep` newer ones, except the newest that all nodes are known to have: with
     each, nodes tell each other in a mean whether the one before is on their disks.
@@ -87,6 +82,8 @@ class Checkpoints:
         best = self.config.best
         self._best = None if best is None else Best.of(best, node.training, "node.checkpoint.best")
         self._best_cut: Cut | None = None
+        minutes = self.config.minutes
+        self._by_minutes = None if minutes is None else DueByMinutes(node, minutes)
         self.begin_generation()
 
     def closing_figures(self) -> dict[str, float | int]:
@@ -107,11 +104,8 @@ class Checkpoints:
         self._before: Cut | None = None
         """The checkpoint before, made by the same members."""
         self._told: tuple[Pending, Cut | None] | None = None
-        self._poll: Pending | None = None
-        self._poll_at = -1
-        """The round after which the lowest member says whether a checkpoint is due; -1: the next one."""
-        self._polled: tuple[float, int] | None = None
-        self._since = clock.now()
+        if self._by_minutes is not None:
+            self._by_minutes.begin_generation()
 
     def between_rounds(self) -> Iterator[None]:
         """To be called before every round: makes a checkpoint where one is due. Blocking for a copy of the state, and
@@ -120,7 +114,7 @@ class Checkpoints:
             return
         self._collect()
         round = self.node.round
-        due = yield from self._due_by_minutes()
+        due = (yield from self._by_minutes.is_due()) if self._by_minutes is not None else False
         if round and round != self._last_round:
             due = due or bool(self.config.every and round % self.config.every == 0)
             best = self._is_best()
@@ -128,8 +122,8 @@ class Checkpoints:
                 yield from self._tell_all()
             if due or best:
                 self._cut(regular=due, best=best)
-        if self.config.minutes and self._poll_at in (-1, round):
-            self._begin_poll()
+        if self._by_minutes is not None:
+            self._by_minutes.ask()
 
     def after_the_last(self) -> None:
         """Make the checkpoint that a longer run, or one that was stopped, goes on from. Blocking as `between_rounds`;
@@ -158,37 +152,6 @@ class Checkpoints:
             logger.warning("a checkpoint is still being written after %.0f s and is given up", timeout_seconds)
         self._collect()
 
-    def _due_by_minutes(self) -> Generator[None, None, bool]:
-        """What the lowest member said one round ago."""
-        poll, self._poll = self._poll, None
-        if poll is None:
-            return False
-        word = yield from self._taken(poll)
-        if word is None:
-            self._poll_at = -2  # nobody asks any more
-            return False
-        due, rounds = word
-        self._poll_at = self.node.round + rounds
-        return bool(due)
-
-    def _begin_poll(self) -> None:
-        """The lowest member says whether a checkpoint is due after the coming round, and after how many further rounds
-        it is to be asked again."""
-        node, now, word = self.node, clock.now(), torch.zeros(2, dtype=torch.float64)
-        if node.uid == node.generation.members[0]:
-            assert self.config.minutes is not None
-            period = 60.0 * self.config.minutes
-            left = period - (now - self._since)
-            due = left <= 0
-            if self._polled is None or node.round <= self._polled[1]:
-                rounds = 1
-            else:
-                per_round = max(1e-9, (now - self._polled[0]) / (node.round - self._polled[1]))
-                rounds = int(max(period / POLLS_PER_PERIOD, (period if due else left) / 2) / per_round)
-            self._polled = now, node.round
-            word[0], word[1] = float(due), min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
-        self._poll = node.communication.mean(f"checkpoint/due-{node.round}", word)
-
     def _tell_all(self) -> Iterator[None]:
         """Tell everybody whether the checkpoint before is on this node's disk, and take in what they said last time."""
         waited = clock.now()
@@ -200,28 +163,10 @@ class Checkpoints:
         mean = torch.tensor([float(whole)], dtype=torch.float64)
         self._told = self.node.communication.mean(f"checkpoint/whole-{self.node.round}", mean), before
         if told is not None:
-            everybody = yield from self._taken(told[0], of_all=True)
-            if everybody and told[1] is not None:
-                self._known_to_all = told[1]
-
-    def _taken(self, pending: Pending, *, of_all: bool = False) -> Generator[None, None, list[int] | None]:
-        """Returns the sums of what everybody contributed (of_all: 1 where all contributed 1, else 0), None where the
-        run is stopping, or goes on without a node that did not contribute."""
-        node = self.node
-        if not pending.ready:
-            yield from steps_until_ready(pending, node.sharing.requirements.phases)
-        try:
-            mean, contributors = pending.wait(node.communication.config.timeout_seconds)
-        except Interrupted:
-            return None
-        except PeerLost as lost:
-            if node.config.missing != "return_weight":
-                raise
-            logger.warning("nodes agree on no checkpoint by minutes any more: %s", lost)
-            return None
-        if of_all:
-            return [1] if float(mean[0]) * contributors > contributors - 0.5 else []
-        return agreement.gathered(mean.view(1, -1), contributors)[0]
+            pending, cut = told
+            found = yield from mean_unless_ending(self.node, pending)
+            if found is not None and cut is not None and float(found[0]) * found[1] > found[1] - 0.5:
+                self._known_to_all = cut  # all contributors have it whole
 
     def _cut(self, *, regular: bool, best: bool, patience_seconds: float | None = None) -> None:
         """Copy the state and give it to the writer. regular: whether all nodes make one now. best: whether this round's
@@ -232,7 +177,9 @@ class Checkpoints:
         free = self._writer.wait(half if patience_seconds is None else min(half, patience_seconds))
         started = clock.now()
         self.figures.wait_seconds += started - waited
-        self._last_round, self._since = node.round, started
+        self._last_round = node.round
+        if self._by_minutes is not None:
+            self._by_minutes.begin_period(started)
         if not free:
             logger.warning("no checkpoint after round %d: the one before is still being written", node.round)
             return

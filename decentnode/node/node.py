@@ -24,7 +24,7 @@ from decentnode.node.dumps import Dumps
 from decentnode.node.evaluation import Evaluator
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.handover import agree_on_course, give_models
-from decentnode.node.plan import Planner
+from decentnode.node.plan import Planners
 from decentnode.node.schedule import SCHEDULES
 from decentnode.node.totals import RoundTotals
 from decentnode.sharing.base import Sharing
@@ -123,12 +123,7 @@ class Node:
         rules = (sharing,) if isinstance(sharing, Sharing) else tuple(sharing)
         count, groups = len(self._fragments), self.config.missing == "fail"
         pairs = list(zip(self._fragments, rules, strict=True))
-        self._planners = [Planner(self.uid, self.seed, *pair, averaging_groups=groups) for pair in pairs]
-        apart = self._buffers_apart
-        self._buffer_planner = (
-            self._planners[0] if apart is None
-            else Planner(self.uid, self.seed, apart, rules[0], averaging_groups=groups)
-        )
+        self._planners = Planners(self.uid, self.seed, pairs, buffers=self._buffers_apart, averaging_groups=groups)
         self.schedule = SCHEDULES[self.config.schedule](
             self.training, [FragmentExchange(*pair, self.communication, num_fragments=count, averaging_groups=groups)
                             for pair in pairs],
@@ -200,9 +195,7 @@ class Node:
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
                 yield from self.evaluate_between()
         if self._stopping():
-            now = self.generation, self.training.learning_rate
-            planners = {*self._planners, self._buffer_planner}
-            later = {uid for planner in planners for uid in planner.neighbors_from(self.round, *now)}
+            later = self._planners.neighbors_from(self.round, self.generation, self.training.learning_rate)
             self.communication.depart(self.round, later)
         if self.checkpoints is not None:
             self.checkpoints.after_the_last()
@@ -279,13 +272,10 @@ class Node:
         """Make the local steps and begin the exchange. Does not wait for a neighbor."""
         self.doing = "local steps"
         self._started = clock.now()
-        now = self.generation, self.training.learning_rate
-        views = [planner.views(round, *now) for planner in self._planners]
-        apart = self._buffer_planner
-        self._buffer_view = (views[0] if apart is self._planners[0] else apart.views(round, *now))[-1]
+        views, self._buffer_view = self._planners.views(round, self.generation, self.training.learning_rate)
         self._missing: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
-        self._update = self.schedule.begin(round, [each[:-1] for each in views], lambda: self._check_finite(round))
+        self._update = self.schedule.begin(round, views, lambda: self._check_finite(round))
         if self.sharing.requirements.phases == 1:
             self._buffers.send(self._buffer_view, self.schedule)
         return self._update

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from decentnode.graph.base import RoundView, averaging_group_of
@@ -74,3 +74,31 @@ class Planner:
         ahead = itertools.islice(turns, min(self._graph.period or LOOKED_AHEAD, LOOKED_AHEAD))
         return {uid for turn in ahead for view in self.views(self.fragment.round_of(turn), generation, lr)
                 for uid in view.neighbors}  # fmt: skip
+
+
+class Planners:
+    """The planners of all fragments of one node, and that of its float buffers."""
+
+    def __init__(
+        self, uid: int, seed: int, fragments: Sequence[tuple[Fragment, Sharing]], *, buffers: Fragment | None,
+        averaging_groups: bool,
+    ) -> None:
+        """fragments: each with its rule. buffers: over whose graph float buffers are averaged, in every round; None:
+        with the first fragment. averaging_groups: as for `Planner`."""
+        self.of_fragments = [Planner(uid, seed, *each, averaging_groups=averaging_groups) for each in fragments]
+        self._of_buffers = (
+            self.of_fragments[0] if buffers is None
+            else Planner(uid, seed, buffers, fragments[0][1], averaging_groups=averaging_groups)
+        )
+
+    def views(self, round: int, generation: Generation, lr: float) -> tuple[list[list[RoundView]], RoundView]:
+        """Returns by fragment a view per phase of its turn, and the view of the float buffers; as `Planner.views`."""
+        views = [planner.views(round, generation, lr) for planner in self.of_fragments]
+        with_first = self._of_buffers is self.of_fragments[0]
+        buffers = views[0] if with_first else self._of_buffers.views(round, generation, lr)
+        return [each[:-1] for each in views], buffers[-1]
+
+    def neighbors_from(self, round: int, generation: Generation, lr: float) -> set[int]:
+        """As `Planner.neighbors_from`, of all exchanges."""
+        return {uid for planner in {*self.of_fragments, self._of_buffers}
+                for uid in planner.neighbors_from(round, generation, lr)}  # fmt: skip
