@@ -52,6 +52,14 @@ class Settings(pydantic.BaseModel):
             raise PydanticCustomError("boolean", "must not be true or false")
         return value
 
+    @pydantic.field_validator("*", mode="after")
+    @classmethod
+    def _no_endless_numbers(cls, value: Any) -> Any:
+        """Whole numbers of 64 bits are what torch, messages and files take; Python alone has larger ones."""
+        if _holds_more_than_64_bits(value):
+            raise PydanticCustomError("bits", "must be within 64 bits, from -2^63 to 2^63 - 1")
+        return value
+
 
 @dataclass(frozen=True)
 class Added:
@@ -99,6 +107,12 @@ def _number(value: Any) -> Any:
 
 def _holds_boolean(value: Any) -> bool:
     return isinstance(value, bool) or (isinstance(value, list) and any(_holds_boolean(v) for v in value))
+
+
+def _holds_more_than_64_bits(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_more_than_64_bits, value))
+    return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
 
 
 @functools.cache

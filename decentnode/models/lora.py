@@ -26,7 +26,7 @@ class LoraConfig(Settings):
 
     Patterns are those of file names, as in `parameters`."""
 
-    rank: int = Field(8, ge=1)
+    rank: int = Field(8, ge=1, le=1 << 16)
     """Of an adapter: it has rank * (inputs + outputs) parameters."""
     alpha: float = Field(16.0, gt=0)
     """What an adapter adds is multiplied by alpha / rank."""

@@ -274,6 +274,10 @@ def test_a_path_of_ones_own_that_there_is_not_is_told_before_the_start(write, by
 
 @pytest.mark.parametrize(("change", "text"), [
     ("seed=1e400", "seed must be"), ("seed=-1e400", "seed must be"), ("node.rounds=1e999", "node.rounds must be"),
+    ("node.rounds=9223372036854775808", "node.rounds must be within 64 bits, from -2^63 to 2^63 - 1, got 92233720368"),
+    ("model.lora={rank: 4611686018427387904}", "model.lora.rank must be <= 65536"),
+    ("training.augment={cutout: 10000000000000000000000}", "training.augment.cutout must be within 64 bits"),
+    ("model={name: mlp, hidden: [8, 10000000000000000000000]}", "model.hidden must be within 64 bits"),
     ("data={name: synthetic, train_samples: 1000000000000}", "data.train_samples must be at most 100,000,000"),
     ("data={name: synthetic, test_samples: 1000000000000}", "data.test_samples must be at most 100,000,000"),
     ("data={name: synthetic, input_shape: [1000000000, 1000000000]}", "data.input_shape must leave room"),

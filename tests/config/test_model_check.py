@@ -212,7 +212,7 @@ def test_data_that_is_not_a_number_is_blamed_before_the_model(tmp_path: Path) ->
 
 @pytest.mark.parametrize("model", [
     "{name: mlp, hidden: [1000000000000]}", "{name: mlp, hidden: [10000000000, 10000000000]}",
-    "{name: mlp, hidden: [1000000000000000000000000000000]}", "{name: 'HERE:Wide', width: 1000000000000}",
+    "{name: mlp, hidden: [1000000000000000000]}", "{name: 'HERE:Wide', width: 1000000000000}",
 ])  # fmt: skip
 def test_a_model_of_terabytes_is_refused_before_memory_is_asked_for(tmp_path: Path, model: str) -> None:
     text = said(tmp_path, f"model={model}")
