@@ -130,10 +130,12 @@ def arguments(request: Request, without: str = "") -> list[str]:
 
 
 def again(request: Request, outcome: Outcome) -> list[str]:
-    """Returns arguments of the command for the same run with twice the rounds."""
+    """Returns arguments of the command for the same run with twice the rounds; after an early stop, for all of them."""
     folder, name = os.path.split(request.config)
     given = folder if name == RESOLVED and os.path.isdir(os.path.join(folder, "nodes")) else request.config
     config = [] if request.config == default_config() else [given]
+    if outcome.summary.get("ended") == "early_stop":
+        return ["run", *config, *arguments(request, without="node.early_stop"), "--set", "node.early_stop=null"]
     rounds = max(1, 2 * outcome.summary["rounds_planned"])
     return ["run", *config, *arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
 

@@ -42,3 +42,11 @@ def test_the_next_command_repeats_every_change_but_the_rounds() -> None:
 def test_the_next_command_of_the_quickstart_needs_no_file() -> None:
     words = start.again(Request(start.default_config()), Outcome(0, None, {"rounds_planned": 60}))
     assert words == ["run", "--set", "node.rounds=120"]
+
+
+def test_after_an_early_stop_more_rounds_alone_would_change_nothing() -> None:
+    summary = {"rounds_planned": 60, "ended": "early_stop"}
+    request = Request("a.yaml", ["node.rounds=60", "node.early_stop.patience=3"])
+    words = start.again(request, Outcome(0, None, summary))
+    assert words == ["run", "a.yaml", "--set", "node.rounds=60", "--set", "node.early_stop.patience=3",
+                     "--set", "node.early_stop=null"]  # fmt: skip
