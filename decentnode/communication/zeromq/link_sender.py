@@ -12,6 +12,7 @@ from decentnode.communication.zeromq.link_state import (
     BULK,
     CONTROL,
     MAX_PAYLOADS,
+    REFUSED_SECONDS,
     Body,
     Channel,
     ExchangeKey,
@@ -164,7 +165,9 @@ class LinkSender:
 
     def writable(self, uid: int, plane: int, now: float) -> None:
         """A connection that refused a message takes messages again."""
-        self.pump(uid, self.edge(uid), plane, now)
+        edge = self.edge(uid)
+        edge.planes[plane].refused = math.inf
+        self.pump(uid, edge, plane, now)
 
     def edge(self, uid: int) -> PeerLink:
         found = self.edges.get(uid)
@@ -182,6 +185,7 @@ class LinkSender:
         if number == BULK and edge.needs_credential and edge.credential is None:
             return
         if (plane.urgent or plane.again) and not self._pump_urgent(uid, number, plane):
+            self._refused(plane, now)
             return
         out, queue = plane.out, plane.queue
         while queue and not out.full:
@@ -193,10 +197,12 @@ class LinkSender:
                 lease = message.lease if edge.outwards is None else None  # what is encrypted is a copy
                 sealed = plane.sealed = (*message.frames(out.following, edge.outwards), lease)
             if not self._port.send(uid, number, sealed[0], sealed[1]):
+                self._refused(plane, now)
                 return
             if out.kept:
                 out.keep(sealed, now)
             else:
+                plane.refused = math.inf
                 out.keep(sealed, now)
                 self.due_by(out.next_deadline)
             plane.sealed = None
@@ -215,6 +221,12 @@ class LinkSender:
             edge.withheld = None
             self.control(uid, self.message(Skipped, round, phase, *last), now)
         self._port.has_room(uid)
+
+    def _refused(self, plane: Channel, now: float) -> None:
+        """The connection is full. With nothing unacknowledged, only time tells whether it is dead."""
+        if plane.refused == math.inf and plane.queue and not plane.out.kept:
+            plane.refused = now
+            self.due_by(now + REFUSED_SECONDS)
 
     def _pump_urgent(self, uid: int, number: int, plane: Channel) -> bool:
         """Send what is not numbered, and what was lost; False when the connection is full."""
@@ -251,5 +263,6 @@ class LinkSender:
         """Make a new connection, and ask behind it what was lost with the old one."""
         self._counters.on_event("connection_renewed", uid, f"plane {number}")
         self._port.renew(uid, number)
+        edge.planes[number].refused = math.inf
         edge.planes[number].out.ask()
         self.due = -math.inf

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ MAX_PAYLOADS = 4
 """Payloads of rounds that wait for one peer, with anything of them not handed to the socket yet; further ones are not
 sent to it, and count as undelivered. Where a round has more than two exchanges (phases, fragments, buffers), those of
 two rounds."""
+REFUSED_SECONDS = 5.0
+"""How long a connection may have no room, with nothing unacknowledged, before another is made: as long as one on which
+nothing is acknowledged."""
 MAX_URGENT = 64
 """Messages that are not numbered and wait for one peer's socket."""
 ONE_FRAME_BYTES = 16 * 1024
@@ -144,6 +148,13 @@ class Channel:
     """How much had come by then."""
     probed_since: float = 0.0
     """When the first of these probes came."""
+    refused: float = math.inf
+    """Since when the connection has no room for the first of `queue`, where nothing that was sent is unacknowledged: no
+    acknowledgement fails to come then, which would tell that the connection is dead."""
+
+    @property
+    def next_deadline(self) -> float:
+        return min(self.out.next_deadline, self.refused + REFUSED_SECONDS)
 
 
 class ReceiveCredits:
@@ -214,4 +225,5 @@ class PeerLink:
             plane.queue.clear()
             plane.urgent.clear()
             plane.again.clear()
+            plane.refused = math.inf
             plane.out.forget()

@@ -15,7 +15,7 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.zeromq.credentials import BulkAccess, BulkCredential, Cipher
 from decentnode.communication.zeromq.link_sender import EDGE_KINDS, RENEW_SECONDS, UNNUMBERED, LinkPort, LinkSender
-from decentnode.communication.zeromq.link_state import BULK, CONTROL, PeerLink, ReceiveCredits
+from decentnode.communication.zeromq.link_state import BULK, CONTROL, REFUSED_SECONDS, PeerLink, ReceiveCredits
 from decentnode.errors import PeerFault
 from decentnode.wire import codec, framing, messages
 from decentnode.wire.messages import Ack, Ask, Bye, Credit, Hello, Key, Message, Probe
@@ -255,7 +255,7 @@ class ReliableLinks:
         return self.sender.due
 
     def _exact_deadline(self) -> float:
-        due = (plane.out.next_deadline for edge in self._edges.values() for plane in edge.planes)
+        due = (plane.next_deadline for edge in self._edges.values() for plane in edge.planes)
         return min(self._report_at, min(due, default=math.inf))
 
     def tick(self, now: float) -> None:
@@ -270,6 +270,9 @@ class ReliableLinks:
                     self._acknowledge(uid, edge, number, now)
                 if plane.out.stuck(now):
                     self.sender.renew(uid, edge, number)
+                elif now >= plane.refused + REFUSED_SECONDS:
+                    self.sender.renew(uid, edge, number)
+                    self.sender.pump(uid, edge, number, now)
                 self.sender.probe(uid, edge, number, now)
         self.sender.due = self._exact_deadline()
 

@@ -100,6 +100,11 @@ def test_every_message_comes_once_and_whole(first: int) -> None:
     assert all(happened[what] for what in ("resent", "lost", "cut", "repeated", "damaged", "overtaken", "refused"))
 
 
+def test_a_full_dead_connection_with_nothing_unacknowledged_is_renewed() -> None:
+    """What fills it are copies of what had come long before: no acknowledgement fails to come."""
+    Story(6668).tell()
+
+
 def test_a_dead_connection_that_nothing_but_acknowledgements_goes_over_is_renewed() -> None:
     """Node 0 sends, node 1 has but to acknowledge: nothing numbered of its own tells it that nobody hears it."""
     heap = EventHeap()
