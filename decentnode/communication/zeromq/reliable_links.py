@@ -129,7 +129,7 @@ class ReliableLinks:
             return
         came = edge.planes[plane].came
         came.gap = True
-        if now - edge.doubted >= DOUBT_SECONDS:
+        if now - edge.doubted >= DOUBT_SECONDS or came.unreported + 1 >= ACK_EVERY[plane]:
             edge.doubted = now
             self._acknowledge(message.source, edge, plane, now)
         else:
