@@ -12,6 +12,7 @@ from decentnode import clock
 from decentnode.communication.receive import chunking
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.wire.generation import Limits
+from decentnode.wire.messages import NO_RUN
 from tests.communication.virtual_links import drawn_model, plan_breaks
 from tests.communication.virtual_network import EventHeap, VirtualNetwork
 from tests.communication.virtual_session import PHASES, TURNS, SessionEnd, World
@@ -93,7 +94,7 @@ def strike(draw: random.Random, victim: SessionEnd, phase: str, seconds: float) 
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("seed", range(scale(6, 300)))
+@pytest.mark.parametrize("seed", range(scale(8, 300)))
 def test_a_dead_node_ends_every_wait_in_time(seed: int, phase: str) -> None:
     draw, network, ends = session_of(seed, TIMEOUT_SECONDS)
     network.faulty = False
@@ -109,7 +110,8 @@ def test_a_dead_node_ends_every_wait_in_time(seed: int, phase: str) -> None:
     for end in others:
         assert isinstance(end.error, PeerLost | AssemblyError | None)
         if end.error is not None:
-            named = end.error.missing or "the start did not come from node" in str(end.error)
+            above = "no answer from" if end.session.run == NO_RUN else "the start did not come from"
+            named = end.error.missing or f"{above} node {end.session.tree.parent}" in str(end.error)
             assert named, "it is said who was waited for"
         if phase in ("join", "barrier") or (phase == "mean" and victim.turn < TURNS - 1):
             assert end.error is not None and end.turns <= victim.turn + 1
