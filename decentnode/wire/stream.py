@@ -20,6 +20,8 @@ PROBE_SECONDS = (0.5, 5.0)
 """Shortest and longest time without an acknowledgement after which a sender probes."""
 STUCK_SECONDS = 5.0
 """Least time without an acknowledgement after which a connection counts as stuck; doubled every time in a row."""
+CLOSING_STUCK_SECONDS = 1.0
+"""The same at the end, when there is little time left for another connection."""
 
 
 class SendStream(Generic[T]):
@@ -33,8 +35,10 @@ class SendStream(Generic[T]):
         self._quiet_since = 0.0
         self._patience = PROBE_SECONDS[0]
         self._asked = False
+        self.closing = False
+        """Whether little time is left for what is kept."""
         self._progress = 0.0
-        self._limit = STUCK_SECONDS
+        self._limit = self._least = STUCK_SECONDS
         self._sent_at: dict[int, float] = {}
         self._delay = 0.0
         """Longest time that acknowledgements took lately, in seconds; decays by a tenth with each acknowledgement."""
@@ -70,7 +74,7 @@ class SendStream(Generic[T]):
 
     @property
     def _stuck_at(self) -> float:
-        return self._progress + max(self._limit, 4 * self._delay)
+        return self._progress + (self._limit if self.closing else max(self._limit, 4 * self._delay))
 
     @property
     def next_deadline(self) -> float:
@@ -104,6 +108,12 @@ class SendStream(Generic[T]):
         """The receiver reported a gap: a probe is due at once."""
         self._asked = True
 
+    def close(self, now: float) -> None:
+        """Little time is left for what is kept: a probe is due at once, and the connection soon counts as stuck,
+        however long acknowledgements took before."""
+        self._asked = self.closing = True
+        self._limit, self._least, self._progress = CLOSING_STUCK_SECONDS, CLOSING_STUCK_SECONDS, now
+
     def acknowledged(self, first_missing: int, ahead: bytes, probe: int, now: float) -> list[int]:
         """Drop what has arrived. Returns the sequence numbers of messages to send again.
 
@@ -122,7 +132,7 @@ class SendStream(Generic[T]):
                 oldest = min(oldest, self._sent_at.pop(sequence))
         if len(self.kept) < before:
             self._quiet_since, self._patience, self._progress = now, PROBE_SECONDS[0], now
-            self._limit, self._delay = STUCK_SECONDS, max(now - oldest, 0.9 * self._delay)
+            self._limit, self._delay = self._least, max(now - oldest, 0.9 * self._delay)
         if not probe:
             return []
         return [sequence for sequence, (_, left) in self.kept.items() if left <= probe]

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
-from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS, STUCK_SECONDS, ReceiveStream, SendStream
+from decentnode.wire.stream import (
+    CLOSING_STUCK_SECONDS,
+    MAX_AHEAD,
+    PROBE_SECONDS,
+    STUCK_SECONDS,
+    ReceiveStream,
+    SendStream,
+)
 from tests.conftest import scale
 
 
@@ -117,6 +124,20 @@ def test_a_connection_that_stays_stuck_is_renewed_less_and_less_often() -> None:
         if sender.stuck(now):
             renewed.append(now)
     assert renewed == [STUCK_SECONDS * total for total in (1, 3, 7, 15)]
+
+
+def test_at_the_end_a_connection_soon_counts_as_stuck_however_slow_it_was() -> None:
+    sender: SendStream[str] = SendStream()
+    sender.keep("slow", 0.0)
+    sender.acknowledged(2, b"", 0, 4.0)
+    sender.keep("last", 4.0)
+    assert sender.next_deadline == 4.0 + PROBE_SECONDS[0] and not sender.stuck(4.0 + STUCK_SECONDS)
+    sender.close(10.0)
+    assert sender.probe_due(10.0)
+    sender.probe(10.0)
+    assert not sender.stuck(10.0 + 0.9 * CLOSING_STUCK_SECONDS)
+    assert sender.stuck(10.0 + CLOSING_STUCK_SECONDS) and not sender.stuck(10.0 + 2.9 * CLOSING_STUCK_SECONDS)
+    assert sender.stuck(10.0 + 3 * CLOSING_STUCK_SECONDS)
 
 
 def test_numbers_are_bounded() -> None:

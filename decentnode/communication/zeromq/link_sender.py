@@ -263,6 +263,9 @@ class LinkSender:
         """Make a new connection, and ask behind it what was lost with the old one."""
         self._counters.on_event("connection_renewed", uid, f"plane {number}")
         self._port.renew(uid, number)
-        edge.planes[number].refused = math.inf
-        edge.planes[number].out.ask()
+        plane = edge.planes[number]
+        plane.refused = math.inf
+        plane.out.ask()
+        if plane.out.closing:  # without the answer, which may be lost as well: the peer's connection may be dead, too
+            plane.again.update(dict.fromkeys(plane.out.kept))
         self.due = -math.inf

@@ -14,7 +14,7 @@ from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.zeromq.credentials import BulkCredential, Cipher
 from decentnode.metrics.figures import Purpose
 from decentnode.wire import framing
-from decentnode.wire.stream import ReceiveStream, SendStream
+from decentnode.wire.stream import CLOSING_STUCK_SECONDS, ReceiveStream, SendStream
 
 ExchangeKey = tuple[int, int]
 """Round and phase."""
@@ -152,9 +152,17 @@ class Channel:
     """Since when the connection has no room for the first of `queue`, where nothing that was sent is unacknowledged: no
     acknowledgement fails to come then, which would tell that the connection is dead."""
 
+    patience: float = REFUSED_SECONDS
+    """How long it may have none."""
+
     @property
     def next_deadline(self) -> float:
-        return min(self.out.next_deadline, self.refused + REFUSED_SECONDS)
+        return min(self.out.next_deadline, self.refused + self.patience)
+
+    def close(self, now: float) -> None:
+        """Little time is left for what waits here and for what is not acknowledged (`SendStream.close`)."""
+        self.out.close(now)
+        self.patience = CLOSING_STUCK_SECONDS
 
 
 class ReceiveCredits:

@@ -15,7 +15,7 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.zeromq.credentials import BulkAccess, BulkCredential, Cipher
 from decentnode.communication.zeromq.link_sender import EDGE_KINDS, RENEW_SECONDS, UNNUMBERED, LinkPort, LinkSender
-from decentnode.communication.zeromq.link_state import BULK, CONTROL, REFUSED_SECONDS, PeerLink, ReceiveCredits
+from decentnode.communication.zeromq.link_state import BULK, CONTROL, PeerLink, ReceiveCredits
 from decentnode.errors import PeerFault
 from decentnode.wire import codec, framing, messages
 from decentnode.wire.messages import Ack, Ask, Bye, Credit, Hello, Key, Message, Probe
@@ -270,7 +270,7 @@ class ReliableLinks:
                     self._acknowledge(uid, edge, number, now)
                 if plane.out.stuck(now):
                     self.sender.renew(uid, edge, number)
-                elif now >= plane.refused + REFUSED_SECONDS:
+                elif now >= plane.refused + plane.patience:
                     self.sender.renew(uid, edge, number)
                     self.sender.pump(uid, edge, number, now)
                 self.sender.probe(uid, edge, number, now)
@@ -291,15 +291,20 @@ class ReliableLinks:
         return not self._closing and not any(edge.gone for edge in self._edges.values())
 
     def finished(self, now: float) -> bool:
-        """While closing: whether every peer has everything."""
+        """While closing: whether every peer has everything. A dead control connection is soon made again, as the last
+        that a node says, its closing figures, goes over it; bulk may take its time on a slow one."""
         if not self._closing:
             self._closing = True
             for uid, edge in self._edges.items():
                 for number, plane in enumerate(edge.planes):
                     if plane.came.unreported:
                         self._acknowledge(uid, edge, number, now)
-                    plane.out.ask()
+                    if number == CONTROL:
+                        plane.close(now)
+                    else:
+                        plane.out.ask()
                     self.sender.probe(uid, edge, number, now)
+                    self.sender.due_by(plane.next_deadline)
         return not any(plane.out.kept or plane.queue for edge in self._edges.values() for plane in edge.planes)
 
     def goodbye(self, now: float) -> None:

@@ -72,6 +72,12 @@ def test_sessions_come_through_whatever_breaks(first: int) -> None:
     assert all(happened[what] for what in ("lost", "cut", "damaged"))
 
 
+@pytest.mark.parametrize("seed", [370, 3554, 4249])
+def test_closing_figures_come_over_connections_that_died_just_before(seed: int) -> None:
+    """One end's, while nothing else is said over it, or both ends'."""
+    whole_session(seed)
+
+
 def strike(draw: random.Random, victim: SessionEnd, phase: str, seconds: float) -> list[float]:
     """The victim dies (seconds: 0) or freezes in a phase of a turn. Returns where the time of it will be."""
     turn, struck = draw.randrange(TURNS) if phase in ("barrier", "mean") else victim.turn, []
