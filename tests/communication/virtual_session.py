@@ -20,6 +20,7 @@ from decentnode.communication.zeromq.link_state import copied
 from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
 from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.errors import AssemblyError, PeerLost, Regrouping
 from decentnode.payload import TensorSpec
 from decentnode.wire.generation import Generation, Limits, Name
@@ -212,8 +213,9 @@ class SessionEnd(End):
         self.collectives = self._take_collectives()
 
     def _close(self) -> Iterator[Wait]:
-        deadline = self.heap.now + CLOSE_SECONDS
-        while not self.links.finished(self.heap.now) and self.heap.now < deadline:
+        left = RunningTime(CLOSE_SECONDS, self.heap.now)
+        while not self.links.finished(self.heap.now) and not left.over(self.heap.now):
+            self._arm()
             yield _Until(self.heap.now + CLOSING_LOOK_SECONDS)
         self.links.goodbye(self.heap.now)
         self.over = True

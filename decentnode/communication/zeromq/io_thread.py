@@ -24,6 +24,7 @@ from decentnode.communication.parts import Endpoints
 from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
+from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import Authenticator, Security
 from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner
 from decentnode.communication.zeromq.waker import Waker
@@ -42,6 +43,8 @@ RECEIVE_BURST = 64
 out."""
 LOOK_SECONDS = 1.0
 """Longest sleep at the sockets, after which all of them are looked at, whatever they told of or not."""
+JOIN_SECONDS = 0.1
+"""How often whoever closes looks whether the thread at the sockets still has time."""
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
@@ -118,7 +121,7 @@ class IoThread(threading.Thread):
         self._blocked: set[tuple[int, int]] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._waker = Waker()
-        self._deadline: float | None = None
+        self._left: RunningTime | None = None
         self._next_look = 0.0
         self._noted = math.inf
         """The last that `due_by` woke somebody for, until it is over: what is settled before, as most waits for
@@ -167,17 +170,19 @@ class IoThread(threading.Thread):
 
     def close(self, linger_seconds: float) -> None:
         """Stop the thread and release every socket, once the handler has finished or `linger_seconds` are over."""
-        self._deadline = clock.now() + linger_seconds
+        self._left = RunningTime(linger_seconds, clock.now())
         self._owner.close()
         if self.is_alive():
             self.call(lambda: None)
-            self.join(linger_seconds + 10)
+            left = RunningTime(linger_seconds + 10, clock.now())
+            while self.is_alive() and not left.over(clock.now()):
+                self.join(JOIN_SECONDS)
         else:
             self._release()
 
     @property
     def closing(self) -> bool:
-        return self._deadline is not None
+        return self._left is not None
 
     # -- before the thread starts -----------------------------------------------------------------------------
 
@@ -298,10 +303,10 @@ class IoThread(threading.Thread):
             self._poll.unregister(descriptor)
 
     def _over(self) -> bool:
-        if self._deadline is None or self._calls:
+        if self._left is None or self._calls:
             return False
         with self.lock:
-            return self._handler.finished() or clock.now() >= self._deadline
+            return self._handler.finished() or self._left.over(clock.now())
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -409,7 +414,7 @@ class IoThread(threading.Thread):
         return sender
 
     def _release(self) -> None:
-        left = 0.0 if self._deadline is None else max(0.0, self._deadline - clock.now())
+        left = 0.0 if self._left is None else max(0.0, self._left.seconds)
         for which, monitor in self._sender_monitors.items():
             connections.end_monitor(self._senders[which], monitor)
         for each in self._senders.values():

@@ -124,16 +124,21 @@ def test_a_dead_node_ends_every_wait_in_time(seed: int, phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("seed", range(scale(4, 300)))
+@pytest.mark.parametrize("seed", sorted({*range(scale(4, 300)), 29, 98, 294}))
 def test_a_node_that_freezes_for_a_while_costs_that_while(seed: int, phase: str) -> None:
+    """Figures that were lost on the way to a node that freezes for longer than those below it take to close are no more
+    said again, and only those; a node that freezes while it closes still has its time to bring its own."""
     draw, network, ends = session_of(seed, TIMEOUT_SECONDS)
-    struck = strike(draw, draw.choice(ends), phase, 0.7 * TIMEOUT_SECONDS)
+    victim, model = draw.choice(ends), network.model
+    struck = strike(draw, victim, phase, 0.7 * TIMEOUT_SECONDS)
     with clock.use(network.heap.clock):
         network.heap.after(FAULTY_SECONDS, lambda: setattr(network, "faulty", False))
         assert network.heap.run(lambda: all(end.over for end in ends), TIMEOUT_SECONDS + SETTLE_SECONDS)
         assert struck
     assert all(end.turns == TURNS for end in ends)
-    assert list(ends[0].reports) == list(range(len(ends)))
+    lossy = phase == "report" and any((model.loss, model.damage, model.reordering))
+    below = set(victim.session.subtree()) - {victim.uid} if lossy else set()
+    assert set(range(len(ends))) - ends[0].reports.keys() <= below
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "join"])

@@ -1,0 +1,12 @@
+"""Time-outs that a suspended process does not spend."""
+
+from decentnode.communication.zeromq.running_time import GAP_SECONDS, RunningTime
+
+
+def test_time_in_which_nobody_looked_counts_as_a_gap() -> None:
+    left = RunningTime(3 * GAP_SECONDS, 100.0)
+    assert not left.over(100.0 + 0.5 * GAP_SECONDS)
+    assert not left.over(1000.0), "suspended"
+    assert not left.over(1000.0 + GAP_SECONDS)
+    assert left.seconds == 0.5 * GAP_SECONDS
+    assert left.over(1000.0 + 1.5 * GAP_SECONDS)
