@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decentnode.config.component import nearest
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.figures import AXES, Curve
-from decentnode.report.runs import Line, curves_of
+from decentnode.report.runs import Line, chosen_curves
 from decentnode.report.words import plural
 
 if TYPE_CHECKING:
@@ -73,12 +72,7 @@ def draw(
     is none of pyplot's: nobody has to close it, and the program's own backend stays. Raises UsageError for an unknown
     metric or nothing to draw.
     """
-    known = curves_of(lines)
-    for metric in metrics:
-        if metric not in known:
-            hint = nearest(metric, known)
-            raise UsageError(f"--metric must be one of {', '.join(known)}, which these runs have, got {metric!r}"
-                             + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+    chosen = chosen_curves(lines, metrics)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -94,7 +88,7 @@ def draw(
     figure = RunFigure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(*shape, squeeze=False, sharey="row")
-    drawn = _panels(panels, lines, {metric: known[metric] for metric in metrics}, axes)
+    drawn = _panels(panels, lines, chosen, axes)
     if not drawn:
         names = ", ".join(line.label for line in lines)
         raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from decentnode.config.component import nearest
 from decentnode.errors import UsageError
 from decentnode.metrics.figures import AXES, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
@@ -16,7 +17,7 @@ from decentnode.report import repeats
 from decentnode.report.measured import BEFORE, measured_by
 from decentnode.report.repeats import Ran
 
-__all__ = ["AXES", "Line", "RecordedRun", "Series", "curves_of", "lines", "load", "overview"]
+__all__ = ["AXES", "Line", "RecordedRun", "Series", "chosen_curves", "curves_of", "lines", "load", "overview"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,17 @@ def curves_of(drawn: Sequence[Line]) -> dict[str, Curve]:
         for run in line.runs:
             found = {**run.measured.curves, **found}
     return found
+
+
+def chosen_curves(drawn: Sequence[Line], metrics: Sequence[str]) -> dict[str, Curve]:
+    """Returns the curves of these names, in their order. Raises UsageError for one that none of the lines can have."""
+    known = curves_of(drawn)
+    for metric in metrics:
+        if metric not in known:
+            hint = nearest(metric, known)
+            raise UsageError(f"--metric must be one of {', '.join(known)}, which these runs have, got {metric!r}"
+                             + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+    return {metric: known[metric] for metric in metrics}
 
 
 def overview(drawn: Sequence[Line]) -> list[str]:

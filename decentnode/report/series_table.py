@@ -7,9 +7,7 @@ import io
 import statistics
 from collections.abc import Iterator, Sequence
 
-from decentnode.config.component import nearest
-from decentnode.errors import UsageError
-from decentnode.report.runs import Line, RecordedRun, curves_of
+from decentnode.report.runs import Line, RecordedRun, chosen_curves
 
 COLUMNS = ("run", "figure", "rounds", "seconds", "bytes", "mean", "std", "min", "max", "merged")
 
@@ -18,12 +16,7 @@ def csv_of(lines: Sequence[Line], metrics: Sequence[str]) -> str:
     """Returns CSV text: mean, standard deviation and extremes over the nodes, the value of the merged model, and a
     column per node, in the units of the plots' labels. Repeats with other seeds have rows of their own. Raises
     UsageError for a figure that no run has."""
-    known = curves_of(lines)
-    for metric in metrics:
-        if metric not in known:
-            hint = nearest(metric, known)
-            raise UsageError(f"--metric must be one of {', '.join(known)}, which these runs have, got {metric!r}"
-                             + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+    chosen_curves(lines, metrics)
     runs = [run for line in lines for run in line.runs]
     uids = sorted({uid for run in runs for uid in run.nodes})
     out = io.StringIO()

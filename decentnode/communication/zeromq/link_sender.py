@@ -12,7 +12,6 @@ from decentnode.communication.zeromq.link_state import (
     BULK,
     CONTROL,
     MAX_PAYLOADS,
-    REFUSED_SECONDS,
     Body,
     Channel,
     ExchangeKey,
@@ -199,11 +198,10 @@ class LinkSender:
             if not self._port.send(uid, number, sealed[0], sealed[1]):
                 self._refused(plane, now)
                 return
-            if out.kept:
-                out.keep(sealed, now)
-            else:
+            first = not out.kept
+            out.keep(sealed, now)
+            if first:
                 plane.refused = math.inf
-                out.keep(sealed, now)
                 self.due_by(out.next_deadline)
             plane.sealed = None
             queue.popleft()
@@ -226,7 +224,7 @@ class LinkSender:
         """The connection is full. With nothing unacknowledged, only time tells whether it is dead."""
         if plane.refused == math.inf and plane.queue and not plane.out.kept:
             plane.refused = now
-            self.due_by(now + REFUSED_SECONDS)
+            self.due_by(now + plane.patience)
 
     def _pump_urgent(self, uid: int, number: int, plane: Channel) -> bool:
         """Send what is not numbered, and what was lost; False when the connection is full."""

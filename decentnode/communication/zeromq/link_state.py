@@ -151,7 +151,6 @@ class Channel:
     refused: float = math.inf
     """Since when the connection has no room for the first of `queue`, where nothing that was sent is unacknowledged: no
     acknowledgement fails to come then, which would tell that the connection is dead."""
-
     patience: float = REFUSED_SECONDS
     """How long it may have none."""
 
