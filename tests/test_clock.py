@@ -1,13 +1,11 @@
 """The one clock: virtual time moves when told to and serves every reader of time."""
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from decentnode import clock
+from tests.linter import check_banned
 
 
 def test_virtual_time_moves_only_when_told_to() -> None:
@@ -38,11 +36,4 @@ def test_the_machines_clock_is_back_after_virtual_time() -> None:
     "import datetime as dates\nprint(dates.date.today())\n",
 ])  # fmt: skip
 def test_no_other_module_reads_time_or_sleeps(source: str) -> None:
-    """What the linter of the project says to such a source, as a file of the package and as one of its tests."""
-    root = Path(__file__).parents[1]
-    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", "-"]
-    for name, told in (("decentnode/node/fresh.py", True), ("tests/node/test_fresh.py", False)):
-        ran = subprocess.run(
-            [*ruff, f"--stdin-filename={name}"], input=source, cwd=root, capture_output=True, text=True, timeout=60
-        )
-        assert ("TID251" in ran.stdout and "decentnode.clock" in ran.stdout) is told, ran.stdout + ran.stderr
+    check_banned(source, "decentnode.clock")

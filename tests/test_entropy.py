@@ -1,9 +1,6 @@
 """The one source of randomness that no seed decides: a simulation may put another in its place."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +11,7 @@ from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.wire.generation import Limits
 from tests.communication.contract import flat_schema
+from tests.linter import check_banned
 
 
 def drawn_by_a_node() -> list[object]:
@@ -48,11 +46,4 @@ def test_the_machines_source_is_back_afterwards() -> None:
 @pytest.mark.parametrize("source", ["import secrets\nsecrets.token_hex(2)\n", "import os\nos.urandom(8)\n",
                                     "import uuid\nuuid.uuid4()\n"])  # fmt: skip
 def test_no_other_module_draws(source: str) -> None:
-    """What the linter of the project says to such a source, as a file of the package and as one of its tests."""
-    root = Path(__file__).parents[1]
-    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", "-"]
-    for name, told in (("decentnode/node/fresh.py", True), ("tests/node/test_fresh.py", False)):
-        ran = subprocess.run(
-            [*ruff, f"--stdin-filename={name}"], input=source, cwd=root, capture_output=True, text=True, timeout=60
-        )
-        assert ("TID251" in ran.stdout and "decentnode.entropy" in ran.stdout) is told, ran.stdout + ran.stderr
+    check_banned(source, "decentnode.entropy")

@@ -1,0 +1,18 @@
+"""What the linter of the project says to sources that the tests make up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def check_banned(source: str, instead: str) -> None:
+    """As a file of the package the source is refused, and `instead` named; as one of its tests it is not."""
+    root = Path(__file__).parents[1]
+    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", "-"]
+    for name, told in (("decentnode/node/fresh.py", True), ("tests/node/test_fresh.py", False)):
+        ran = subprocess.run(
+            [*ruff, f"--stdin-filename={name}"], input=source, cwd=root, capture_output=True, text=True, timeout=60
+        )
+        assert ("TID251" in ran.stdout and instead in ran.stdout) is told, ran.stdout + ran.stderr
