@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,11 @@ def flat_schema(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Sche
     return (Schema(elements, {"x": TensorSpec(dtype, elements)}, True),)
 
 
+def folder_prefix() -> str:
+    """How the names of `nodes`' folders begin, and with them those of its shared memory: another process's differ."""
+    return f"dn{os.getpid()}-"
+
+
 @contextlib.contextmanager
 def nodes(
     transport: str,
@@ -79,7 +85,7 @@ def nodes(
     **options: object,
 ) -> Iterator[list[Communication]]:
     """n started nodes; closed at the end."""
-    with tempfile.TemporaryDirectory(prefix="dn") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         if transport == "inproc":
             hub = Hub(n)
             made: list[Communication] = [
