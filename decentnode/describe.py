@@ -26,6 +26,7 @@ from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
 from decentnode.experiment.loading import RENAMED
+from decentnode.experiment.simulation import SimulateConfig
 from decentnode.experiment.tree import Experiment, RunConfig
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.mapping import MAPPINGS
@@ -44,7 +45,8 @@ TABLES: dict[str, Mapping[str, str]] = {
 }  # fmt: skip
 """Kinds whose components a YAML section names."""
 GROUPS: dict[str, type[Settings]] = {
-    "experiment": Experiment, "parameters": ParametersConfig, "node": NodeConfig, "run": RunConfig,
+    "experiment": Experiment, "parameters": ParametersConfig, "node": NodeConfig, "simulate": SimulateConfig,
+    "run": RunConfig,
 }  # fmt: skip
 """Kinds that are one group of keys."""
 KINDS: dict[str, str] = {
@@ -63,6 +65,7 @@ KINDS: dict[str, str] = {
     "fragments": "Ways to cut the shared parameters into fragments: the key `fragments` of `parameters`.",
     "communication": "How payloads move between nodes.",
     "node": "The rounds: how many, in which order, what a failure does.",
+    "simulate": "How `decentnode simulate` computes the nodes.",
     "run": "Where the results go.",
 }
 """Every kind with one sentence."""

@@ -57,7 +57,7 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 def shortened(words: list[str]) -> list[str]:
     """A command of a page as the tests run it: this Python's modules, two rounds where it trains."""
-    run = words[0] == ".venv/bin/decentnode" and words[1] == "run"
+    run = words[0] == ".venv/bin/decentnode" and words[1] in ("run", "simulate")
     programs = {".venv/bin/decentnode": ["-m", "decentnode"], ".venv/bin/python": [],
                 ".venv/bin/torchrun": ["-m", "torch.distributed.run", "--standalone"]}  # fmt: skip
     return [sys.executable, *programs[words[0]], *words[1:], *(["--plain", "--set", "node.rounds=2"] if run else [])]
@@ -73,7 +73,8 @@ def run_here(words: list[str], leaves: bool) -> None:
         nodes = run_in_process(load(words[1], [*overrides, "node.rounds=2", "communication=inproc"]))
         assert all(node.round == 2 for node in nodes)
         return
-    more = ["--plain", "--set", "node.rounds=2", "--set", "communication=inproc"] if words[0] == "run" else []
+    more = ["--plain", "--set", "node.rounds=2"] if words[0] in ("run", "simulate") else []
+    more += ["--set", "communication=inproc"] if words[0] == "run" else []
     assert not main.main([*words, *more], prog_name="decentnode", standalone_mode=False)
 
 

@@ -18,6 +18,7 @@ FLOORS: list[list[str]] = [
     ["node", "parallel"],
     ["experiment"],
     ["build", "compat", "describe", "objects"],
+    ["simulate"],
     ["launch", "report"],
     ["cli"],
     ["api", "__main__"],

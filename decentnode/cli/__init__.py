@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "new": "Write a commented experiment with a model, data and a rule of your own, to begin with.",
     "run": "Run all nodes of an experiment on this machine.",
     "launch": "Run this machine's share of an experiment.",
+    "simulate": "Simulate all nodes of an experiment in one process.",
     "node": "Run one node, for launchers that start processes themselves.",
     "status": "Show where the nodes of a run stand and who waits for whom.",
     "doctor": "Check this machine and the way to the others before a run.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from decentnode.samples import AnySamples, DataSpec, NodeSamples
 
 PLACES = ("{uid}", "{machine}")
 """What paths of private data have in them."""
+KEPT_DEALS = 3
+"""Epochs whose shares are kept: the first, and those that nodes at different places are in."""
 
 
 class OpenedData:
@@ -33,6 +36,10 @@ class OpenedData:
         self.config, self._table, self._base_dir = config, table, base_dir
         self._machines, self._seed = machines, seed
         self._opened: dict[tuple[str, ...], Dataset] = {}
+        self._dealt: dict[tuple[tuple[str, ...], int], dict[int, np.ndarray]] = {}
+        """By group of nodes and epoch: their shares, of the epochs that were dealt last."""
+        self._test: AnySamples | None = None
+        self._own_parts: dict[tuple[str, ...], dict[int, np.ndarray]] = {}
         self._paths = [name for name, value in config if isinstance(value, Path) and _has_place(value)]
 
     @property
@@ -125,13 +132,28 @@ class OpenedData:
         return found
 
     def _groups(self) -> Iterator[list[int]]:
+        yield from self._by_group.values()
+
+    @functools.cached_property
+    def _by_group(self) -> dict[tuple[str, ...], list[int]]:
         groups: dict[tuple[str, ...], list[int]] = {}
         for uid in range(len(self._machines)):
             groups.setdefault(self._group(uid), []).append(uid)
-        yield from groups.values()
+        return groups
 
     def _shares_of(self, uids: Sequence[int], epoch: int = 0) -> dict[int, np.ndarray]:
-        """The shares of nodes that read the same files. epoch: from 1 on, all samples are dealt anew for it."""
+        """The shares of nodes that read the same files. epoch: from 1 on, all samples are dealt anew for it.
+
+        Those of the last KEPT_DEALS are kept: where one process holds many nodes, each asks for them.
+        """
+        key = self._group(uids[0]), epoch
+        if key not in self._dealt:
+            while len(self._dealt) >= KEPT_DEALS * len(self._by_group):
+                del self._dealt[next(iter(self._dealt))]
+            self._dealt[key] = self._deal(uids, epoch)
+        return self._dealt[key]
+
+    def _deal(self, uids: Sequence[int], epoch: int) -> dict[int, np.ndarray]:
         dataset = self.dataset(uids[0])
         chosen = self.config.partition
         partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
@@ -158,7 +180,7 @@ class OpenedData:
     def of(self, uid: int) -> NodeSamples:
         """What one node trains and is tested on. Raises DataError."""
         self.check()
-        group = next(uids for uids in self._groups() if uid in uids)
+        group = self._by_group[self._group(uid)]
         dataset, shares = self.dataset(uid), self._shares_of(group)
         train = dataset.train(shares[uid])
 
@@ -168,14 +190,21 @@ class OpenedData:
         if self.test == "own":
             return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False,
                                deal_again=deal_again)  # fmt: skip
-        sampled = self.tested()
         if self.sharded:
+            sampled = self.tested()
             mine = (sampled if sampled is not None else np.arange(dataset.num_test()))[uid :: len(self._machines)]
             test, shared = dataset.test_part(mine), False
         else:
-            test, shared = dataset.test() if sampled is None else dataset.test_part(sampled), True
+            test, shared = self._global_test(dataset), True
         own = self._own_test(dataset, shares, uid) if self.test == "both" else None
         return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again)
+
+    def _global_test(self, dataset: Dataset) -> AnySamples:
+        """What all nodes are tested on: one object for those of a process."""
+        if self._test is None:
+            sampled = self.tested()
+            self._test = dataset.test() if sampled is None else dataset.test_part(sampled)
+        return self._test
 
     def tested(self) -> np.ndarray | None:
         """Sorted indices of the global test samples that nodes are tested on; None where these are all."""
@@ -188,7 +217,10 @@ class OpenedData:
     def _own_test(self, dataset: Dataset, shares: Mapping[int, np.ndarray], uid: int) -> Any:
         if len(shares) == 1:
             return dataset.test()
-        return dataset.test_part(own_parts(dataset, shares, self._seed)[uid])
+        group = self._group(uid)
+        if group not in self._own_parts:
+            self._own_parts[group] = own_parts(dataset, shares, self._seed)
+        return dataset.test_part(self._own_parts[group][uid])
 
 
 def _has_place(path: Path) -> bool:

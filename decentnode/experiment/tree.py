@@ -21,6 +21,7 @@ from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
 from decentnode.data import DATASETS
 from decentnode.data.opened import OpenedData
+from decentnode.experiment.simulation import SimulateConfig
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -105,6 +106,8 @@ class Experiment(Settings):
     """How payloads move between nodes."""
     node: NodeConfig = Field(default={}, validate_default=True)
     """The rounds: how many, in which order, what a failure does."""
+    simulate: Annotated[SimulateConfig, ADDED] = SimulateConfig()
+    """How `decentnode simulate` computes the run in one process; no other command looks at it."""
     run: RunConfig = RunConfig()
     """Where the results go."""
 
@@ -258,7 +261,8 @@ class Experiment(Settings):
 
 def portable_text(experiment: Experiment) -> str:
     """What the digest covers: no paths, ports, hosts or devices, but the edges that the graph came out with, and the
-    content of the weights that the model starts from.
+    content of the weights that the model starts from. How a run is simulated is not in it: a simulated run and one with
+    processes have one digest.
 
     Edges of the first rounds stand for a graph that changes; weights stand for themselves only when a file holds
     them, because computed ones may differ in their last bits.
@@ -270,7 +274,7 @@ def portable_text(experiment: Experiment) -> str:
     if experiment.weights is not None and any(paths_of(experiment.weights, ())):
         weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
     paths, added = {path for path, _ in paths_of(experiment, ())}, {*added_defaults(experiment)}
-    content = _portable(_without(experiment.resolved(), added, ()), paths, ())
+    content = _portable(_without(experiment.resolved(), {*added, ("simulate",)}, ()), paths, ())
     if getattr(experiment.model, "init", None) is not None:
         content["model"]["init"] = content_digest(experiment.base_dir / experiment.model.init)  # type: ignore[attr-defined]
     return json.dumps([content, edges, weights, *([apart] if apart else [])], sort_keys=True, separators=(",", ":"))

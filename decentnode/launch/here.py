@@ -18,6 +18,7 @@ from decentnode.launch.in_process import run_nodes
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import (
     ChildMessage,
+    Engine,
     Facts,
     Failed,
     Finished,
@@ -27,7 +28,7 @@ from decentnode.launch.messages import (
     Task,
 )
 from decentnode.launch.node_process import describe_failure
-from decentnode.launch.observer import Observer, resumed_notice
+from decentnode.launch.observer import Observer, engine_notice, resumed_notice
 from decentnode.launch.outcome import Durations, Ledger, Outcome, finished_before, summary
 from decentnode.launch.prepare import facts, resumed
 from decentnode.launch.provenance import local_modules
@@ -133,6 +134,9 @@ class _Run:
                 self.observer.joined(self.start_seconds)
                 self.records.keep_modules(local_modules())
                 self.records.start()
+        elif isinstance(message, Engine):
+            self.ledger.engine = message
+            self.observer.notice(engine_notice(message))
         elif isinstance(message, Finished):
             self.ledger.finished[message.uid] = message
             self.records.keep_modules(message.modules)

@@ -14,7 +14,7 @@ from decentnode.communication.inproc import Inproc
 from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
-from decentnode.launch.messages import ChildMessage, Finished, NodeJoined, StopRun, Task
+from decentnode.launch.messages import ChildMessage, Engine, Finished, NodeJoined, StopRun, Task
 from decentnode.launch.node_files import NodeRecords, Reporter, save_node
 from decentnode.launch.node_process import describe_failure, set_up
 from decentnode.launch.pipe import Pipe
@@ -62,6 +62,8 @@ def run_nodes(
     records: list[NodeRecords] = []
     try:
         logs.set_level(experiment.run.log_level)
+        if task.request.simulate:
+            send(Engine("stepped", "every node by its own code"))
         for uid in task.uids:
             path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
             reporters[uid] = Reporter(uid, path, send, task.progress_seconds)

@@ -17,6 +17,8 @@ class Request:
     machine: int | str | None = None
     """Number of this machine, "auto" to find it by its addresses, None when all nodes must be on one."""
     in_process: bool = False
+    simulate: bool = False
+    """With `in_process`: whether the section `simulate` of the experiment says how the nodes are computed."""
     join: bool = False
     """Whether the run has begun already, and this machine's nodes ask to join it (node.missing: regroup)."""
     resume: str | None = None
@@ -135,6 +137,14 @@ class NodeJoined:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """Which engine computes the nodes of a simulated run, and why that one."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class NodesAbsent:
     """From uid 0 while nodes connect: the uids that have not yet, and why nodes were refused, by the uid they
     claimed."""
@@ -200,10 +210,14 @@ class PeerFailure:
 
 
 ChildMessage = (
-    Facts | Header | Bound | NodeJoined | NodesAbsent | Progress | Finished | Failed | Peers | StopRun | PeerFailure
+    Facts | Header | Bound | NodeJoined | Engine | NodesAbsent | Progress | Finished | Failed | Peers | StopRun |
+    PeerFailure
 )
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Facts, Header, Bound, NodeJoined, NodesAbsent, Progress, Finished, Failed, Peers, StopRun, PeerFailure)
+    for kind in (
+        *(Facts, Header, Bound, NodeJoined, Engine, NodesAbsent, Progress, Finished, Failed, Peers, StopRun),
+        PeerFailure,
+    )
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decentnode.launch.messages import Facts, Failed, NodesAbsent
+from decentnode.launch.messages import Engine, Facts, Failed, NodesAbsent
 
 if TYPE_CHECKING:
     from decentnode.launch.outcome import Outcome
@@ -55,6 +55,11 @@ class Observer:
 
     def tick(self) -> None:
         """Called at least four times per second: time to redraw."""
+
+
+def engine_notice(engine: Engine) -> str:
+    """Returns how a simulated run computes its nodes, in words."""
+    return f"simulated, {engine.name}: {engine.reason}"
 
 
 def names(uids: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decentnode.launch.messages import Facts, Failed, Finished
+from decentnode.launch.messages import Engine, Facts, Failed, Finished
 from decentnode.launch.run_dir import node_dir
 from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
@@ -70,6 +70,8 @@ class Ledger:
     """How often each node was started again."""
     resumed: Mapping[str, Any] | None = None
     """The record of kind "resumed" of the first node that had one."""
+    engine: Engine | None = None
+    """Of a simulated run."""
     _members: dict[int, list[int]] = field(default_factory=dict)
     """uid -> members of the last generation that this node took part in, the latest report last."""
     _earlier: Counter[str] = field(default_factory=Counter)
@@ -218,6 +220,8 @@ def summary(
         found["lost"] = {str(uid): failed.title for uid, failed in sorted(ledger.lost.items())}
         found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
         found["members"] = members
+    if ledger.engine is not None:
+        found["engine"] = {"name": ledger.engine.name, "reason": ledger.engine.reason}
     if ledger.resumed is not None:
         record = ledger.resumed
         found["resumed"] = {"runs": [Path(each).name for each in facts.resume or ()], "round": record.get("round"),

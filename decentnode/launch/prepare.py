@@ -92,7 +92,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     """Returns what the supervisor must know of the experiment. Raises UsageError, MappingError, EnvironmentFault where
     it cannot run on this machine."""
     mapping, graph = experiment.make_mapping(), experiment.make_graph()
-    machine = choose_machine(mapping, request.machine, request.shown)
+    machine = 0 if request.in_process else choose_machine(mapping, request.machine, request.shown)
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
     machines = [list(uids) for uids in mapping.nodes_by_machine()]

@@ -17,6 +17,7 @@ from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interru
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
+    Engine,
     Facts,
     Failed,
     Finished,
@@ -30,7 +31,7 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
-from decentnode.launch.observer import Observer, generation_notice, names, resumed_notice, waiting_for
+from decentnode.launch.observer import Observer, engine_notice, generation_notice, names, resumed_notice, waiting_for
 from decentnode.launch.outcome import Durations, Ledger, Outcome, first_cause, summary
 from decentnode.launch.provenance import usable_cores
 from decentnode.launch.run_dir import Records, node_dir
@@ -187,6 +188,9 @@ class Run:
                 self._on_all_joined()
         elif isinstance(message, NodesAbsent):
             self._absent = message
+        elif isinstance(message, Engine):
+            self.ledger.engine = message
+            self.observer.notice(engine_notice(message))
         elif isinstance(message, Finished):
             worker.finished.add(message.uid)
             self.ledger.finished[message.uid] = message

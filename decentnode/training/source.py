@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import numpy as np
 import torch
@@ -17,6 +18,23 @@ NARROW = {np.dtype(np.uint16): np.int32, np.dtype(np.uint32): np.int64, np.dtype
 """Whole numbers that torch cannot index, and those that hold them."""
 
 
+_sources: weakref.WeakValueDictionary[tuple[object, ...], Source] = weakref.WeakValueDictionary()
+"""By the arrays (their addresses, which the source keeps alive), the normalization and the device."""
+
+
+def source_of(samples: AnySamples, device: torch.device) -> Source:
+    """Returns the source of samples that nobody changes: the same one for the same arrays, so that all nodes of a
+    process hold the test samples once."""
+    if not isinstance(samples, Samples):
+        return Source(samples, device)
+    key = (id(samples.inputs), id(samples.targets), samples.scale, samples.offset, samples.ids, str(device))
+    found = _sources.get(key)
+    if found is None:
+        found = _sources[key] = Source(samples, device)
+        found.kept = samples  # so that no other array gets its address while it is known
+    return found
+
+
 class Source:
     """The samples of a split; any of them as a batch of tensors."""
 
@@ -24,6 +42,8 @@ class Source:
         self._device = device
         self.zero = 0.0
         """What the normalization makes of 0; of samples that are made when they are taken, 0."""
+        self.kept: AnySamples | None = None
+        """Set by `source_of`."""
         self._lazy = samples if isinstance(samples, LazySamples) else None
         self._length = len(samples)
         if isinstance(samples, Samples):

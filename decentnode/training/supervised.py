@@ -27,7 +27,7 @@ from decentnode.training.losses import Loss
 from decentnode.training.lr_schedules import LearningRateSchedule
 from decentnode.training.optimizers import make_optimizer
 from decentnode.training.sampler import Sampler
-from decentnode.training.source import Source
+from decentnode.training.source import Source, source_of
 from decentnode.training.supervised_config import SupervisedConfig
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class Supervised(Training):
         device = self.model.device
         every = {"train": data.train, "test": data.test, **({"own": data.own} if data.own is not None else {})}
         kept = {name: np.arange(len(samples)) for name, samples in every.items()}
-        sources = {name: Source(samples, device) for name, samples in every.items()}
+        sources = {name: Source(samples, device) if name == "train" else source_of(samples, device)
+                   for name, samples in every.items()}  # fmt: skip
         wanted = self.config.validation
         if wanted is not None:
             owner = self._uid if wanted.source == "train" else rng.GLOBAL

@@ -1,0 +1,32 @@
+"""`decentnode simulate`: all nodes of an experiment in one process."""
+
+from __future__ import annotations
+
+import click
+
+from decentnode.cli import start
+from decentnode.launch.messages import Request
+
+
+@click.command()
+@click.argument("config", type=click.Path(), required=False)
+@click.option("--engine", type=click.Choice(["stepped"]), help="Same as --set simulate.engine=NAME.")
+@start.resuming
+@start.options
+@click.pass_context
+def command(
+    ctx: click.Context, config: str | None, engine: str | None, resume: str | None, overrides: tuple[str, ...],
+    run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,
+) -> None:
+    """Simulate all nodes of CONFIG in one process; without CONFIG the built-in quickstart.
+
+    CONFIG is that of `decentnode run`, also one for several machines: neighbors hand their models over in memory, and
+    the run's folder is that of a run. The section `simulate` says how the nodes are computed.
+    """
+    chosen = start.all_overrides(overrides, run_dir, name, seed)
+    if engine is not None:
+        chosen.append(f"simulate.engine={engine}")
+    config, resume = start.resumed(config, resume)
+    file, variables = start.config_of(config or start.default_config(), start.environ())
+    request = Request(file, chosen, variables, in_process=True, simulate=True, resume=resume)
+    ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json))

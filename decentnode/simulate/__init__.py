@@ -1,0 +1,1 @@
+"""Engines that compute all nodes of a run in one process."""
