@@ -27,8 +27,11 @@ from decentnode.training.base import Direction, Update
 from decentnode.training.supervised import Supervised
 from decentnode.training.supervised_config import SupervisedConfig
 from decentnode.wire.messages import Message
+from tests.conftest import wait_until
 
 UID, ROUND = 2, 3
+LAST_WITH = 8
+"""The last round of which a node that `WritesPid` holds up may have sent its model."""
 
 
 class Faulty(Supervised):
@@ -131,13 +134,17 @@ def experiment(**sections: Any) -> dict[str, Any]:
 
 
 class WritesPid(Slow):
-    """Every node leaves its process id, so that a test can freeze one of them at any moment."""
+    """Node 2 leaves its process id as it begins round 3, so that a test can freeze it at any moment from then on. It
+    does not go on with round LAST_WITH before it was frozen: on a busy machine the run would be over by then."""
 
     Config: ClassVar[type[Config]] = StopsConfig
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
-        if round == 0:
-            Path(f"{self.config.pid_file}{self._uid}").write_text(str(os.getpid()))  # type: ignore[attr-defined]
+        pid_file = Path(self.config.pid_file)  # type: ignore[attr-defined]
+        if round == ROUND and self._uid == UID:
+            pid_file.with_name(f"{pid_file.name}{UID}").write_text(str(os.getpid()))
+        elif round == LAST_WITH and self._uid == UID:
+            wait_until(pid_file.with_name("frozen").exists)
         return super().local_update(round, direction)
 
 

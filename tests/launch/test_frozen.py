@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decentnode.metrics.reader import read_kind
-from tests.conftest import scale
-from tests.launch.faults import UID, experiment
+from tests.conftest import scale, wait_until
+from tests.launch.faults import LAST_WITH, UID, experiment
 from tests.launch.test_supervisor import Witness, run
 
 PATIENCE, AWAY, ROUNDS = 2.0, 1, 16
@@ -22,23 +24,31 @@ class Freezes(Witness):
     """Freezes node 2 in the middle of a round, and thaws it once all others have waited for it in vain several times.
     """
 
-    def __init__(self, pid_file: Path, at: int) -> None:
+    def __init__(self, folder: Path, after: float) -> None:
+        """after: seconds from where node 2 begins a round to the freeze."""
         super().__init__()
-        self._pid_file, self._at = pid_file, at
-        self._pid = 0
+        self._folder, self._after = folder, after
+        self._frozen = 0
+        """The process, as long as it is."""
         self._reached: dict[int, int] = {}
-        self.frozen_in = -1
+        self._freezer = threading.Thread(target=self._freeze, daemon=True)
+        self._freezer.start()
+
+    def _freeze(self) -> None:
+        pid_file = self._folder / f"pid{UID}"
+        wait_until(lambda: pid_file.exists() and pid_file.read_text())
+        time.sleep(self._after)
+        pid = int(pid_file.read_text())
+        os.kill(pid, signal.SIGSTOP)
+        self._frozen = pid
+        (self._folder / "frozen").touch()
 
     def progress(self, uid: int, record: dict[str, Any]) -> None:
         super().progress(uid, record)
         self._reached[uid] = record.get("round", 0)
-        if self.frozen_in < 0 and self._reached.get(UID, 0) >= self._at:
-            self._pid = int(self._pid_file.with_name(f"pid{UID}").read_text())
-            os.kill(self._pid, signal.SIGSTOP)
-            self.frozen_in = max(self._reached.values())
-        if self._pid and min(self._reached.get(other, 0) for other in (0, 1, 3)) > self.frozen_in + AWAY:
-            os.kill(self._pid, signal.SIGCONT)
-            self._pid = 0
+        if self._frozen and min(self._reached.get(other, 0) for other in (0, 1, 3)) > LAST_WITH + AWAY:
+            os.kill(self._frozen, signal.SIGCONT)
+            self._frozen = 0
 
 
 WAYS = [("zeromq", "overlapped"), ("shared_memory", "sequential"), ("auto", "overlapped")]
@@ -54,7 +64,7 @@ def test_who_waits_for_a_frozen_node_is_not_given_up_by_the_others(
     for attempt in range(scale(1, 20)):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        witness = Freezes(folder / "pid", at=3 + attempt % 3)
+        witness = Freezes(folder, after=0.005 * (attempt % 12))
         outcome = run(
             folder, witness, graph={"name": "complete", "nodes": 4}, model={"name": "mlp", "hidden": [1024]},
             training={**experiment()["training"], "name": "tests.launch.faults:WritesPid",
