@@ -62,6 +62,10 @@ def test_every_config_of_a_table_runs(path: Path, data: Path, modules: tuple[Mod
     assert reached.metric == task.metrics[0].name and math.isfinite(reached.local) and math.isfinite(reached.merged)
     assert (reached.megabytes > 0) == (path.stem != "cifar_central")
     if path.stem in tables.TASKS:
+        alone = tables.centralized(point)
+        nodes, batch = (load(path, list(each.overrides)) for each in (point, alone))
+        assert nodes.make_mapping().num_nodes * nodes.training.batch_size == batch.training.batch_size  # type: ignore[attr-defined]
+        assert math.isfinite(tables.run(alone).merged)
         known = tables.untrained(point, reached.metric)
         assert {"accuracy": 0 <= known < 0.7, "perplexity": 5 < known < 400, "rmse": 0.5 < known < 1.5}[reached.metric]
 

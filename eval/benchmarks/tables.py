@@ -49,7 +49,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Reached:
-    """Main metric of the task as it is (.5 is 50 %), MB of 10^6 bytes that one node sent, seconds of the whole run."""
+    """Main metric of the task as it is (.5 is 50 %), MB of 10^6 bytes that one node sent, CPU seconds of the whole run
+    (all nodes in one thread), which other programs on the machine change little."""
 
     metric: str
     local: float
@@ -67,14 +68,24 @@ def run(point: Point) -> Reached:
 
     torch.set_num_threads(1)
     experiment = load(CONFIGS / f"{point.config}.yaml", list(point.overrides))
-    started = time.perf_counter()
+    started = time.process_time()
     nodes = run_in_process(experiment)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     figures = nodes[0].figures()
     metric = experiment.make_task().metrics[0].name
     sent = statistics.fmean(float(each["bytes_data"]) + float(each["bytes_metadata"])
                             for each in (node.figures() for node in nodes))  # fmt: skip
     return Reached(metric, float(figures[f"{metric}_mean"]), float(figures[f"{metric}_merged"]), sent / 1e6, seconds)
+
+
+def centralized(point: Point) -> Point:
+    """The same budget of samples and steps in one place: one node has all samples, and batches as large as those of all
+    nodes together."""
+    from decentnode.experiment import load
+
+    experiment = load(CONFIGS / f"{point.config}.yaml", list(point.overrides))
+    batch = experiment.make_mapping().num_nodes * experiment.training.batch_size  # type: ignore[attr-defined]
+    return Point(point.config, (*point.overrides, "graph={name: ring, nodes: 1}", f"training.batch_size={batch}"))
 
 
 def untrained(point: Point, metric: str) -> float:
@@ -150,7 +161,7 @@ def cifar_table(folder: Path, seeds: int, more: Sequence[str], store: Store) -> 
                                       for seed in range(1, seeds + 1)]  # fmt: skip
     points["central", "-"] = [Point("cifar_central", (where, f"seed={seed}", *more)) for seed in range(1, seeds + 1)]
     found = reach([point for each in points.values() for point in each], store)
-    rows = [["partition", "rule", "local %", "merged %", "MB per node", "seconds"]]
+    rows = [["partition", "rule", "local %", "merged %", "MB per node", "CPU s"]]
     for (arm, partition), each in points.items():
         reached = [found[point] for point in each]
         rows.append([partition, ARMS.get(arm, "centralized"),
@@ -182,13 +193,14 @@ def paired_table(folder: Path, seeds: int, more: Sequence[str], store: Store) ->
 
 
 def tasks_table(folders: dict[str, Path], seeds: int, more: Sequence[str], store: Store) -> list[list[str]]:
-    points = {}
+    points, alone = {}, {}
     for name, folder in folders.items():
         images = [f"data.images={folder}/img_align_celeba"] if name == "celeba" else []
         points[name] = [Point(name, (f"data.folder={folder}", *images, f"seed={seed}", *more))
                         for seed in range(1, seeds + 1)]  # fmt: skip
-    found = reach([point for each in points.values() for point in each], store)
-    rows = [["task", "metric", "without learning", "local", "merged", "MB per node", "seconds"]]
+        alone[name] = [centralized(point) for point in points[name]]
+    found = reach([point for each in (*points.values(), *alone.values()) for point in each], store)
+    rows = [["task", "metric", "without learning", "local", "merged", "centralized", "MB per node", "CPU s"]]
     for name, each in points.items():
         reached = [found[point] for point in each]
         percent = reached[0].metric == "accuracy"
@@ -197,6 +209,7 @@ def tasks_table(folders: dict[str, Path], seeds: int, more: Sequence[str], store
                      f"{scale * untrained(each[0], reached[0].metric):.{digits}f}",
                      mean_and_deviation([one.local for one in reached], scale, digits),
                      mean_and_deviation([one.merged for one in reached], scale, digits),
+                     mean_and_deviation([found[point].merged for point in alone[name]], scale, digits),
                      f"{statistics.fmean(one.megabytes for one in reached):.1f}",
                      f"{statistics.median(one.seconds for one in reached):.0f}"])  # fmt: skip
     return rows
