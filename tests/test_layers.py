@@ -120,7 +120,7 @@ DRIVEN = [
     "communication/receive/partial_payload.py", "communication/receive/chunking.py",
     *(f"communication/zeromq/{name}.py" for name in (
         "collective_state", "credentials", "link_state", "link_sender", "reliable_links", "message_maker",
-        "node_protocol", "reconfigure", "room_wait", "tree_mean")),
+        "node_protocol", "reconfigure", "room_wait", "sender", "tree_mean")),
 ]  # fmt: skip
 """Driven by calls, with the time in them: a simulation runs these files as they are."""
 NO_THREADS = ["communication/receive/exchange.py"]

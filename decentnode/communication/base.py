@@ -14,6 +14,7 @@ from torch import Tensor
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import Hooks
 from decentnode.communication.parts import ConfigT
+from decentnode.communication.run_state import Steps, Wait, at_once
 from decentnode.config.component import Component
 from decentnode.payload import Payload
 
@@ -60,6 +61,10 @@ class Exchange(abc.ABC):
         Raises PeerLost when the transport was told of a failure elsewhere in the run.
         """
 
+    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
+        """As `arrivals`. A transport that does not block gives waits between them (`run_state.Steps`)."""
+        return self.arrivals(timeout_seconds)
+
     @property
     def in_place(self) -> bool:
         """Whether payloads of the slice that was given last lie where a neighbor wrote them: what is made of them is to
@@ -104,6 +109,10 @@ class Pending(abc.ABC):
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         """(mean, number of contributors). Raises PeerLost naming who was waited for, Interrupted on a stop."""
 
+    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
+        """As `wait`."""
+        return at_once(self.wait(timeout_seconds))
+
 
 class Communication(Hooks[ConfigT], Component, abc.ABC):
     """One node's end of a transport. All methods are called from the node's training thread, unless they say more."""
@@ -134,6 +143,13 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
         are.
         """
 
+    def exchange_steps(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        group: AveragingGroup | None = None,
+    ) -> Steps[Exchange]:
+        """As `exchange`, which waits where too much waits for a neighbor already."""
+        return at_once(self.exchange(round, outgoing, expected, phase, group))
+
     @abc.abstractmethod
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
         """Start the mean of a tensor over all nodes: equal `key`, shape and dtype everywhere; not blocking.
@@ -154,6 +170,10 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
     @abc.abstractmethod
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
         """On the lowest uid: the figures of every node that reported in time, by uid. Empty elsewhere."""
+
+    def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
+        """As `reports`."""
+        return at_once(self.reports(timeout_seconds))
 
     @abc.abstractmethod
     def announce_stop(self) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar, Generic, Self
 from torch import Tensor
 
 from decentnode.communication.parts import ConfigT, Endpoints, TransportParts
+from decentnode.communication.run_state import Steps, Wait, at_once
 from decentnode.wire.generation import Generation
 
 
@@ -24,6 +25,10 @@ class PendingGeneration(abc.ABC):
     @abc.abstractmethod
     def wait(self) -> Generation:
         """The generation in force, its paths open. Raises PeerLost where none can be had within the time-outs."""
+
+    def steps(self) -> Steps[Generation]:
+        """As `wait`."""
+        return at_once(self.wait())
 
 
 class Hooks(Generic[ConfigT]):
@@ -91,6 +96,17 @@ class Hooks(Generic[ConfigT]):
         tensor. What was sent from the place before is no longer needed by anybody; blocking for a moment until that is
         so. After it a place of its own comes back, as it does when others still read both.
         """
+        return None
+
+    def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:
+        """As `acquire_slot`."""
+        return at_once(self.acquire_slot(current, timeout_seconds))
+
+    # -- simulated time
+
+    def computed(self, round: int) -> Wait | None:  # noqa: ARG002
+        """What to wait for behind the local steps of a round: the seconds that they take where the clock is virtual.
+        None elsewhere."""
         return None
 
     # -- generations of members; without them all nodes of the run take part to its end

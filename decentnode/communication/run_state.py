@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
@@ -41,6 +41,34 @@ class Wait(Protocol):
 
     def step(self, now: float) -> bool:
         """Whether the wait is over. May raise what ends it."""
+
+
+T = TypeVar("T")
+Steps = Generator[Wait | None, None, T]
+"""A piece of a node's work that returns T, and that whoever runs the node may interrupt where it has to wait.
+
+It yields a wait, to be asked for the next step once that is over, and to be thrown what `Wait.step` raises; or None
+where other nodes of its process have to act first. Where the transport blocks instead, it yields no waits. Nothing that
+belongs to the thread, such as torch's gradient mode, may be changed across a yield: other nodes are stepped meanwhile.
+"""
+
+
+def at_once(value: T) -> Steps[T]:
+    """Returns steps that wait for nothing."""
+    yield from ()
+    return value
+
+
+def without_waits(steps: Steps[T]) -> T:
+    """Returns what steps return whose waits the transport blocks for itself. Raises RuntimeError for others."""
+    while True:
+        try:
+            wait = next(steps)
+        except StopIteration as over:
+            result: T = over.value
+            return result
+        if wait is not None:
+            raise RuntimeError(f"{type(wait).__name__} must be waited for by whoever steps the node")
 
 
 class _Waiting(contextlib.AbstractContextManager[None]):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from decentnode.communication.base import AveragingGroup, Exchange
+from decentnode.communication.base import Arrival, AveragingGroup, Exchange
+from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
 from decentnode.node.schedule import Schedule
 from decentnode.payload import Payload
@@ -21,8 +22,8 @@ class BufferExchange:
         self._averaged = averaged
         self._exchange: Exchange | None = None
 
-    def send(self, view: RoundView, schedule: Schedule) -> None:
-        """Begin the exchange of the model's buffers, in a phase after those of the rule. Does not wait."""
+    def send(self, view: RoundView, schedule: Schedule) -> Steps[None]:
+        """Begin the exchange of the model's buffers, in a phase after those of the rule, as steps."""
         self._exchange = None
         if not self._averaged or not schedule.model.buffers.numel():
             return
@@ -30,14 +31,19 @@ class BufferExchange:
         outgoing = dict.fromkeys(view.neighbors, payload)
         group = AveragingGroup(view.averaging, payload) if schedule.averaging_groups and view.averaging else None
         channel = schedule.buffer_channel
-        self._exchange = schedule.communication.exchange(view.round, outgoing, view.sources, channel, group)
+        self._exchange = yield from schedule.communication.exchange_steps(
+            view.round, outgoing, view.sources, channel, group
+        )
 
-    def mix(self, view: RoundView, schedule: Schedule) -> None:
-        """Mix what arrived into the model's buffers. Blocking until all sources have sent or are given up."""
+    def mix(self, view: RoundView, schedule: Schedule) -> Steps[None]:
+        """Mix what arrived into the model's buffers, as steps, until all sources have sent or are given up."""
         if self._exchange is None:
             return
         flat, exchange = schedule.model.buffers, self._exchange
-        for arrival in exchange.arrivals(schedule.timeout_seconds(schedule.sharing.requirements.phases - 1)):
+        for arrival in exchange.steps(schedule.timeout_seconds(schedule.sharing.requirements.phases - 1)):
+            if not isinstance(arrival, Arrival):
+                yield arrival
+                continue
             part = flat[arrival.start : arrival.stop]
             if arrival.total is not None:
                 part.copy_(_mixed_sum(part, arrival.total, view))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from decentnode.checkpoint.config import CheckpointConfig
 from decentnode.checkpoint.store import Cut, Manifest
 from decentnode.checkpoint.writer import Writer, Written
 from decentnode.communication.base import Pending
+from decentnode.communication.run_state import Steps
 from decentnode.errors import CheckpointError, PeerLost
 from decentnode.node.course import Best
 from decentnode.node.due_by_minutes import DueByMinutes, mean_unless_ending
@@ -107,7 +108,7 @@ class Checkpoints:
         if self._by_minutes is not None:
             self._by_minutes.begin_generation()
 
-    def between_rounds(self) -> Iterator[None]:
+    def between_rounds(self) -> Steps[None]:
         """To be called before every round: makes a checkpoint where one is due. Blocking for a copy of the state, and
         for the one before where that is still being written."""
         if not self.enabled:
@@ -152,7 +153,7 @@ class Checkpoints:
             logger.warning("a checkpoint is still being written after %.0f s and is given up", timeout_seconds)
         self._collect()
 
-    def _tell_all(self) -> Iterator[None]:
+    def _tell_all(self) -> Steps[None]:
         """Tell everybody whether the checkpoint before is on this node's disk, and take in what they said last time."""
         waited = clock.now()
         self._writer.wait(self.node.communication.config.timeout_seconds / 2)
@@ -252,7 +253,7 @@ class Checkpoints:
 
     # -- going on ---------------------------------------------------------------------------------------------
 
-    def resume(self) -> Iterator[None]:
+    def resume(self) -> Steps[None]:
         """Go on from the newest cut that all of its members have whole, as steps (`Node.steps`). Blocking while nodes
         agree and read.
 
@@ -299,7 +300,7 @@ class Checkpoints:
         if restored is not None:
             restored.put_streams(node)
 
-    def _go_on(self, restored: Restored | None, round: int, without: Sequence[int]) -> Iterator[None]:
+    def _go_on(self, restored: Restored | None, round: int, without: Sequence[int]) -> Steps[None]:
         """Take the place that the node had, once its model is read."""
         node = self.node
         if without:

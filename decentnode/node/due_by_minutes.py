@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.checkpoint import agreement
 from decentnode.communication.base import Pending
+from decentnode.communication.run_state import Steps
 from decentnode.errors import Interrupted, PeerLost
 from decentnode.node.evaluation import steps_until_ready
 from decentnode.node.resumable import Resumable
@@ -48,7 +48,7 @@ class DueByMinutes:
         """A checkpoint is made now: the next one is due `minutes` later."""
         self._since = now
 
-    def is_due(self) -> Generator[None, None, bool]:
+    def is_due(self) -> Steps[bool]:
         """Returns what the lowest member said one round ago, as steps. Blocking until all members took part in it."""
         poll, self._poll = self._poll, None
         if poll is None:
@@ -83,13 +83,13 @@ class DueByMinutes:
         self._poll = node.communication.mean(f"checkpoint/due-{node.round}", word)
 
 
-def mean_unless_ending(node: Resumable, pending: Pending) -> Generator[None, None, tuple[Tensor, int] | None]:
+def mean_unless_ending(node: Resumable, pending: Pending) -> Steps[tuple[Tensor, int] | None]:
     """Returns a mean and how many nodes contributed, as steps; None where the run is stopping, or goes on without a
     node that did not contribute. Blocking for `timeout_seconds` at most; raises PeerLost."""
     if not pending.ready:
         yield from steps_until_ready(pending, node.sharing.requirements.phases)
     try:
-        return pending.wait(node.communication.config.timeout_seconds)
+        return (yield from pending.steps(node.communication.config.timeout_seconds))
     except Interrupted:
         return None
     except PeerLost as lost:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from decentnode.communication.base import Communication, Pending
+from decentnode.communication.run_state import Steps
 from decentnode.tasks.base import EMA, Task
 from decentnode.tensors import blocks
 from decentnode.training.base import EvaluatedSplit, Evaluation, Training
@@ -46,9 +47,9 @@ class Evaluator:
         self._training, self._communication = training, communication
         self._recompute, self._phases, self._shared = recompute, phases, shared
 
-    def evaluate(self, key: str, closing: bool, share: tuple[int, int]) -> Generator[None, None, Evaluated]:
-        """Evaluate the local model, the merged model and the consensus distance. Yields where other nodes have to act;
-        blocking for at most `communication.timeout_seconds` for each of the means over all nodes.
+    def evaluate(self, key: str, closing: bool, share: tuple[int, int]) -> Steps[Evaluated]:
+        """Evaluate the local model, the merged model and the consensus distance, as steps; they wait for at most
+        `communication.timeout_seconds` for each of the means over all nodes.
 
         The merged model is the mean of all models; every node evaluates it on its own part of the test set. Parameters
         that are not shared never leave the node, not in a mean either: in the merged model that a node evaluates they
@@ -71,8 +72,7 @@ class Evaluator:
             told.append(_SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
             with self._holding(average):
                 local.append(training.evaluate(splits[0].name))
-        yield from steps_until_ready(pending, self._phases)
-        mean, contributors = pending.wait(timeout)
+        mean, contributors = yield from mean_of(pending, self._phases, timeout)
         merged = yield from self._merged(mean[: own.numel()], None, f"{key}/statistics", closing)
         of_merged = self._evaluate_merged(merged, share, splits)
         distance, norm = squared_distance(own[: self._shared], merged[: self._shared])
@@ -83,8 +83,7 @@ class Evaluator:
             of_merged += self._evaluate_merged(merged_average, share, splits[:1])
         packed = [value for each, *both in zip(told, local, of_merged, strict=True) for value in each.packed(*both)]
         pending = communication.mean(f"{key}/figures", torch.tensor([distance, *packed], dtype=torch.float64), closing)
-        yield from steps_until_ready(pending, self._phases)
-        mean, _ = pending.wait(timeout)
+        mean, _ = yield from mean_of(pending, self._phases, timeout)
         figures = _figures(told, local, mean.tolist(), contributors, norm)
         if training.has_validation:
             validation = training.evaluate("validation")
@@ -110,7 +109,7 @@ class Evaluator:
 
     def _merged(
         self, mean: Tensor, own: Tensor | None, key: str, closing: bool
-    ) -> Generator[None, None, Tensor]:
+    ) -> Steps[Tensor]:
         """Returns the whole merged model [P + B] from the mean of what `_of_shared` gave. own: the node's [P + B] that
         its unshared parameters are taken from; the present model when None."""
         model = self._training.model
@@ -122,15 +121,14 @@ class Evaluator:
             merged = yield from self._recomputed(merged, key, closing)
         return merged
 
-    def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Generator[None, None, Tensor]:
+    def _recomputed(self, merged: Tensor, key: str, closing: bool) -> Steps[Tensor]:
         """Returns the merged model [P + B] with the statistics that it has over the data of all nodes."""
         with self._holding(merged):
             measured = self._measure()
         if not measured.numel():
             return merged
         pending = self._communication.mean(key, measured, closing)
-        yield from steps_until_ready(pending, self._phases)
-        mean, _ = pending.wait(self._communication.config.timeout_seconds)
+        mean, _ = yield from mean_of(pending, self._phases, self._communication.config.timeout_seconds)
         with self._holding(merged):
             self._training.load_statistics(mean)
             model = self._training.model
@@ -212,13 +210,20 @@ def _figures(
                       "contributors": nodes}  # fmt: skip
 
 
-def steps_until_ready(pending: Pending, phases: int) -> Iterator[None]:
+def steps_until_ready(pending: Pending, phases: int) -> Steps[None]:
     """Yields until `pending` is ready, but at most 1 + `phases` times: after a stop, other nodes of the same process
     may be all phases of a round behind."""
-    yield
+    yield None
     for _ in range(phases):
         if not pending.ready:
-            yield
+            yield None
+
+
+def mean_of(pending: Pending, phases: int, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
+    """Returns a mean over all nodes, and how many contributed, as steps: those of `steps_until_ready`, then the wait
+    for `timeout_seconds` at most. Raises as `Pending.wait`."""
+    yield from steps_until_ready(pending, phases)
+    return (yield from pending.steps(timeout_seconds))
 
 
 def squared_distance(x: Tensor, mean: Tensor) -> tuple[float, float]:

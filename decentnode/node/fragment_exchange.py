@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.base import AveragingGroup, Communication, Exchange
+from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange
+from decentnode.communication.run_state import Steps, Wait
 from decentnode.errors import PeerFault, PeerLost
 from decentnode.graph.base import RoundView
 from decentnode.node.dumps import Dumps
@@ -181,8 +182,8 @@ class FragmentExchange:
 
     # -- exchanges
 
-    def send(self, model: Tensor, phase: int) -> None:
-        """Begin the exchange of a phase with what the rule makes of `model` [P]."""
+    def send(self, model: Tensor, phase: int) -> Steps[None]:
+        """Begin the exchange of a phase with what the rule makes of `model` [P], as steps."""
         view, own = self._views[phase], self.part(model)
         self.view = view
         self._outgoing = self.rule.outgoing(own, view)
@@ -190,7 +191,9 @@ class FragmentExchange:
         if self._averaging_groups and view.averaging and not self.rule.requirements.scalars:
             group = AveragingGroup(view.averaging, self.rule.own_contribution(own, view))
         channel = channel_of(phase, self.fragment.index, self._num_fragments)
-        self._exchange = self._communication.exchange(self._round, self._outgoing, view.sources, channel, group)
+        self._exchange = yield from self._communication.exchange_steps(
+            self._round, self._outgoing, view.sources, channel, group
+        )
 
     def dump(self, round: int, dumps: Dumps) -> None:
         """After the round: write what the rule chose to send in it."""
@@ -202,13 +205,17 @@ class FragmentExchange:
         lies_at = model.data_ptr()
         return any(payload.tensors["x"].data_ptr() == lies_at for payload in self._outgoing.values())
 
-    def slices(self, timeout_seconds: float, times: RoundTimes) -> Iterator[Slice]:
+    def slices(self, timeout_seconds: float, times: RoundTimes) -> Iterator[Slice | Wait]:
         """Yields slices of the fragment as their payloads arrive, in blocks that fit a core's cache, with a view in
-        which the weights of missing sources are returned. Blocking between them; the time goes to `times.wait`."""
+        which the weights of missing sources are returned. Blocking between them, or yielding waits as `Exchange.steps`
+        does; the time goes to `times.wait`."""
         exchange, view = self.exchange, self.view
         now, missing = view, frozenset[int]()
         waiting, wait = clock.now(), 0.0
-        for arrival in exchange.arrivals(timeout_seconds):
+        for arrival in exchange.steps(timeout_seconds):
+            if not isinstance(arrival, Arrival):
+                yield arrival
+                continue
             wait += clock.now() - waiting
             if arrival.missing != missing:
                 missing, now = arrival.missing, view.without(arrival.missing)

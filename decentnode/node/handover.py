@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
+from decentnode.communication.run_state import Steps
 from decentnode.node.course import SIZE
-from decentnode.node.evaluation import steps_until_ready
+from decentnode.node.evaluation import mean_of
 from decentnode.node.resumable import Resumable
 
 
-def give_models(node: Resumable, to: frozenset[int], key: str) -> Iterator[None]:
+def give_models(node: Resumable, to: frozenset[int], key: str) -> Steps[None]:
     """Give the mean of the other members' models to those of `to`; the models of the others stay as they are, and so do
     parameters that are not shared. As steps. key: names the mean, the same on all nodes."""
     model, shared = node.training.model, node.shared
     own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)])
     fresh = node.uid in to
     pending = node.communication.mean(key, torch.zeros_like(own) if fresh else own, closing=True)
-    yield from steps_until_ready(pending, node.sharing.requirements.phases)
-    mean, contributors = pending.wait(node.communication.config.timeout_seconds)
+    timeout_seconds = node.communication.config.timeout_seconds
+    mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
     if fresh:
         mean = (mean * (contributors / (contributors - len(to)))).to(own.device)
         with torch.no_grad():
@@ -27,7 +26,7 @@ def give_models(node: Resumable, to: frozenset[int], key: str) -> Iterator[None]
             model.buffers.copy_(mean[shared:])
 
 
-def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Iterator[None]:
+def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps[None]:
     """Let all members have one view of the evaluations so far, the lowest one's of those that are not in `without`: who
     comes has seen none of them, and of the others one may have missed the last. As steps; does nothing where no run
     ends early. key: names the mean, the same on all nodes."""
@@ -36,6 +35,6 @@ def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Itera
     giver = min(uid for uid in node.generation.members if uid not in without)
     numbers = node.course.numbers() if node.uid == giver else [0.0] * SIZE
     pending = node.communication.mean(key, torch.tensor(numbers, dtype=torch.float64), closing=True)
-    yield from steps_until_ready(pending, node.sharing.requirements.phases)
-    mean, contributors = pending.wait(node.communication.config.timeout_seconds)
+    timeout_seconds = node.communication.config.timeout_seconds
+    mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
     node.course.load_numbers((mean * contributors).tolist())  # the giver, too: rounded alike on all

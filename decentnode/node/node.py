@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.communication.counters import EVALUATION
+from decentnode.communication.run_state import Steps, without_waits
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph
 from decentnode.graph.base import parts as connected_parts
@@ -137,18 +138,18 @@ class Node:
 
         Raises PeerLost, Diverged, Interrupted and what training and sharing raise.
         """
-        for _ in self.steps():
-            pass
+        without_waits(self.steps())
 
     def ask_stop(self) -> None:
         """Ask every node to finish the round under way, then close. Any thread or signal handler may call it."""
         self._stop_asked = True
         self.communication.stop_asked()
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Steps[None]:
         """Run as `run` does, but yield wherever another node has to act before this one can go on.
 
-        Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads. Raises
+        Stepping all nodes of a run in turn, one yield each, is how an in-process run works without threads. Over a
+        transport that does not block, waits are yielded, too (`run_state.Steps`). Raises
         Interrupted only where a stop finds the node outside of the run and without a round of its own.
         """
         work = self._work()
@@ -170,7 +171,7 @@ class Node:
             self.schedule.abandon()
             work = self._work(first=self._regroup())
 
-    def _work(self, first: Iterator[None] | None = None) -> Iterator[None]:
+    def _work(self, first: Steps[None] | None = None) -> Steps[None]:
         """The steps of all remaining rounds and the end of the run; `first` before them."""
         yield from first or ()
         generation = self.communication.generation
@@ -184,12 +185,12 @@ class Node:
             if self.checkpoints is not None:
                 yield from self.checkpoints.between_rounds()
             self.communication.enter(self.round)
-            self.begin_round(self.round)
-            yield
+            yield from self._begin_round(self.round)
+            yield None
             for phase in range(1, self.sharing.requirements.phases):
-                self.next_phase(phase)
-                yield
-            self.finish_round(self.round)
+                yield from self._next_phase(phase)
+                yield None
+            yield from self._finish_round(self.round)
             self.round += 1
             every = self.config.evaluate_every
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
@@ -205,8 +206,8 @@ class Node:
         if self.checkpoints is not None:
             self.checkpoints.finish()
         self.communication.report(self.figures())
-        yield
-        self.reports = self.communication.reports(self.communication.config.timeout_seconds)
+        yield None
+        self.reports = yield from self.communication.reports_steps(self.communication.config.timeout_seconds)
 
     @property
     def over(self) -> bool:
@@ -220,18 +221,19 @@ class Node:
 
     # -- generations of members -------------------------------------------------------------------------------
 
-    def _regroup(self) -> Iterator[None]:
+    def _regroup(self) -> Steps[None]:
         """Yields until the next generation is in force and this node is a member of it."""
         self.doing = "agreeing on the next generation"
         model = self.training.model
         model.rebind(model.parameters.clone())  # it may lie in shared memory that the old generation releases
         pending = self.communication.regroup()
-        yield
+        yield None
         while not pending.ready:
-            yield
-        yield from self._take_part(pending.wait())
+            yield None
+        generation = yield from pending.steps()
+        yield from self._take_part(generation)
 
-    def _take_part(self, generation: Generation) -> Iterator[None]:
+    def _take_part(self, generation: Generation) -> Steps[None]:
         """Go on as a member of `generation`, with the present model; fresh members get the mean of the others'
         first."""
         before, self.generation = self.generation, generation
@@ -269,30 +271,40 @@ class Node:
     # -- one round --------------------------------------------------------------------------------------------
 
     def begin_round(self, round: int) -> Update:
-        """Make the local steps and begin the exchange. Does not wait for a neighbor."""
+        """Make the local steps and begin the exchange. Does not wait for a neighbor's payloads."""
+        without_waits(self._begin_round(round))
+        return self._update
+
+    def next_phase(self, phase: int) -> None:
+        """Wait for the neighbors of the phase before, mix, and send the payloads of `phase` (1 or later). Blocking."""
+        without_waits(self._next_phase(phase))
+
+    def finish_round(self, round: int) -> None:
+        """Wait for the neighbors of the last phase, mix, and record the round. Blocking."""
+        without_waits(self._finish_round(round))
+
+    def _begin_round(self, round: int) -> Steps[None]:
         self.doing = "local steps"
         self._started = clock.now()
         views, self._buffer_view = self._planners.views(round, self.generation, self.training.learning_rate)
         self._missing: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
-        self._update = self.schedule.begin(round, views, lambda: self._check_finite(round))
+        self._update = yield from self.schedule.begin(round, views, lambda: self._check_finite(round))
         if self.sharing.requirements.phases == 1:
-            self._buffers.send(self._buffer_view, self.schedule)
-        return self._update
+            yield from self._buffers.send(self._buffer_view, self.schedule)
 
-    def next_phase(self, phase: int) -> None:
-        """Wait for the neighbors of the phase before, mix, and send the payloads of `phase` (1 or later). Blocking."""
+    def _next_phase(self, phase: int) -> Steps[None]:
         self.doing = f"exchange, phase {phase} of {self.sharing.requirements.phases}"
-        self._account_missing(phase - 1, self.schedule.mix())
-        self.schedule.send(phase)
+        mixed = yield from self.schedule.mix()
+        self._account_missing(phase - 1, mixed)
+        yield from self.schedule.send(phase)
         if phase == self.sharing.requirements.phases - 1:
-            self._buffers.send(self._buffer_view, self.schedule)
+            yield from self._buffers.send(self._buffer_view, self.schedule)
 
-    def finish_round(self, round: int) -> None:
-        """Wait for the neighbors of the last phase, mix, and record the round. Blocking."""
+    def _finish_round(self, round: int) -> Steps[None]:
         self.doing = "exchange"
-        mixed = self.schedule.finish()
-        self._buffers.mix(self._buffer_view, self.schedule)
+        mixed = yield from self.schedule.finish()
+        yield from self._buffers.mix(self._buffer_view, self.schedule)
         self.training.finish_round()
         if self.dumps is not None:
             self.schedule.dump(round, self.dumps)
@@ -337,7 +349,7 @@ class Node:
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
-    def evaluate_between(self) -> Iterator[None]:
+    def evaluate_between(self) -> Steps[None]:
         """Evaluate before the run's end; a stop cuts it short. The evaluation before round 0 shows where curves
         begin."""
         try:
@@ -345,7 +357,7 @@ class Node:
         except Interrupted:
             logger.info("evaluation after round %d given up: the run is stopping", self.round)
 
-    def evaluate(self, closing: bool = False) -> Iterator[None]:
+    def evaluate(self, closing: bool = False) -> Steps[None]:
         """Evaluate the local and the merged model, as steps, and record the result. closing: the last time, which a
         stop does not cut short."""
         self.doing = "evaluation"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from decentnode.communication.base import Communication
+from decentnode.communication.run_state import Steps
 from decentnode.graph.base import Graph
 from decentnode.node.config import NodeConfig
 from decentnode.node.course import Course
@@ -37,7 +38,7 @@ class Resumable(Protocol):
 
     def renew_rules(self) -> None: ...
 
-    def evaluate_between(self) -> Iterator[None]: ...
+    def evaluate_between(self) -> Steps[None]: ...
 
     def sharing_state(self) -> list[dict[str, Any]]: ...
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from decentnode.checkpoint import agreement
 from decentnode.checkpoint.store import Cut, Manifest
-from decentnode.node.evaluation import steps_until_ready
+from decentnode.communication.run_state import Steps
+from decentnode.node.evaluation import mean_of
 from decentnode.node.resumable import Resumable
 
 
@@ -22,7 +23,7 @@ class ResumeFrom:
     """Ids of the runs whose cuts count; all when None."""
 
 
-def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Generator[None, None, tuple[int, int] | None]:
+def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Steps[tuple[int, int] | None]:
     """Returns (round, key) of the newest cut that all of its members have, the same on all nodes; None where there is
     none. As steps, blocking for the others' answers.
 
@@ -35,13 +36,13 @@ def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Generator[
     return agreement.chosen(votes)
 
 
-def gathered(node: Resumable, key: str, values: Sequence[int], width: int) -> Generator[None, None, list[list[int]]]:
+def gathered(node: Resumable, key: str, values: Sequence[int], width: int) -> Steps[list[list[int]]]:
     """Returns everybody's `width` values by uid, as steps. Blocking for at most the longer one of the transport's
     time-outs."""
     pending = node.communication.mean(key, agreement.row(values, node.uid, node.graph.num_nodes, width))
-    yield from steps_until_ready(pending, node.sharing.requirements.phases)
     config = node.communication.config
-    mean, contributors = pending.wait(max(config.timeout_seconds, config.start_timeout_seconds))
+    longest = max(config.timeout_seconds, config.start_timeout_seconds)
+    mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, longest)
     return agreement.gathered(mean, contributors)
 
 

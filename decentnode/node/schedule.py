@@ -1,5 +1,7 @@
 """The order of local steps, exchanges and mixing in a round. Nothing else in the project decides it.
 
+What may have to wait is written as steps (`run_state.Steps`).
+
 A round of a rule with several phases is one exchange after the other: `begin` sends the first, `mix` and `send` go from
 each to the next, `finish` mixes the last. For a rule with one phase only `begin` and `finish` are called. In each phase
 all fragments that are due in the round are sent before any of them is mixed; both happen in the order of the fragments.
@@ -18,10 +20,11 @@ from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.base import Communication
+from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
 from decentnode.node.background import BackgroundMixer, supported, worthwhile
 from decentnode.node.dumps import Dumps
-from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes
+from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes, Slice
 from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel, blocks
 from decentnode.training.base import Training, Update
@@ -79,7 +82,7 @@ class Schedule(abc.ABC):
         for fragment in self._due:
             fragment.dump(round, dumps)
 
-    def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Update:
+    def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Steps[Update]:
         """Make the local steps and begin the first phase's exchanges. `check` is called after the local steps, before
         their result is sent. views: by fragment and phase."""
         self.times = RoundTimes()
@@ -89,20 +92,20 @@ class Schedule(abc.ABC):
         return self._begin(round, check)
 
     @abc.abstractmethod
-    def _begin(self, round: int, check: Callable[[], None]) -> Update:
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[Update]:
         """What `begin` does, once the fragments have their views."""
 
     @abc.abstractmethod
-    def mix(self) -> list[Mixed]:
-        """Wait for the exchanges of a phase that is not the last, and mix them into the model. Blocking."""
+    def mix(self) -> Steps[list[Mixed]]:
+        """Wait for the exchanges of a phase that is not the last, and mix them into the model."""
 
-    def send(self, phase: int) -> None:
+    def send(self, phase: int) -> Steps[None]:
         """Begin the exchanges of a later phase, with the model as `mix` left it."""
-        self._send(self.model.parameters, phase)
+        return self._send(self.model.parameters, phase)
 
     @abc.abstractmethod
-    def finish(self) -> list[Mixed]:
-        """Wait for the last phase's exchanges, mix them into the model, and end the round. Blocking."""
+    def finish(self) -> Steps[list[Mixed]]:
+        """Wait for the last phase's exchanges, mix them into the model, and end the round."""
 
     def abandon(self) -> None:
         """End mixing in the background, after the communication said that the generation or the run is over. Blocking;
@@ -121,15 +124,18 @@ class Schedule(abc.ABC):
     def _timeout_of(self, fragment: FragmentExchange) -> float:
         return self.timeout_seconds(fragment.view.phase)
 
-    def _send(self, model: Tensor, phase: int) -> None:
+    def _send(self, model: Tensor, phase: int) -> Steps[None]:
         started = clock.now()
         for fragment in self._due:
-            fragment.send(model, phase)
+            yield from fragment.send(model, phase)
         self.times.send += clock.now() - started
 
-    def _train(self, round: int) -> Update:
+    def _train(self, round: int) -> Steps[Update]:
         started = clock.now()
         update = self.training.local_update(round, self._direct if self.sharing.requirements.gradient else None)
+        computed = self.communication.computed(round)
+        if computed is not None:
+            yield computed
         self.times.train += clock.now() - started
         return update
 
@@ -138,29 +144,33 @@ class Schedule(abc.ABC):
             fragment.direct(gradient)
         return gradient
 
-    def _place(self, model: Tensor) -> Tensor | None:
+    def _place(self, model: Tensor) -> Steps[Tensor | None]:
         """Returns a slot of the publish buffer that the mixed model may be written to, so that the transport need not
-        copy it next time; None where the payload is not the model itself. Blocking until neighbors have read the
-        slot."""
+        copy it next time; None where the payload is not the model itself. Waits until neighbors have read the slot."""
         if not self._whole or not self._due or not self.sharing.requirements.elementwise or model.device.type != "cpu":
             return None
         if not self._due[0].sends_from(model):
             return None
         started = clock.now()
-        place = self.communication.acquire_slot(model, self.communication.config.timeout_seconds)
+        timeout_seconds = self.communication.config.timeout_seconds
+        place = yield from self.communication.acquire_slot_steps(model, timeout_seconds)
         self.times.wait += clock.now() - started
         return place
 
-    def _mix_in_place(self) -> None:
-        """Mix the arrivals of the exchanges in flight into the model, which may move to another slot. Blocking."""
+    def _mix_in_place(self) -> Steps[None]:
+        """Mix the arrivals of the exchanges in flight into the model, which may move to another slot."""
         started, waited = clock.now(), self.times.wait
         model, place, chosen = self.model.parameters, None, False
-        with torch.no_grad():
-            for fragment in self._due:
-                part = fragment.part(model)
-                for each in fragment.slices(self._timeout_of(fragment), self.times):
-                    if not chosen:  # a neighbor that sent its model has usually read this node's last: its slot is free
-                        place, chosen = self._place(model), True
+        for fragment in self._due:
+            part = fragment.part(model)
+            for each in fragment.slices(self._timeout_of(fragment), self.times):
+                if not isinstance(each, Slice):
+                    yield each
+                    continue
+                if not chosen:  # a neighbor that sent its model has usually read this node's last: its slot is free
+                    chosen = True
+                    place = yield from self._place(model)
+                with torch.no_grad():
                     each.mix(fragment.rule, part, place)
         if place is not None:
             self.model.rebind(place)
@@ -173,24 +183,24 @@ class Schedule(abc.ABC):
 class Sequential(Schedule):
     """Local steps, then exchange, then mix: x <- W (x + delta)."""
 
-    def _begin(self, round: int, check: Callable[[], None]) -> Update:
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[Update]:
         with torch.no_grad():
             for fragment in self.fragments:
                 fragment.begin_turn(self.model.parameters)
-        update = self._train(round)
+        update = yield from self._train(round)
         with torch.no_grad():
             for fragment in self.fragments:
                 fragment.adjust(self.model.parameters, update.loss)
         check()
-        self._send(self.model.parameters, 0)
+        yield from self._send(self.model.parameters, 0)
         return update
 
-    def mix(self) -> list[Mixed]:
-        self._mix_in_place()
+    def mix(self) -> Steps[list[Mixed]]:
+        yield from self._mix_in_place()
         return self._settle()
 
-    def finish(self) -> list[Mixed]:
-        self._mix_in_place()
+    def finish(self) -> Steps[list[Mixed]]:
+        yield from self._mix_in_place()
         started = clock.now()
         with torch.no_grad():
             for fragment in self._due:
@@ -215,20 +225,21 @@ class Overlapped(Schedule):
     _spans: list[tuple[FragmentExchange, int, int, RoundView]]
     """(fragment, start, stop, view) of each part of `_mixed`, from the fragment's first entry on."""
 
-    def _begin(self, round: int, check: Callable[[], None]) -> Update:
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[Update]:
         self._before = self.model.parameters
         if self._due:
-            self._begin_exchange()
-        update = self._train(round)
+            yield from self._begin_exchange()
+        update = yield from self._train(round)
         check()
         return update
 
-    def _begin_exchange(self) -> None:
+    def _begin_exchange(self) -> Steps[None]:
         elementwise = self.sharing.requirements.elementwise
         if not elementwise:  # such a rule may keep views of what it sends until it mixes
             self._before = self._before.clone()
-        self._send(self._before, 0)
-        place, started = self._place(self._before), clock.now()
+        yield from self._send(self._before, 0)
+        place = yield from self._place(self._before)
+        started = clock.now()
         if place is not None:
             self.model.rebind(place.copy_(self._before))
         elif elementwise:
@@ -258,29 +269,30 @@ class Overlapped(Schedule):
                 for fragment in due:
                     of_before, of_mixed = fragment.part(before), fragment.part(mixed)
                     for each in fragment.slices(self._timeout_of(fragment), RoundTimes()):
+                        assert isinstance(each, Slice), "a transport with threads blocks"
                         seen = each.mix(fragment.rule, of_before, of_mixed)
                         spans.append((fragment, each.start, each.stop, seen))
 
         self.communication.exposed_since = math.inf
         self._mixing = BackgroundMixer(mix)
 
-    def mix(self) -> list[Mixed]:
+    def mix(self) -> Steps[list[Mixed]]:
         if self._delta is None and self._due:
             model = self.model.parameters
             self._delta = model - self._before
             for fragment in self._due:
                 fragment.part(model).copy_(fragment.part(self._before))
-        self._mix_in_place()
+        yield from self._mix_in_place()
         return self._settle()
 
-    def finish(self) -> list[Mixed]:
+    def finish(self) -> Steps[list[Mixed]]:
         if self._mixing is not None:
             self._advance_mixed(self._mixing)
             return self._settle()
         if self._delta is None:
-            self._mix_and_advance()
+            yield from self._mix_and_advance()
             return self._settle()
-        self._mix_in_place()
+        yield from self._mix_in_place()
         mixed = self._settle()
         with torch.no_grad():
             for fragment, each in zip(self._due, mixed, strict=True):
@@ -306,14 +318,17 @@ class Overlapped(Schedule):
                     fragment.rule.advance(model[a:b].copy_(mixed[a:b]), delta, view)
         self.times.mix += clock.now() - joined
 
-    def _mix_and_advance(self) -> None:
+    def _mix_and_advance(self) -> Steps[None]:
         """Mix and add the update slice by slice, so that neither the mixed model nor the update needs memory for all
-        parameters. Blocking."""
+        parameters."""
         started, waited = clock.now(), self.times.wait
-        with torch.no_grad():
-            for fragment in self._due:
-                model, before = fragment.part(self.model.parameters), fragment.part(self._before)
-                for each in fragment.slices(self._timeout_of(fragment), self.times):
+        for fragment in self._due:
+            model, before = fragment.part(self.model.parameters), fragment.part(self._before)
+            for each in fragment.slices(self._timeout_of(fragment), self.times):
+                if not isinstance(each, Slice):
+                    yield each
+                    continue
+                with torch.no_grad():
                     x, was = model[each.start : each.stop], before[each.start : each.stop]
                     delta = x - was
                     seen = each.mix(fragment.rule, before, model)

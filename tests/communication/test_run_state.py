@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from decentnode.communication.run_state import RunState
+import pytest
+
+from decentnode.communication.run_state import RunState, Steps, Wait, at_once, without_waits
 from tests.conftest import wait_until
 
 
@@ -77,3 +79,20 @@ def test_without_a_bell_both_wait_to_be_notified() -> None:
     for thread in threads:
         thread.join(60)
     assert woken == [1, 1]
+
+
+def test_steps_without_waits_run_to_their_result_and_others_are_refused() -> None:
+    def steps(wait: Wait | None) -> Steps[int]:
+        yield None
+        yield wait
+        return (yield from at_once(7))
+
+    class Never:
+        deadline = 1.0
+
+        def step(self, now: float) -> bool:
+            return now < 0
+
+    assert without_waits(steps(None)) == 7
+    with pytest.raises(RuntimeError, match="Never must be waited for by whoever steps the node"):
+        without_waits(steps(Never()))

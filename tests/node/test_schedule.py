@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decentnode.communication.base import Arrival, Counters
+from decentnode.communication.run_state import Steps, at_once, without_waits
 from decentnode.errors import PeerLost
 from decentnode.graph.base import averaging_group_of
 from decentnode.node.config import NodeConfig
@@ -51,8 +52,11 @@ class Transport(fakes.Transport):
         super().__init__(answer)
         self.counters = Counters()
 
-    def acquire_slot(self, model: torch.Tensor, timeout_seconds: float) -> None:
+    def computed(self, round: int) -> None:
         return None
+
+    def acquire_slot_steps(self, model: torch.Tensor, timeout_seconds: float) -> Steps[None]:
+        return at_once(None)
 
 
 def arrival(values: dict[int, float], missing: frozenset[int] = frozenset(), elements: int = ELEMENTS) -> Arrival:
@@ -74,12 +78,12 @@ def made(
 
 def begin(plan: Schedule, check: Callable[[], None] = lambda: None) -> None:
     seen = fakes.seen()
-    plan.begin(seen.round, [[seen]], check)
+    without_waits(plan.begin(seen.round, [[seen]], check))
 
 
 def one_round(plan: Schedule) -> Mixed:
     begin(plan)
-    (outcome,) = plan.finish()
+    (outcome,) = without_waits(plan.finish())
     return outcome
 
 
@@ -121,7 +125,7 @@ def test_a_rule_that_cannot_go_on_without_it_ends_the_run_and_names_the_sender()
     plan = made(Sequential, Exchange([Arrival(0, ELEMENTS, {1: bad, 3: bad}, frozenset())]), sharing)
     begin(plan)
     with pytest.raises(PeerLost, match="node 1 sent in round 3 what cannot be read") as lost:
-        plan.finish()
+        without_waits(plan.finish())
     assert lost.value.missing == (1,)
 
 

@@ -1,6 +1,7 @@
 """An exchange as the rounds see it: slices of what lies in the inbox, as soon as every source has them.
 
-`InboxExchange.steps` does not block: it hands out what has to be waited for, so that one thread can drive many nodes.
+Without threads `InboxExchange.steps` does not block: it hands out what has to be waited for, so that one thread can
+drive many nodes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.inbox_state import WHOLE, ExchangeKey, InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
+from decentnode.communication.run_state import Wait
 from decentnode.payload import Payload
 
 _NOBODY: frozenset[int] = frozenset()
@@ -51,15 +53,17 @@ class InboxExchange(Exchange):
     def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
         inbox = self._inbox
         assert isinstance(inbox, Inbox), "without threads nothing blocks: use steps"
-        for step in self.steps(timeout_seconds):
+        for step in self._steps(timeout_seconds):
             if isinstance(step, ArrivalWait):
                 inbox.block(step)
             else:
                 yield step
 
-    def steps(self, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
-        """`arrivals`, and before each of them the wait for it: the next step is to be asked for once that is over. Not
-        blocking."""
+    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
+        return self.arrivals(timeout_seconds) if isinstance(self._inbox, Inbox) else self._steps(timeout_seconds)
+
+    def _steps(self, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
+        """`arrivals`, and before each of them the wait for it. Not blocking."""
         self._state.status.raise_if_failed()
         schema = self._state.schemas[self._key[1]]
         yield from self._chunks(schema, timeout_seconds) if schema.elementwise else self._whole(schema, timeout_seconds)

@@ -10,12 +10,45 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Schema
 from decentnode.communication.path import Path
 from decentnode.communication.receive.staging import Leases
-from decentnode.communication.run_state import RunState
+from decentnode.communication.run_state import RunFacts, RunState
 
 LEASE_POLL_SECONDS = 100e-6
 PRIVATE_PLACES = 2
 """Places of nodes without a publish buffer. While messages are still sent from all of them, the model lives in memory
 of its own, from which nothing is leased: what leaves from there is copied."""
+
+
+class PlaceWait:
+    """The wait for a place from which no message is sent (`run_state.Wait`), looked at LEASE_POLL_SECONDS apart, as
+    nobody says when the last lease is dropped."""
+
+    def __init__(
+        self, places: list[Tensor], current: Tensor, leases: Leases, facts: RunFacts, counters: Counters,
+        deadline: float, late: bool,
+    ) -> None:
+        """places: `current` is none of those to choose from. late: whether the last such wait was in vain; then this
+        one gives up at once."""
+        self._places = [place for place in places if place.data_ptr() != current.data_ptr()]
+        self._leases, self._facts, self._counters, self._late = leases, facts, counters, late
+        self._began: float | None = None
+        self._holders = set[int]()
+        self.deadline = deadline
+        self.place: Tensor | None = None
+        """Once it is over; None where there was none in time."""
+
+    def step(self, now: float) -> bool:
+        """Raises what every wait raises once the run has failed."""
+        self.place = next((place for place in self._places if not self._leases.held(place.data_ptr())), None)
+        self._facts.raise_if_failed()
+        if self.place is not None or self._late or now > self.deadline or self._facts.regrouping:
+            if self._began is not None:
+                self._facts.held_up(now - self._began, self._holders, self._counters)
+            return True
+        if self._began is None:
+            self._began = now
+            self._leases.hurry()
+        self._holders = self._leases.holders()
+        return False
 
 
 class ModelSlots:
@@ -56,24 +89,11 @@ class ModelSlots:
 
     def _private(self, current: Tensor, deadline: float) -> Tensor | None:
         """Blocking: another place than `current` from which no message is sent; None when there is none in time."""
-        places = [place for place in self._places if place.data_ptr() != current.data_ptr()]
-        began: float | None = None
-        holders = set[int]()
-        while True:
-            free = next((place for place in places if not self._leases.held(place.data_ptr())), None)
-            self._late = self._late and free is None
-            self._status.raise_if_failed()
-            if free is not None or self._late or clock.now() > deadline or self._status.regrouping:
-                break
-            if began is None:
-                began = clock.now()
-                self._leases.hurry()
-            holders = self._leases.holders()
+        wait = PlaceWait(self._places, current, self._leases, self._status, self._counters, deadline, self._late)
+        while not wait.step(clock.now()):
             clock.sleep(LEASE_POLL_SECONDS)
-        if began is not None:
-            self._status.held_up(clock.now() - began, holders, self._counters)
-        self._late = free is None
-        return free
+        self._late = wait.place is None
+        return wait.place
 
     def lease(self, tensor: Tensor) -> object:
         """For what is sent from such a place: it may not change until the lease is dropped. None for anything else."""

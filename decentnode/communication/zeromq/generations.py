@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from decentnode import clock
 from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
 from decentnode.communication.zeromq.link_driver import LinkDriver
-from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.reconfigure import EndWait, GenerationWait, Reconfiguration
 from decentnode.errors import Regrouping
 from decentnode.wire.generation import Generation
 
@@ -77,8 +77,5 @@ class Generations:
 
     def over(self, error: Exception, seconds: float) -> bool:
         """Blocking for `seconds` at most: whether a failure of the training thread is but the end of the generation."""
-        state, deadline = self._state, clock.now() + seconds
-        with state.changed:
-            while not state.regrouping and state.failure is None and (left := deadline - clock.now()) > 0:
-                state.changed.wait(min(left, LONGEST_SLEEP_SECONDS))
-            return isinstance(error, Regrouping) or bool(state.regrouping)
+        self._state.block(EndWait(self._state, seconds, clock.now()))
+        return isinstance(error, Regrouping) or bool(self._state.regrouping)

@@ -173,6 +173,19 @@ class Reconfiguration:
         self._report("generation", f"{generation.number} of nodes {', '.join(map(str, generation.members))}")
 
 
+class EndWait:
+    """The wait of one node that missed somebody, until it knows whether its generation is over (`run_state.Wait`)."""
+
+    def __init__(self, facts: RunFacts, seconds: float, now: float) -> None:
+        """seconds: the longest wait."""
+        self._facts = facts
+        self.deadline = now + seconds
+
+    def step(self, now: float) -> bool:
+        """Raises nothing."""
+        return bool(self._facts.regrouping) or self._facts.failure is not None or now >= self.deadline
+
+
 class GenerationWait:
     """The wait of one node for its next generation (`run_state.Wait`); `generation` is what is in force once it is
     over."""

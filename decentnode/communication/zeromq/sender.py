@@ -1,23 +1,36 @@
-"""Payloads that leave a node over its sockets, cut into chunks."""
+"""Payloads that leave a node over its links, cut into chunks. No sockets, no threads, no clock: who waits is the
+caller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
-from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
-from decentnode.communication.run_state import RunState
-from decentnode.communication.zeromq.connections import held
-from decentnode.communication.zeromq.link_driver import LinkDriver
-from decentnode.communication.zeromq.link_state import BULK, QueuedMessage
+from decentnode.communication.run_state import RunFacts
+from decentnode.communication.zeromq.link_sender import LinkSender
+from decentnode.communication.zeromq.link_state import BULK, ExchangeKey, Hold, QueuedMessage
 from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.room_wait import RoomWait
 from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars
+
+
+class BulkPort(Protocol):
+    """What takes chunks (`LinkDriver`): the links, and the lock and the clock around them where threads share them."""
+
+    def bulk(self, uids: Sequence[int], message: QueuedMessage) -> None:
+        """Send a message to these peers now, or as soon as windows and sockets allow."""
+
+    def withhold(self, uid: int, key: ExchangeKey) -> None:
+        """As `LinkSender.withhold`."""
+
+    def hurry(self) -> None:
+        """Ask every peer now what it has of the bulk sent so far."""
 
 
 class Sender:
@@ -27,38 +40,31 @@ class Sender:
     """Slots of pinned memory, for models on a GPU."""
 
     def __init__(
-        self, driver: LinkDriver, maker: MessageMaker, plans: tuple[tuple[TensorPlan, ...], ...], status: RunState,
-        counters: Counters, *, timeout_seconds: float,
+        self, links: LinkSender, port: BulkPort, maker: MessageMaker, plans: tuple[tuple[TensorPlan, ...], ...],
+        facts: RunFacts, counters: Counters, *, timeout_seconds: float, hold: Hold,
     ) -> None:
-        """plans: by phase. timeout_seconds: longest wait for a peer that takes nothing."""
-        self._links, self._maker, self._plans, self._status, self._counters = driver, maker, plans, status, counters
-        self._timeout_seconds = timeout_seconds
+        """plans: by phase. timeout_seconds: longest wait for a peer that takes nothing. hold: how long bodies are
+        kept."""
+        self._links, self._port, self._maker, self._plans = links, port, maker, plans
+        self._facts, self._counters = facts, counters
+        self._timeout_seconds, self._hold = timeout_seconds, hold
 
     def takes(self, uid: int) -> bool:
-        """Whether `may_send` would return at once."""
-        return self._links.links.sender.takes(uid)
+        """Whether one more payload may be sent to a peer at once."""
+        return self._links.takes(uid)
 
-    def may_send(self, uid: int, round: int, phase: int) -> bool:
-        """Blocking while `max_payloads` wait for a peer, unless it is silent; False when that stays so for too long
-        (`RunState.room_patience`): the payload is not sent, and the peer hears so once it takes any."""
-        links, status = self._links.links.sender, self._status
-        if links.takes(uid):
-            return True
-        with status.changed:
-            wait = RoomWait(links, status, self._counters, uid=uid, key=(round, phase),
-                            timeout_seconds=self._timeout_seconds, now=clock.now())  # fmt: skip
-            while not wait.step(now := clock.now()):
-                status.wait(min(wait.deadline - now, 1.0))
-        if wait.verdict == "withhold":
-            self._links.withhold(uid, (round, phase))
-            self._counters.fault("send_window", uid, f"round {round}")
-        return wait.verdict == "send"
+    def room(self, uid: int, key: ExchangeKey, now: float) -> RoomWait:
+        """Returns the wait while `max_payloads` wait for a peer, unless it is silent; `may_send` has its result."""
+        return RoomWait(self._links, self._facts, self._counters, uid=uid, key=key,
+                        timeout_seconds=self._timeout_seconds, now=now)  # fmt: skip
 
-    def takes_again(self, uid: int) -> None:
-        """With `LinkDriver.lock` held: a peer for which `max_payloads` waited takes payloads again."""
-        with self._status.changed:
-            self._status.silent.discard(uid)
-            self._status.notify()
+    def may_send(self, uid: int, key: ExchangeKey, room: RoomWait) -> bool:
+        """After the wait for room: whether to send. A payload that found none in time (`RunState.room_patience`) is
+        not sent, and the peer hears so once it takes any."""
+        if room.verdict == "withhold":
+            self._port.withhold(uid, key)
+            self._counters.fault("send_window", uid, f"round {key[0]}")
+        return room.verdict == "send"
 
     def checked(self, payload: Payload, phase: int) -> None:
         """Raises ValueError, as our own fault, for a payload that is not what the schema says."""
@@ -71,7 +77,7 @@ class Sender:
     ) -> None:
         """Hand one payload to the links of these neighbors, cut into chunks; every byte is read, or leased, before this
         returns. Not blocking, but for the copy."""
-        plans, links = self._plans[phase], self._links
+        plans = self._plans[phase]
         scalars: Scalars = payload.scalars
         sums = self._maker.sum_kind(BULK, uids)
         for index, plan in enumerate(plans):
@@ -86,7 +92,7 @@ class Sender:
                 header = self._maker.header(Chunk, round, phase, index, chunk, total, scalars)
                 scalars = {}
                 last = index + 1 == len(plans) and chunk + 1 == plan.count(total)
-                links.bulk(uids, QueuedMessage.bulk(header, body, sums, lease, hold=held, last=last))
+                self._port.bulk(uids, QueuedMessage.bulk(header, body, sums, lease, hold=self._hold, last=last))
                 for uid in uids:
                     self._counters.edge(uid).frames_sent += 1
 
@@ -97,5 +103,5 @@ class Sender:
             return None
         fetched = self.staging.fetch(plan, tensor)
         if fetched is None:
-            self._links.hurry()
+            self._port.hurry()
         return fetched

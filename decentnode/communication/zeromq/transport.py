@@ -109,15 +109,15 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._maker = MessageMaker(self._session, config)
         self._inbox = Inbox(schemas, config.chunk_bytes, self._status, self.counters, self._driver.consumed,
                             reject_non_finite=config.non_finite == "reject", device=device)  # fmt: skip
-        self._sender = Sender(self._driver, self._maker, self._inbox.plans, self._status, self.counters,
-                              timeout_seconds=config.timeout_seconds)  # fmt: skip
+        self._sender = Sender(self._links.sender, self._driver, self._maker, self._inbox.plans, self._status,
+                              self.counters, timeout_seconds=config.timeout_seconds, hold=held)  # fmt: skip
         reconfiguration = self._reconfiguration(digest, limits)
         self._generations: Generations | None = None
         if reconfiguration is not None:
             self._generations = Generations(reconfiguration, self._driver, self._status)
         self._protocol = NodeProtocol(ProtocolParts(
             session=self._session, links=self._links, inbox=self._inbox, facts=self._status, counters=self.counters,
-            maker=self._maker, hold=held, consumed=self._driver.consumed, has_room=self._sender.takes_again,
+            maker=self._maker, hold=held, consumed=self._driver.consumed, has_room=self._takes_again,
             joined=self._io.joined, reconfiguration=reconfiguration, lock=self._status.lock,
         ))  # fmt: skip
         self._inbox.ask = lambda uids: self._driver.call(lambda: self._protocol.ask_overdue(uids, clock.now()))
@@ -137,6 +137,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         membership = Membership(self.uid, len(self._machine_of), limits, draw=entropy.draw, digest=digest,
                                 describe=self.describe)  # fmt: skip
         return Reconfiguration(membership, self._links.sender, self._status, self.counters, self._status.wake)
+
+    def _takes_again(self, uid: int) -> None:
+        """With `LinkDriver.lock` held: a peer for which `max_payloads` waited takes payloads again."""
+        with self._status.changed:
+            self._status.silent.discard(uid)
+            self._status.notify()
 
     @classmethod
     def make(cls, config: ZeroMQConfig, parts: TransportParts) -> Self:
