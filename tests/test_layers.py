@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "decentnode"
 FLOORS: list[list[str]] = [
     ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system"],
     ["config", "mixing", "metrics"],
-    ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks"],
+    ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks", "faults"],
     ["sharing", "training", "communication", "checkpoint"],
     ["node", "parallel"],
     ["experiment"],

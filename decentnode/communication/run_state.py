@@ -59,8 +59,8 @@ def at_once(value: T) -> Steps[T]:
     return value
 
 
-def without_waits(steps: Steps[T]) -> T:
-    """Returns what steps return whose waits the transport blocks for itself. Raises RuntimeError for others."""
+def blocking(steps: Steps[T], block: Callable[[Wait], None]) -> T:
+    """Returns what steps return. block(wait): blocking until the wait is over."""
     while True:
         try:
             wait = next(steps)
@@ -68,13 +68,22 @@ def without_waits(steps: Steps[T]) -> T:
             result: T = over.value
             return result
         if wait is not None:
-            raise RuntimeError(f"{type(wait).__name__} must be waited for by whoever steps the node")
+            block(wait)
+
+
+def without_waits(steps: Steps[T]) -> T:
+    """Returns what steps return whose waits the transport blocks for itself. Raises RuntimeError for others."""
+    return blocking(steps, _refuse)
+
+
+def _refuse(wait: Wait) -> None:
+    raise RuntimeError(f"{type(wait).__name__} must be waited for by whoever steps the node")
 
 
 class _Waiting(contextlib.AbstractContextManager[None]):
     """Ends `RunState.waiting`; one for all, as a round has several and a generator would cost more than they do."""
 
-    def __init__(self, status: RunState) -> None:
+    def __init__(self, status: RunFacts) -> None:
         self._status = status
 
     def __enter__(self) -> None:
@@ -136,6 +145,11 @@ class RunFacts:
         self.waiting = (uids, since)
         if self.watches:
             self.waiting_began(since)
+
+    def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
+        """Training thread: a wait, if it comes to one until the context ends, is for these."""
+        self.wait_for(tuple(uids), clock.now())
+        return _Waiting(self)
 
     def patience(self, timeout_seconds: float) -> float:
         """How long a wait may last that begins now: what the round's earlier ones have left of the time-out."""
@@ -235,6 +249,5 @@ class RunState(RunFacts):
             self.changed.notify_all()  # the doorbell is free
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
-        """Training thread: a wait, if it comes to one until the context ends, is for these."""
         self.wait_for(tuple(uids), clock.now())
         return self._until

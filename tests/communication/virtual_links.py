@@ -20,12 +20,14 @@ from decentnode.communication.zeromq.link_state import (
     ReceiveCredits,
 )
 from decentnode.communication.zeromq.reliable_links import ACK_EVERY, ACK_SECONDS, ReliableLinks
+from decentnode.faults import Link
+from decentnode.simulate.world.heap import Alarm
+from decentnode.simulate.world.network import Socket, VirtualNetwork
 from decentnode.wire import codec, framing
 from decentnode.wire.generation import FIRST
 from decentnode.wire.messages import Bye, Chunk, Depart, Message
 from decentnode.wire.session import Session
 from decentnode.wire.stream import PROBE_SECONDS
-from tests.communication.virtual_network import Model, Node, VirtualNetwork
 
 RUN = b"theirrun"
 
@@ -47,8 +49,8 @@ class End:
         self.held: Counter[int] = Counter()
         """Bytes that came of a source and are not used up, as its window counts them."""
         self.ticked = 0
-        self._armed = float("inf")
-        network.nodes[uid] = Node(self._receive, self._writable, proves=secure)
+        self._alarm = Alarm(self.heap, lambda: self.next_deadline, self._tick)
+        network.nodes[uid] = Socket(self._receive, self._writable, proves=secure)
 
     def _session(self, n: int) -> Session:
         """One whose run has begun."""
@@ -115,19 +117,14 @@ class End:
 
     def _arm(self) -> None:
         """Tick when there is something to do, and not before."""
-        due = max(self.next_deadline, self.heap.now)
-        if due < self._armed:
-            self._armed = due
-            self.heap.at(due, lambda: self._tick(due))
+        self._alarm.set()
         self._check()
 
-    def _tick(self, due: float) -> None:
-        if due == self._armed:
-            self.ticked += 1
-            self._armed = float("inf")
-            self._do_what_is_due()
-            assert self.next_deadline > self.heap.now, "what was due has been done"
-            self._arm()
+    def _tick(self) -> None:
+        self.ticked += 1
+        self._do_what_is_due()
+        assert self.next_deadline > self.heap.now, "what was due has been done"
+        self._arm()
 
     @property
     def next_deadline(self) -> float:
@@ -180,11 +177,14 @@ class End:
                     assert due <= self.heap.now + PROBE_SECONDS[1]
 
 
-def drawn_model(draw: random.Random) -> Model:
+def drawn_link(draw: random.Random) -> Link:
     """Connections that are fast or slow, wide or narrow, sound or not."""
     share = draw.choice((0.0, 0.05, 0.2))
-    return Model(draw.choice((0.001, 0.05)), draw.choice((0.0, 0.05)), draw.choice((3, 50)), share * draw.random(),
-                 share * draw.random(), share * draw.random(), share * draw.random())  # fmt: skip
+    return Link(
+        latency_seconds=draw.choice((0.001, 0.05)), jitter_seconds=draw.choice((0.0, 0.05)),
+        queue_messages=draw.choice((3, 50)), loss=share * draw.random(), duplication=share * draw.random(),
+        reordering=share * draw.random(), damage=share * draw.random(),
+    )
 
 
 def plan_breaks(ends: Sequence[End], draw: random.Random, seconds: float) -> None:

@@ -23,12 +23,12 @@ from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfig
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.errors import AssemblyError, PeerLost, Regrouping
 from decentnode.payload import TensorSpec
+from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire.generation import Generation, Limits, Name
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Message, Slot
 from decentnode.wire.session import Session
 from tests.communication.virtual_links import RUN, End
-from tests.communication.virtual_network import VirtualNetwork
 
 TURNS, ELEMENTS, CHUNK_BYTES = 4, 600, 1024
 WINDOW = 4 * (CHUNK_BYTES + MESSAGE_COST)
@@ -239,9 +239,9 @@ class SessionEnd(End):
         if self._awake(lambda: self._writable(uid, plane)):
             super()._writable(uid, plane)
 
-    def _tick(self, due: float) -> None:
-        if not self.over and self._awake(lambda: self._tick(due)):
-            super()._tick(due)
+    def _tick(self) -> None:
+        if not self.over and self._awake(self._tick):
+            super()._tick()
 
     def consumed(self, uid: int, size: int) -> None:
         if self.held[uid]:  # not what a generation before this one held

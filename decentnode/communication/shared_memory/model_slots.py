@@ -10,7 +10,7 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Schema
 from decentnode.communication.path import Path
 from decentnode.communication.receive.staging import Leases
-from decentnode.communication.run_state import RunFacts, RunState
+from decentnode.communication.run_state import RunFacts, Steps, Wait, blocking
 
 LEASE_POLL_SECONDS = 100e-6
 PRIVATE_PLACES = 2
@@ -40,7 +40,7 @@ class PlaceWait:
         """Raises what every wait raises once the run has failed."""
         self.place = next((place for place in self._places if not self._leases.held(place.data_ptr())), None)
         self._facts.raise_if_failed()
-        if self.place is not None or self._late or now > self.deadline or self._facts.regrouping:
+        if self.place is not None or self._late or now >= self.deadline or self._facts.regrouping:
             if self._began is not None:
                 self._facts.held_up(now - self._began, self._holders, self._counters)
             return True
@@ -51,12 +51,18 @@ class PlaceWait:
         return False
 
 
+def poll(wait: Wait) -> None:
+    """Blocking until the wait is over."""
+    while not wait.step(clock.now()):
+        clock.sleep(LEASE_POLL_SECONDS)
+
+
 class ModelSlots:
     """The places of one generation of members: a path's `model_slots` where there are any, else private memory. Used
     from the training thread."""
 
     def __init__(
-        self, schema: Schema, leases: Leases, owner: Path | None, status: RunState, counters: Counters
+        self, schema: Schema, leases: Leases, owner: Path | None, status: RunFacts, counters: Counters
     ) -> None:
         """schema: of phase 0. owner: the path with `model_slots`, where there is one."""
         self.sent_to: tuple[int, ...] = ()
@@ -69,6 +75,10 @@ class ModelSlots:
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
         """What `Communication.acquire_slot` does. What goes to the others next comes after this wait."""
+        return blocking(self.steps(current, timeout_seconds), poll)
+
+    def steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:
+        """As `acquire_slot`, with the wait for private memory handed out; a path with slots of its own blocks."""
         schema = self._schema
         if not schema.elementwise or len(schema.tensors) != 1:
             return None
@@ -84,16 +94,14 @@ class ModelSlots:
                 slot = owner.acquire_slot(current, deadline)
                 place = None if slot is None else self._places[slot]
             else:
-                place = self._private(current, deadline)
+                wait = PlaceWait(
+                    self._places, current, self._leases, self._status, self._counters, deadline, self._late
+                )
+                if not wait.step(clock.now()):
+                    yield wait
+                place = wait.place
+                self._late = place is None
         return torch.empty_like(current) if place is None else place
-
-    def _private(self, current: Tensor, deadline: float) -> Tensor | None:
-        """Blocking: another place than `current` from which no message is sent; None when there is none in time."""
-        wait = PlaceWait(self._places, current, self._leases, self._status, self._counters, deadline, self._late)
-        while not wait.step(clock.now()):
-            clock.sleep(LEASE_POLL_SECONDS)
-        self._late = wait.place is None
-        return wait.place
 
     def lease(self, tensor: Tensor) -> object:
         """For what is sent from such a place: it may not change until the lease is dropped. None for anything else."""

@@ -3,21 +3,24 @@ caller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from decentnode.communication.counters import Counters
+from decentnode.communication.path import grouped
 from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
-from decentnode.communication.run_state import RunFacts
+from decentnode.communication.run_state import RunFacts, Steps
 from decentnode.communication.zeromq.link_sender import LinkSender
 from decentnode.communication.zeromq.link_state import BULK, ExchangeKey, Hold, QueuedMessage
 from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.room_wait import RoomWait
 from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk, Scalars
+
+_NOBODY: frozenset[int] = frozenset()
 
 
 class BulkPort(Protocol):
@@ -65,6 +68,35 @@ class Sender:
             self._port.withhold(uid, key)
             self._counters.fault("send_window", uid, f"round {key[0]}")
         return room.verdict == "send"
+
+    def steps(
+        self, outgoing: Mapping[int, Payload], key: ExchangeKey, lease_of: Callable[[Tensor], object],
+        now: Callable[[], float],
+    ) -> Steps[frozenset[int]]:
+        """Send the payloads of a (round, phase) by neighbor. Returns those that take none, after a wait for each.
+
+        lease_of: as `PathContext.lease_of`. now: the clock.
+        """
+        held_up = [uid for uid in outgoing if not self.takes(uid)]
+        if not held_up:
+            self._send(outgoing, key, lease_of)
+            return _NOBODY
+        # nobody waits for its payload because another one takes none
+        self._send({uid: payload for uid, payload in outgoing.items() if uid not in held_up}, key, lease_of)
+        dropped = set()
+        for uid in held_up:
+            room = self.room(uid, key, now())
+            yield room
+            if not self.may_send(uid, key, room):
+                dropped.add(uid)
+        self._send({uid: outgoing[uid] for uid in held_up if uid not in dropped}, key, lease_of)
+        return frozenset(dropped)
+
+    def _send(
+        self, outgoing: Mapping[int, Payload], key: ExchangeKey, lease_of: Callable[[Tensor], object]
+    ) -> None:
+        for payload, uids in grouped(outgoing):
+            self.send_chunks(payload, uids, *key, lease_of)
 
     def checked(self, payload: Payload, phase: int) -> None:
         """Raises ValueError, as our own fault, for a payload that is not what the schema says."""

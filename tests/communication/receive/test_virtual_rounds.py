@@ -25,10 +25,11 @@ from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.link_state import MAX_PAYLOADS, QueuedMessage
 from decentnode.communication.zeromq.room_wait import RoomWait
 from decentnode.payload import TensorSpec
+from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire import codec, framing
 from decentnode.wire.messages import Chunk, Message, Overdue, Skipped, Waits
-from tests.communication.virtual_links import RUN, End, drawn_model, plan_breaks
-from tests.communication.virtual_network import EventHeap, VirtualNetwork
+from tests.communication.virtual_links import RUN, End, drawn_link, plan_breaks
 from tests.conftest import scale
 
 SEEDS, PER_CASE = scale(100, 10_000), scale(50, 500)
@@ -175,7 +176,7 @@ def ends_of(
     seed: int, n: int, timeout_seconds: float, breaks: bool = True
 ) -> tuple[random.Random, VirtualNetwork, list[RoundEnd]]:
     draw = random.Random(seed)
-    network = VirtualNetwork(EventHeap(), drawn_model(draw), seed)
+    network = VirtualNetwork(EventHeap(), drawn_link(draw), seed)
     secure = draw.random() < 0.1
     ends = [RoundEnd(uid, n, network, secure) for uid in range(n)]
     for end in ends:
@@ -197,7 +198,7 @@ def rounds_of(seed: int) -> Counter[str]:
         for end in ends:
             assert not end.missing and not end.inbox.incoming and not +end.held
             assert "window_exceeded" not in end.counters.faults and "duplicate_chunk" not in end.counters.faults
-    return Counter(lost=network.lost, refused=network.refused, cut=network.cuts)
+    return network.happened
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))

@@ -11,10 +11,11 @@ import pytest
 from decentnode import clock
 from decentnode.communication.receive import chunking
 from decentnode.errors import AssemblyError, PeerLost
+from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire.generation import Limits
 from decentnode.wire.messages import NO_RUN
-from tests.communication.virtual_links import drawn_model, plan_breaks
-from tests.communication.virtual_network import EventHeap, VirtualNetwork
+from tests.communication.virtual_links import drawn_link, plan_breaks
 from tests.communication.virtual_session import PHASES, TURNS, SessionEnd, World
 from tests.conftest import scale
 
@@ -34,7 +35,7 @@ def session_of(
 ) -> tuple[random.Random, VirtualNetwork, list[SessionEnd]]:
     """With ten nodes the tree has three levels."""
     draw = random.Random(seed)
-    network = VirtualNetwork(EventHeap(), drawn_model(draw), seed)
+    network = VirtualNetwork(EventHeap(), drawn_link(draw), seed)
     world = World(draw.choice(nodes))
     limits = Limits(SUSPECT_SECONDS, TIMEOUT_SECONDS, world.n // 2 + 1, TURNS) if generations else None
     ends = [SessionEnd(uid, world, network, timeout_seconds, limits) for uid in range(world.n)]
@@ -57,7 +58,7 @@ def whole_session(seed: int) -> Counter[str]:
         assert end.turns == TURNS and end.error is None
         assert not {"window_exceeded", "duplicate_chunk", "stale_part"} & end.counters.faults.keys()
     assert list(ends[0].reports) == list(range(len(ends)))
-    return Counter(lost=network.lost, refused=network.refused, cut=network.cuts, damaged=network.damaged)
+    return network.happened
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))
@@ -92,7 +93,7 @@ def strike(draw: random.Random, victim: SessionEnd, phase: str, seconds: float) 
     def on_phase() -> None:
         if victim.phase == phase and (phase in ("join", "report") or victim.turn == turn) and not planned:
             planned.append(True)
-            victim.heap.after(draw.choice((0.0, 1.0)) * draw.random() * victim.network.model.latency, happen)
+            victim.heap.after(draw.choice((0.0, 1.0)) * draw.random() * victim.network.link.latency_seconds, happen)
 
     planned: list[bool] = []
     victim.on_phase = on_phase
@@ -129,14 +130,14 @@ def test_a_node_that_freezes_for_a_while_costs_that_while(seed: int, phase: str)
     """Figures that were lost on the way to a node that freezes for longer than those below it take to close are no more
     said again, and only those; a node that freezes while it closes still has its time to bring its own."""
     draw, network, ends = session_of(seed, TIMEOUT_SECONDS)
-    victim, model = draw.choice(ends), network.model
+    victim, link = draw.choice(ends), network.link
     struck = strike(draw, victim, phase, 0.7 * TIMEOUT_SECONDS)
     with clock.use(network.heap.clock):
         network.heap.after(FAULTY_SECONDS, lambda: setattr(network, "faulty", False))
         assert network.heap.run(lambda: all(end.over for end in ends), TIMEOUT_SECONDS + SETTLE_SECONDS)
         assert struck
     assert all(end.turns == TURNS for end in ends)
-    lossy = phase == "report" and any((model.loss, model.damage, model.reordering))
+    lossy = phase == "report" and any((link.loss, link.damage, link.reordering))
     below = set(victim.session.subtree()) - {victim.uid} if lossy else set()
     assert set(range(len(ends))) - ends[0].reports.keys() <= below
 

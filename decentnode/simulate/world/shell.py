@@ -1,0 +1,145 @@
+"""The I/O of one simulated process: bytes in, events and the next deadline out.
+
+It stands where the daemon has an I/O thread, a socket owner and a link driver: one thread, no sockets, no locks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from decentnode.communication.counters import Counters
+from decentnode.communication.zeromq.credentials import BulkAccess
+from decentnode.communication.zeromq.link_driver import LinkSizes
+from decentnode.communication.zeromq.link_state import Body, ExchangeKey, HeldBody, QueuedMessage, ReceiveCredits
+from decentnode.communication.zeromq.node_protocol import NodeProtocol
+from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.simulate.world.heap import Alarm
+from decentnode.simulate.world.network import VirtualNetwork
+from decentnode.wire import framing
+from decentnode.wire.messages import Message
+from decentnode.wire.session import Session
+
+
+class Shell:
+    """Drives the links and the protocol of one process by what comes and by the deadlines that they name, and by
+    nothing else. The links' port, and the sender's."""
+
+    def __init__(self, session: Session, counters: Counters, network: VirtualNetwork, sizes: LinkSizes) -> None:
+        self.uid, self.heap, self.network = session.uid, network.heap, network
+        self.credits = ReceiveCredits(sizes.window)
+        self.links = ReliableLinks(session, self, counters, self.credits, BulkAccess(False, False))
+        self.links.sender.control_kind = framing.XXH3
+        self.closed = False
+        """The process has ended: nothing comes, and nothing is due any more."""
+        self.settled: Callable[[], None] = lambda: None
+        """Called after everything that happens to the process."""
+        self._calls: deque[Callable[[], None]] = deque()
+        self._alarm = Alarm(self.heap, lambda: self.next_deadline, self._tick)
+        self._socket = network.attach(self.uid, self._receive, self._writable)
+
+    def serve(self, protocol: NodeProtocol, has_room: Callable[[int], None]) -> None:
+        """Before anything happens: who hears what the links bring."""
+        self._protocol, self.has_room = protocol, has_room
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` once what happens now is over."""
+        self._calls.append(function)
+
+    def settle(self) -> None:
+        """The end of everything that happens to the process: do what was put off, and ask when something is due."""
+        while self._calls:
+            self._calls.popleft()()
+        self._alarm.set()
+        self.settled()
+
+    # -- what happens -----------------------------------------------------------------------------------------
+
+    def freeze(self, until: float) -> None:
+        """The process is suspended."""
+        self._socket.thaws_at = max(until, self.thaws_at)
+
+    @property
+    def thaws_at(self) -> float:
+        """Until when the process is suspended."""
+        return self._socket.thaws_at
+
+    def _receive(self, plane: int, frames: list[memoryview], uid: int | None) -> None:
+        if not self.closed:
+            self.links.receive(plane, frames, uid, self.heap.now)
+            self.settle()
+
+    def _writable(self, uid: int, plane: int) -> None:
+        if self.heap.now < self.thaws_at:
+            self.heap.at(self.thaws_at, lambda: self._writable(uid, plane))
+        elif not self.closed:
+            self.links.sender.writable(uid, plane, self.heap.now)
+            self.settle()
+
+    @property
+    def next_deadline(self) -> float:
+        """When something is due at the latest."""
+        return math.inf if self.closed else min(self.links.next_deadline, self._protocol.next_deadline)
+
+    def _tick(self) -> None:
+        now = self.heap.now
+        if now < self.thaws_at:
+            self.heap.at(self.thaws_at, self._tick)
+            return
+        if self.closed:
+            return
+        if now >= self._protocol.next_deadline:
+            self._protocol.tick(now)
+        if now >= self.links.next_deadline:
+            self.links.tick(now)
+        self.settle()
+
+    # -- the links' port --------------------------------------------------------------------------------------
+
+    def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
+        return self.network.send(self.uid, uid, plane, [first] if body is None else [first, body])
+
+    def renew(self, uid: int, plane: int) -> None:
+        self.network.renew(self.uid, uid, plane)
+
+    def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
+        self._protocol.deliver(message, body, now)
+
+    def consumed(self, uid: int, size: int) -> None:
+        allowed = self.credits.consumed(uid, size)
+        if allowed is not None:
+            self.call(lambda: self.links.sender.grant(uid, allowed, self.heap.now))
+
+    # -- the sender's port ------------------------------------------------------------------------------------
+
+    def bulk(self, uids: Sequence[int], message: QueuedMessage) -> None:
+        for uid in uids:
+            self.links.sender.bulk(uid, message, self.heap.now)
+
+    def withhold(self, uid: int, key: ExchangeKey) -> None:
+        self.links.sender.withhold(uid, key, self.heap.now)
+
+    def hurry(self) -> None:
+        self.links.sender.hurry(self.heap.now)
+
+    def owing(self) -> list[int]:
+        """As `LinkSender.owing`."""
+        return self.links.sender.owing()
+
+
+class Held:
+    """The body of a message where it lies (`HeldBody`): as a socket that takes it without a copy, the network reads it
+    late."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self.buffer = buffer
+
+    def __len__(self) -> int:
+        return self.buffer.nbytes
+
+
+def held(body: memoryview, shared: bool) -> Body:
+    """As `link_state.Hold`."""
+    kept: HeldBody = Held(body)
+    return kept if shared else bytes(body)

@@ -1,0 +1,405 @@
+"""The networked transport in a simulation: its real parts, put together for one thread and virtual time.
+
+What blocks elsewhere is handed out as waits here (`run_state.Steps`); calls that could only block are refused. Payloads
+travel by a path of its own: chunks over simulated connections, to every neighbor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from decentnode import clock, entropy
+from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange, Pending
+from decentnode.communication.counters import Counters
+from decentnode.communication.hooks import PendingGeneration
+from decentnode.communication.parts import Schema
+from decentnode.communication.path import grouped
+from decentnode.communication.receive.exchange import InboxExchange
+from decentnode.communication.receive.inbox_state import InboxState
+from decentnode.communication.receive.staging import Leases
+from decentnode.communication.run_state import RunFacts, Steps, Wait
+from decentnode.communication.shared_memory.model_slots import ModelSlots
+from decentnode.communication.zeromq.collective_state import (
+    BarrierWait,
+    CollectiveState,
+    JoinWait,
+    MeanWait,
+    ReportsWait,
+)
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.link_driver import LinkSizes
+from decentnode.communication.zeromq.link_state import MAX_PAYLOADS, ONE_FRAME_BYTES
+from decentnode.communication.zeromq.message_maker import MessageMaker
+from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
+from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.running_time import RunningTime
+from decentnode.communication.zeromq.sender import Sender
+from decentnode.communication.zeromq.transport import CLOSE_SECONDS, GRACE_SECONDS
+from decentnode.config.component import Config
+from decentnode.errors import PeerLost
+from decentnode.payload import Payload
+from decentnode.simulate.world.network import VirtualNetwork
+from decentnode.simulate.world.shell import Shell, held
+from decentnode.wire.generation import Generation, Limits
+from decentnode.wire.membership import Membership
+from decentnode.wire.messages import Slot
+from decentnode.wire.session import Session
+
+LOOK_SECONDS = 0.02
+"""How often a process that closes looks whether everything has left."""
+Key = tuple[int, int]
+"""Round and phase."""
+
+
+class Until(Wait):
+    """The wait for a moment."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+    def step(self, now: float) -> bool:
+        return now >= self.deadline
+
+
+class Facts(RunFacts):
+    """Facts whose waits are stepped by the simulation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notified: Callable[[], None] = lambda: None
+        """A wait of this node may be over."""
+
+    def notify(self) -> None:
+        self.notified()
+
+
+class Witness:
+    """Hears what a transport does, and checks it. Here it hears of everything, and of nothing that is wrong."""
+
+    def published(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
+        """A node hands its payloads of a (round, phase) over, by neighbor."""
+
+    def arrived(self, of: Simulated, key: Key, arrival: Arrival) -> None:
+        """A slice is about to be mixed; called a second time once it was."""
+
+    def installed(self, of: Simulated, generation: Generation) -> None:
+        """A process has put everything of its old generation away for this one."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a simulated process runs."""
+
+    uid: int
+    num_nodes: int
+    network: VirtualNetwork
+    witness: Witness
+    digest: str
+    """Of config and graph; nodes of another digest are refused."""
+    limits: Limits | None
+    """Of generations of members; None where there is but one."""
+    compute_seconds: Callable[[int], float]
+    """How long the local steps of a round take."""
+
+
+class SimulatedExchange(InboxExchange):
+    """Tells the witness what is mixed."""
+
+    witness: Callable[[Arrival], None]
+
+    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
+        for step in super().steps(timeout_seconds):
+            if isinstance(step, Arrival):
+                self.witness(step)
+            yield step
+            if isinstance(step, Arrival):
+                self.witness(step)
+
+
+class SimulatedMean(Pending):
+    def __init__(self, of: Simulated, key: str, closing: bool, shape: tuple[int, ...]) -> None:
+        self._of, self._key, self._closing, self._shape = of, key, closing, shape
+
+    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
+        raise NotImplementedError("a simulated node's waits are steps")
+
+    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
+        wait = MeanWait(self._of.collectives, self._key, self._closing, timeout_seconds, clock.now())
+        yield wait
+        assert wait.result is not None
+        mean, contributors = wait.result
+        return mean.view(self._shape), contributors
+
+
+class SimulatedGeneration(PendingGeneration):
+    def __init__(self, of: Simulated) -> None:
+        self._of = of
+
+    def wait(self) -> Generation:
+        raise NotImplementedError("a simulated node's waits are steps")
+
+    def steps(self) -> Steps[Generation]:
+        return self._of.next_generation()
+
+
+class Simulated(Communication[ZeroMQConfig]):
+    """One process's end of the simulated network."""
+
+    Config: ClassVar[type[Config]] = ZeroMQConfig
+
+    def __init__(self, config: ZeroMQConfig, schemas: tuple[Schema, ...], place: Place) -> None:
+        self.config, self.schemas, self.place = config, schemas, place
+        self.uid, self.counters, self.facts = place.uid, Counters(), Facts()
+        run = entropy.draw(8) if place.uid == 0 else None
+        self.session = Session(place.uid, place.num_nodes, place.digest, run)
+        sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
+        self.shell = Shell(self.session, self.counters, place.network, sizes)
+        self.links = self.shell.links
+        self.links.sender.max_payloads = max(MAX_PAYLOADS, 2 * len(schemas))
+        maker = MessageMaker(self.session, config)
+        maker.over_tcp = [set(range(place.num_nodes)), set(range(place.num_nodes))]
+        self.inbox = InboxState(schemas, config.chunk_bytes, self.facts, self.counters, self,
+                                reject_non_finite=config.non_finite == "reject")  # fmt: skip
+        self.sender = Sender(self.links.sender, self.shell, maker, self.inbox.plans, self.facts, self.counters,
+                             timeout_seconds=config.timeout_seconds, hold=held)  # fmt: skip
+        self.reconfiguration: Reconfiguration | None = None
+        if place.limits is not None:
+            membership = Membership(place.uid, place.num_nodes, place.limits, draw=entropy.draw, digest=place.digest)
+            self.reconfiguration = Reconfiguration(
+                membership, self.links.sender, self.facts, self.counters, self.facts.notify
+            )
+        self.protocol = NodeProtocol(ProtocolParts(
+            session=self.session, links=self.links, inbox=self.inbox, facts=self.facts, counters=self.counters,
+            maker=maker, hold=held, consumed=self.shell.consumed, has_room=self._has_room, joined=lambda: None,
+            reconfiguration=self.reconfiguration,
+        ))  # fmt: skip
+        self.protocol.take_slot = self._no_slots
+        self.shell.serve(self.protocol, self._has_room)
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        self.collectives = CollectiveState(self.session, self.config.chunk_bytes, self.facts, self.protocol)
+        self.protocol.collectives = self.collectives
+        leases = Leases()
+        leases.hurry = self.shell.hurry
+        leases.owing.append(self.shell.owing)
+        self.slots = ModelSlots(self.schemas[0], leases, None, self.facts, self.counters)
+
+    def _has_room(self, uid: int) -> None:
+        self.facts.silent.discard(uid)
+        self.facts.notify()
+
+    @staticmethod
+    def _no_slots(message: Slot) -> None:
+        raise AssertionError(f"a doorbell on a path without any: {message}")
+
+    # -- the inbox's port -------------------------------------------------------------------------------------
+
+    def consumed(self, uid: int, size: int) -> None:
+        self.shell.consumed(uid, size)
+
+    def ask(self, uids: list[int]) -> None:
+        self.shell.call(lambda: self.protocol.ask_overdue(uids, clock.now()))
+
+    def ready(self) -> None:
+        self.facts.notify()
+
+    # -- the start --------------------------------------------------------------------------------------------
+
+    def start(self, timeout_seconds: float) -> None:
+        raise NotImplementedError("a simulated node's waits are steps")
+
+    def start_steps(self, timeout_seconds: float) -> Steps[None]:
+        """As `start`."""
+        limit = timeout_seconds + (0 if self.uid == 0 else GRACE_SECONDS)
+        yield JoinWait(
+            self.facts, lambda: self.protocol.joined,
+            lambda: self.shell.call(lambda: self.protocol.give_up(clock.now())), limit, GRACE_SECONDS, clock.now(),
+        )
+
+    @property
+    def run_id(self) -> bytes:
+        return self.session.run
+
+    # -- rounds -----------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        group: AveragingGroup | None = None,
+    ) -> Exchange:
+        raise NotImplementedError("a simulated node's waits are steps")
+
+    def exchange_steps(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        group: AveragingGroup | None = None,  # noqa: ARG002
+    ) -> Steps[Exchange]:
+        self.facts.raise_if_failed()
+        key, dropped = (round, phase), frozenset[int]()
+        if self.facts.regrouping:
+            return InboxExchange(self.inbox, key, expected, frozenset())
+        self.inbox.advance(round)
+        for payload, _ in grouped(outgoing):
+            self.sender.checked(payload, phase)
+        self.slots.sent_to = tuple(outgoing)
+        self.place.witness.published(self, key, outgoing)
+        dropped = yield from self.sender.steps(outgoing, key, self._lease_of, clock.now)
+        self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped})
+        made = SimulatedExchange(self.inbox, key, expected, frozenset(outgoing), dropped)
+        made.witness = lambda arrival: self.place.witness.arrived(self, key, arrival)
+        return made
+
+    def _lease_of(self, tensor: Tensor) -> object:
+        return self.slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
+
+    def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:
+        return self.slots.steps(current, timeout_seconds)
+
+    def computed(self, round: int) -> Wait | None:
+        seconds = self.place.compute_seconds(round)
+        return Until(clock.now() + seconds) if seconds > 0 else None
+
+    # -- means, barriers, reports -----------------------------------------------------------------------------
+
+    def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
+        from decentnode.communication.zeromq.tree_mean import own_share
+
+        self.facts.raise_if_over()
+        self.collectives.begin_mean(key, own_share(tensor), clock.now())
+        return SimulatedMean(self, key, closing, tuple(tensor.shape))
+
+    def barrier(self, name: str, timeout_seconds: float) -> None:
+        raise NotImplementedError("a simulated node's waits are steps")
+
+    def barrier_steps(self, name: str, timeout_seconds: float) -> Steps[None]:
+        """As `barrier`."""
+        self.facts.raise_if_over()
+        wait: BarrierWait = self.collectives.enter_barrier(name, timeout_seconds, clock.now())
+        yield wait
+
+    def report(self, figures: Mapping[str, float | int | str]) -> None:
+        self.collectives.report(dict(figures), clock.now())
+
+    def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
+        raise NotImplementedError("a simulated node's waits are steps")
+
+    def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
+        yield ReportsWait(self.collectives, timeout_seconds, clock.now())
+        return self.collectives.reports()
+
+    # -- generations of members -------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> Generation | None:
+        return None if self.reconfiguration is None else self.reconfiguration.generation
+
+    def enter(self, round: int) -> None:
+        if self.reconfiguration is not None:
+            self.reconfiguration.enter(round)
+
+    def suspect(self, uids: Collection[int], reason: str) -> None:
+        if self.reconfiguration is None:
+            super().suspect(uids, reason)
+        else:
+            self.reconfiguration.suspect(uids, reason, clock.now())
+
+    def begin_at(self, round: int) -> None:
+        if self.reconfiguration is not None:
+            self.reconfiguration.begin_at(round)
+
+    def caught_up(self) -> None:
+        if self.reconfiguration is not None:
+            self.reconfiguration.caught_up()
+
+    def stop_asked(self) -> None:
+        of = self.reconfiguration
+        if of is not None:
+            self.shell.call(lambda: of.stop(clock.now()))
+
+    def join(self) -> None:
+        if self.reconfiguration is None:
+            super().join()
+            return
+        self.session.come_from_outside()
+        self.protocol.joined = True
+        self.reconfiguration.leave(f"node {self.uid} comes from outside", clock.now())
+
+    def regroup(self) -> PendingGeneration:
+        return SimulatedGeneration(self)
+
+    def next_generation(self) -> Steps[Generation]:
+        """What `PendingGeneration.steps` are."""
+        of, alone = self.reconfiguration, self.config.start_timeout_seconds
+        assert of is not None
+        wait = GenerationWait(of, alone, alone + self.config.timeout_seconds, self._put_away, clock.now())
+        yield wait
+        assert wait.generation is not None
+        return of.generation
+
+    def _put_away(self, generation: Generation) -> None:
+        """Everything of the old generation, for `generation`."""
+        assert self.reconfiguration is not None
+        if generation.stopping:
+            self.session.stop_asked = self.facts.stopping = True
+        self.session.adopt(self.reconfiguration.membership.run, generation.name, generation.members)
+        self.links.restart(generation.fresh)
+        self.shell.credits.clear()
+        self.inbox.reset(generation.first_round)
+        self.facts.departed.clear()
+        self._begin_generation()
+        self.place.witness.installed(self, generation)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def announce_stop(self) -> None:
+        self.facts.stopping = True
+        self.facts.notify()
+        self.shell.call(lambda: self.protocol.ask_stop(clock.now()))
+
+    @property
+    def stopping(self) -> bool:
+        return self.facts.stopping
+
+    @property
+    def waiting(self) -> tuple[tuple[int, ...], float] | None:
+        return self.facts.waiting
+
+    @property
+    def goes_on(self) -> bool:
+        return self.facts.goes_on
+
+    @goes_on.setter
+    def goes_on(self, value: bool) -> None:
+        self.facts.goes_on = value
+
+    def depart(self, rounds: int, neighbors: Collection[int]) -> None:
+        self.inbox.end(rounds)
+        self.shell.call(lambda: self.protocol.depart(rounds, neighbors, clock.now()))
+
+    def fail(self, uid: int, reason: str) -> None:
+        of = self.reconfiguration
+        if of is not None and of.active:
+            if uid == self.uid:
+                of.fail(clock.now())
+            else:
+                of.suspect([uid], reason, clock.now(), dead=True)
+            return
+        self.shell.call(lambda: self.protocol.fail(uid, reason, clock.now()))
+        if uid != self.uid:
+            self.facts.fail(PeerLost(f"node {uid} failed: {reason}", [uid]))
+
+    def close(self) -> None:
+        """The process ends at once."""
+        self.shell.closed = True
+
+    def close_steps(self) -> Steps[None]:
+        """Let what was said leave, within seconds, then end."""
+        in_vain = self.facts.failure is not None or bool(self.facts.regrouping)
+        left = RunningTime(0.5 if in_vain else CLOSE_SECONDS, clock.now())
+        while not self.links.finished(clock.now()) and not left.over(clock.now()):
+            yield Until(clock.now() + LOOK_SECONDS)
+        self.links.goodbye(clock.now())
+        self.close()

@@ -1,0 +1,248 @@
+"""All processes of a simulated run: stepped as what they wait for comes about, and struck by faults."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from decentnode import clock, entropy
+from decentnode.communication.parts import Schema
+from decentnode.communication.run_state import Steps, Wait
+from decentnode.communication.shared_memory.model_slots import PlaceWait
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.link_state import BULK, CONTROL
+from decentnode.errors import DecentnodeError, PeerLost
+from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Kill, Restart, Slow
+from decentnode.node.node import Node
+from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.network import VirtualNetwork
+from decentnode.simulate.world.transport import Place, Simulated, Witness
+from decentnode.wire.generation import Limits
+
+MakeNode = Callable[[int, Callable[[tuple[Schema, ...]], Simulated]], Node]
+"""make(uid, make_communication) builds a node, such as `build.build` does."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a world is made of, beside its nodes."""
+
+    num_nodes: int
+    config: ZeroMQConfig
+    limits: Limits | None = None
+    """Of generations of members; None where there is but one."""
+    faults: Faults = Faults()
+    seed: int = 0
+    """Of what connections draw, and of ids."""
+    compute_seconds: Callable[[int, int], float] = lambda _uid, _round: 0.0
+    """(uid, round): how long the local steps take."""
+    starts_within_seconds: float = 0.0
+    """Processes begin at moments that are spread over so long."""
+
+
+class Process:
+    """One life of a node: its parts, and how far it has come."""
+
+    def __init__(self, world: World, uid: int, life: int) -> None:
+        """life: 0, or how often it was started again."""
+        self.world, self.uid, self.life = world, uid, life
+        self.heap = world.heap
+        self.node = world.make_node(uid, self._transport)
+        self.shell, self.facts = self.transport.shell, self.transport.facts
+        self.facts.notified = self._notified
+        self.facts.waiting_began = lambda _since: None  # the alarm is set anew after everything that happens
+        self.shell.settled = self._settled
+        self.error: Exception | None = None
+        """Why it failed."""
+        self.over = False
+        """Whether it came to its end."""
+        self.dead = False
+        self.wait: Wait | None = None
+        """What it waits for."""
+        self._due = self._stepping = False
+        self._steps = self._life()
+
+    def _transport(self, schemas: tuple[Schema, ...]) -> Simulated:
+        world = self.world
+        self.transport = Simulated(world.setting.config, schemas, Place(
+            uid=self.uid, num_nodes=world.setting.num_nodes, network=world.network, witness=world.witness,
+            digest="simulated", limits=world.setting.limits, compute_seconds=self._compute_seconds,
+        ))  # fmt: skip
+        return self.transport
+
+    def _compute_seconds(self, round: int) -> float:
+        return self.world.setting.compute_seconds(self.uid, round) * self.world.slowness.get(self.uid, 1.0)
+
+    def _life(self) -> Steps[None]:
+        if self.life:
+            self.transport.join()
+        else:
+            yield from self.transport.start_steps(self.transport.config.start_timeout_seconds)
+        yield from self.node.steps()
+        yield from self.transport.close_steps()
+
+    def _failing(self, error: Exception) -> Steps[None]:
+        """As a daemon's process ends: the others hear of it unless it only follows from a failure elsewhere."""
+        if not isinstance(error, PeerLost):
+            self.transport.fail(self.uid, str(error))
+        yield from self.transport.close_steps()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still has something to do."""
+        return not (self.over or self.dead)
+
+    def begin(self) -> None:
+        self._go_on()
+
+    def _notified(self) -> None:
+        if not self._due:
+            self._due = True
+            self.heap.at(self.heap.now, self._go_on)
+
+    def _settled(self) -> None:
+        if isinstance(self.wait, PlaceWait) and not self._stepping:  # nobody says when the last lease is dropped
+            self._notified()
+        self.world.settled(self)
+
+    def _go_on(self) -> None:
+        """Step the node until it has to wait."""
+        self._due = False
+        if not self.alive:
+            return
+        if self.heap.now < self.shell.thaws_at:
+            self._due = True
+            self.heap.at(self.shell.thaws_at, self._go_on)
+            return
+        self._stepping = True
+        while self.alive and self._step():
+            pass
+        if not self.dead:
+            self.shell.settle()
+        self._stepping = False
+
+    def _step(self) -> bool:
+        """One step of the node, if its wait is over; whether there may be more."""
+        raised: Exception | None = None
+        if self.wait is not None:
+            try:
+                if not self.wait.step(self.heap.now):
+                    self._look_again(self.wait, self.wait.deadline)
+                    return False
+            except DecentnodeError as error:
+                raised = error
+        round = self.node.round
+        try:
+            self.wait = next(self._steps) if raised is None else self._steps.throw(raised)
+        except StopIteration:
+            self.wait, self.over = None, True
+        except DecentnodeError as error:
+            if self.error is not None:
+                raise
+            self.error, self.wait, self._steps = error, None, self._failing(error)
+        if self.node.round != round:
+            self.world.entered(self)
+        return self.alive
+
+    def _look_again(self, wait: Wait, due: float) -> None:
+        def look() -> None:
+            if self.wait is wait and wait.deadline == due:
+                self._go_on()
+
+        assert due > self.heap.now, f"{type(wait).__name__} is not over at its deadline"
+        self.heap.at(due, look)
+
+    # -- faults -----------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """It ends without a word."""
+        self.dead = True
+        self.transport.close()
+        self.world.network.end(self.uid)
+        self._steps.close()
+
+
+class World:
+    """A run of whole nodes on virtual time."""
+
+    def __init__(self, setting: Setting, make_node: MakeNode, witness: Witness | None = None) -> None:
+        self.setting, self.make_node, self.witness = setting, make_node, witness or Witness()
+        self.heap = EventHeap()
+        self.network = VirtualNetwork(self.heap, setting.faults.links, setting.seed)
+        self.slowness: dict[int, float] = {}
+        """By uid: how many times as long local steps take."""
+        self.lives: list[Process] = []
+        """All processes, in the order in which they began."""
+        self.processes: dict[int, Process] = {}
+        """By uid: the one that began last."""
+        self.happened: Counter[str] = Counter()
+        """Faults of the plan that came about."""
+        self.settled: Callable[[Process], None] = lambda _process: None
+        """Called after everything that happens to a process."""
+        self._by_round = [fault for fault in setting.faults.plan if fault.at_round is not None]
+
+    @contextlib.contextmanager
+    def _virtual(self) -> Iterator[None]:
+        with clock.use(self.heap.clock), entropy.use(entropy.seeded(self.setting.seed)):
+            yield
+
+    def run(self, until_seconds: float) -> bool:
+        """Whether all processes came to an end by then. Blocking; raises what a check of the witness raises, and errors
+        of the code."""
+        setting = self.setting
+        with self._virtual():
+            for uid in range(setting.num_nodes):
+                process = self._begin(uid, 0)
+                self.heap.after(self.network.random.random() * setting.starts_within_seconds, process.begin)
+            for fault in setting.faults.plan:
+                if fault.at_seconds is not None:
+                    self.heap.at(fault.at_seconds, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+            if setting.faults.lossy_seconds is not None:
+                self.heap.at(setting.faults.lossy_seconds, self._heal)
+            return self.heap.run(lambda: not any(each.alive for each in self.processes.values()), until_seconds)
+
+    def _begin(self, uid: int, life: int) -> Process:
+        process = self.processes[uid] = Process(self, uid, life)
+        self.lives.append(process)
+        return process
+
+    def _heal(self) -> None:
+        self.network.faulty = False
+
+    def entered(self, process: Process) -> None:
+        """A node begins another round."""
+        for fault in [each for each in self._by_round if process.uid in each.concerns]:
+            if process.node.round >= (fault.at_round or 0):
+                self._by_round.remove(fault)
+                self.heap.after(0.0, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+
+    def strike(self, fault: AnyFault) -> None:
+        """A fault comes about."""
+        self.happened[fault.do] += 1
+        now, network = self.heap.now, self.network
+        if isinstance(fault, Cut):
+            network.sever(*fault.sides, fault.seconds)
+        elif isinstance(fault, Break | HalfOpen):
+            plane = CONTROL if fault.plane == "control" else BULK
+            (network.cut if isinstance(fault, Break) else network.halve)(fault.source, fault.to, plane)
+        elif isinstance(fault, Slow):
+            for uid in fault.nodes:
+                self._slow_down(uid, fault)
+        else:
+            for process in [self.processes[uid] for uid in fault.nodes]:
+                if isinstance(fault, Restart):
+                    if process.dead:
+                        self._begin(process.uid, process.life + 1).begin()
+                elif process.alive and isinstance(fault, Freeze):
+                    process.shell.freeze(now + fault.seconds)
+                elif process.alive and isinstance(fault, Kill):
+                    process.kill()
+
+    def _slow_down(self, uid: int, fault: Slow) -> None:
+        def recover() -> None:
+            self.slowness.pop(uid, None)
+
+        self.slowness[uid] = fault.factor
+        self.heap.after(fault.seconds, recover)

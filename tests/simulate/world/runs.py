@@ -1,0 +1,63 @@
+"""Runs of whole nodes in a world, and of the same nodes in process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from decentnode.build import schemas_of, step_all
+from decentnode.communication.base import Communication
+from decentnode.communication.inproc import Hub, Inproc
+from decentnode.communication.parts import CommunicationConfig, Schema
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.graph.base import Graph
+from decentnode.node.config import NodeConfig
+from decentnode.node.node import Node, NodeParts
+from decentnode.sharing.base import Sharing
+from decentnode.simulate.world.quadratic import Quadratic
+from decentnode.simulate.world.transport import Witness
+from decentnode.simulate.world.world import Setting, World
+
+CONFIG = ZeroMQConfig(name="zeromq", checksum="xxh3")
+
+
+class Made:
+    """What a test compares of a run."""
+
+    def __init__(
+        self, graph: Graph, rule: Callable[[], Sharing], *, elements: int = 40, buffers: int = 0, lr: float = 0.1,
+        **node: Any,
+    ) -> None:
+        self.graph, self.rule, self.elements, self.buffers, self.lr = graph, rule, elements, buffers, lr
+        self.config = NodeConfig.model_validate({"rounds": 6, "evaluate_every": 3, **node})
+        self.records: list[dict[str, Any]] = []
+        self.nodes: dict[int, Node] = {}
+
+    def make(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Communication]) -> Node:
+        training = Quadratic(uid, self.elements, self.lr, buffers=self.buffers)
+        half = self.graph.num_nodes // 2
+
+        def make_rules() -> Sharing:
+            made = self.rule()
+            made.set_machines([range(half), range(half, self.graph.num_nodes)])
+            made.set_parameter_shapes(training.model.shapes)
+            return made
+
+        rules = make_rules()
+        communication = make_communication(schemas_of(rules, training.model))
+        parts = NodeParts(self.graph, training, rules, communication, make_rules)
+        node = self.nodes[uid] = Node(uid, self.config, parts, seed=1,
+                                      record=lambda record: self.records.append({"uid": uid, **record}))  # fmt: skip
+        return node
+
+    def in_process(self) -> Made:
+        hub = Hub(self.graph.num_nodes)
+        config = CommunicationConfig(name="inproc")
+        for uid in range(hub.num_nodes):
+            self.make(uid, lambda schemas, uid=uid: Inproc(config, uid=uid, hub=hub, schemas=schemas))  # type: ignore[misc]
+        step_all(list(self.nodes.values()))
+        return self
+
+    def world(self, witness: Witness | None = None, **setting: Any) -> World:
+        found = {"num_nodes": self.graph.num_nodes, "config": CONFIG, **setting}
+        return World(Setting(**found), self.make, witness)
