@@ -18,8 +18,9 @@ from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.report.measured import BEFORE, measured_by, measured_in
 
-NO_PART_OF_IT = ("seed", "name", "run", DERIVED)
-"""Keys that do not make another experiment: the seed, the name, and the place of the results (`run`)."""
+NO_PART_OF_IT = ("seed", "name", "run", "simulate", DERIVED)
+"""Keys that do not make another experiment: the seed, the name, the place of the results (`run`), and how a run is
+simulated, which no digest covers either."""
 EDGES = "graph.edges"
 """The key for the contents of a graph file, which may change while its name does not."""
 

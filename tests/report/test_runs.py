@@ -82,6 +82,12 @@ def test_repeats_are_one_line_of_their_mean_and_deviation(tmp_path: Path) -> Non
     assert line.series("accuracy", "rounds", merged=True).mean == pytest.approx([65, 75, 85, 95])
 
 
+def test_a_simulated_run_repeats_one_with_processes(tmp_path: Path) -> None:
+    first = fake_run(tmp_path / "exp" / "a")
+    other = fake_run(tmp_path / "exp" / "b", seed=2, simulate={"engine": "batched"})
+    assert [line.label for line in lines([first, other])[0]] == ["exp (2 seeds)"]
+
+
 def test_names_tell_lines_apart_without_time_stamps(tmp_path: Path) -> None:
     a, b = (fake_run(tmp_path / name / "2026-01-01T00-00-00-abcd") for name in ("one", "two"))
     assert [line.label for line in lines([a, b])[0]] == ["one", "two"]
