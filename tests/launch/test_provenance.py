@@ -14,3 +14,12 @@ def test_the_environment_is_written_without_secrets(tmp_path: Path, monkeypatch:
     assert '"torch"' in text and '"cpu"' in text
     assert "hunter2" not in text
     assert "numpy==" in (tmp_path / "pip-freeze.txt").read_text()
+
+
+def test_where_a_module_lies_is_looked_up_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node of a process asks at its end: of 1,000 nodes with 2,500 modules each."""
+    before = provenance.local_modules()
+    assert __name__ in before and "decentnode" not in before and "torch" not in before
+    looked: list[str] = []
+    monkeypatch.setattr(provenance.os.path, "realpath", looked.append)
+    assert provenance.local_modules() == before and not looked
