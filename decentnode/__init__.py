@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decentnode.api import Experiment, Run, RunInterrupted, open_run, run
+    from decentnode.api import Experiment, Run, RunInterrupted, Sweep, open_run, run, sweep
 
 __version__ = "0.1.0"
 
-__all__ = ["Experiment", "Run", "RunInterrupted", "__version__", "open_run", "run"]
+__all__ = ["Experiment", "Run", "RunInterrupted", "Sweep", "__version__", "open_run", "run", "sweep"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import json
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import runpy
@@ -260,6 +261,7 @@ def _spawn(plainly: Any, path: Any, arguments: Any, files: Sequence[int]) -> int
         for file in [*sorted(files), 1 << 16]:
             os.closerange(below, file)
             below = file + 1
+        multiprocessing.forkserver._forkserver._lock = threading.Lock()  # the caller holds the one that it was
         gc.disable()
         gc.freeze()  # as decentnode/launch/preload.py leaves it
         exec(code, {"__name__": "__main__"})

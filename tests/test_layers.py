@@ -20,6 +20,7 @@ FLOORS: list[list[str]] = [
     ["build", "compat", "describe", "objects"],
     ["simulate"],
     ["launch", "report"],
+    ["sweeps"],
     ["cli"],
     ["api", "__main__"],
 ]

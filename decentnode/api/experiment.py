@@ -175,15 +175,30 @@ class Experiment:
         Ctrl-C lets the nodes finish their round and write what they have, then raises RunInterrupted; twice kills.
         Raises the errors of decentnode.errors with the words of the command line; a run that failed is in `error.run`.
         """
-        short: dict[str, Any] = {"seed": seed, "name": name, "run": run_dir and {"dir": os.path.abspath(run_dir)},
-                                 "node": None if rounds is None else {"rounds": rounds}}  # fmt: skip
-        chosen = self._with(sections, {key: value for key, value in short.items() if value is not None})
+        chosen = self._changed(sections, rounds=rounds, seed=seed, name=name, run_dir=run_dir)
         found = resume.path if isinstance(resume, Run) else resume
         wanted = None if found is None or found is False else "" if found is True else os.fspath(found)
         with display.showing(progress) as observer, _bound(chosen._objects):
             outcome = chosen._outcome(wanted, processes, machine, observer)
             observer.ended(outcome)
         return chosen._ended(outcome)
+
+    def _changed(
+        self, sections: Mapping[str, Any], *, rounds: int | None = None, seed: int | None = None,
+        name: str | None = None, run_dir: str | os.PathLike[str] | None = None,
+    ) -> Experiment:
+        """This experiment with sections and what `run` has short words for laid over it."""
+        short: dict[str, Any] = {"seed": seed, "name": name, "run": run_dir and {"dir": os.path.abspath(run_dir)},
+                                 "node": None if rounds is None else {"rounds": rounds}}  # fmt: skip
+        return self._with(sections, {key: value for key, value in short.items() if value is not None})
+
+    def _swept(self, sections: Mapping[str, Any], **short: Any) -> Request:
+        """The request that all points of a sweep begin with. Raises UsageError for an experiment of objects."""
+        chosen = self._changed(sections, **short)
+        if chosen._objects:
+            raise UsageError(f"{_named(chosen._objects)} other processes cannot have, so that no sweep can run it: put "
+                             "the class into a module and name it package.module:Class")  # fmt: skip
+        return chosen._request(folder=os.getcwd(), variables=forkserver.changed_variables())
 
     def _outcome(
         self, resume: str | None, processes: bool | None, machine: int | str | None, observer: Observer

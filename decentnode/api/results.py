@@ -85,18 +85,18 @@ class Run:
         """A row per node with its closing figures; the index is its `node`. Raises EnvironmentFault without pandas."""
         told = self.summary.get("nodes", {})
         rows = {int(uid): {key: value for key, value in row.items() if key != "uid"} for uid, row in told.items()}
-        frame = _pandas().DataFrame.from_dict(rows, orient="index").sort_index()
+        frame = pandas().DataFrame.from_dict(rows, orient="index").sort_index()
         frame.index.name = "node"
         return frame
 
     def _records(self, kind: str) -> DataFrame:
-        pandas = _pandas()
+        frames = pandas()
         files = sorted(each for each in self.path.glob("nodes/*/metrics.jsonl") if each.parent.name.isdigit())
         if not files:
             raise UsageError(f"{self.path} holds no metrics: nodes/*/metrics.jsonl must have records")
         rows = [{"node": int(file.parent.name), **{k: v for k, v in record.items() if k not in ("kind", "uid", "node")}}
                 for file in files for record in read(file) if record.get("kind") == kind]  # fmt: skip
-        frame = pandas.DataFrame(rows)
+        frame = frames.DataFrame(rows)
         return frame.sort_values(["round", "node"], ignore_index=True) if len(frame) else frame
 
     # -- figure and models ------------------------------------------------------------------------------------
@@ -199,7 +199,8 @@ def _from_scratch(config: Any) -> Any:
     return config.model_copy(update={"init": None}) if getattr(config, "init", None) is not None else config
 
 
-def _pandas() -> Any:
+def pandas() -> Any:
+    """The library. Raises EnvironmentFault where it is not installed."""
     try:
         import pandas
     except ImportError as error:

@@ -50,8 +50,8 @@ def load(
 ) -> Experiment:
     """Read and check an experiment file.
 
-    Precedence: defaults, the `extends:` parents, the file, DECENTNODE__A__B of `environ`, "a.b=value" of `overrides`,
-    `layers`. check: also make the graph and the mapping and open the data, to find what only shows together. layers:
+    Precedence: defaults, the `extends:` parents, the file, DECENTNODE__A__B of `environ`, `layers`, "a.b=value" of
+    `overrides`. check: also make the graph and the mapping and open the data, to find what only shows together. layers:
     sections as plain data, laid over the rest one after the other, as a file over what it extends; paths in them are
     relative to the current directory. Without a `path` they are the whole experiment. Raises ConfigError with all
     problems.
@@ -60,10 +60,13 @@ def load(
     files: list[str] = []
     seen: dict[str, Any] = {}
     tree = Item({}, Location(source)) if path is None else _read(Path(source), source, (), files, seen)
-    for keys, item in assignments(overrides, environ):
+    assigned = assignments(overrides, environ)
+    for keys, item in assigned[: len(assigned) - len(overrides)]:
         tree = _overridden(tree, keys, item)
     for layer in layers:
         tree = merge(tree, _layer(layer, source, seen), DEFAULT_NAMES, implied=IMPLIED_NAMES)
+    for keys, item in assigned[len(assigned) - len(overrides) :]:
+        tree = _overridden(tree, keys, item)
     tree = _with_present_names(_with_name(tree, source), source)
     base_dir = Path(source).absolute().parent
     _make_importable(tree, base_dir)

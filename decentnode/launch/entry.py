@@ -68,7 +68,7 @@ def redirect_output(path: Path) -> None:
     os.close(file)
 
 
-def _leave(work: Callable[[Pipe], int], connection: Connection) -> None:
+def leave(work: Callable[[Pipe], int], connection: Connection) -> None:
     """End the process with the exit code of `work`, without waiting for threads that a library left behind.
 
     The supervisor gets the last message first, however long a terminal keeps it suspended, unless it is gone.
@@ -93,7 +93,7 @@ def prepare(request: Request, connection: Connection) -> None:
 
         return answer(request, channel)
 
-    _leave(work, connection)
+    leave(work, connection)
 
 
 def node(task: Task, connection: Connection) -> None:
@@ -110,4 +110,4 @@ def node(task: Task, connection: Connection) -> None:
             from decentnode.launch.node_process import run_task
         return run_task(task, channel)
 
-    _leave(work, connection)
+    leave(work, connection)

@@ -91,7 +91,7 @@ class Worker:
 
 
 def start_node(context: Context, task: Task) -> Worker:
-    return _start(context, entry.node, task, tuple(task.uids))
+    return start_child(context, entry.node, task, tuple(task.uids))
 
 
 @contextlib.contextmanager
@@ -111,9 +111,15 @@ _main_lock = threading.Lock()
 """Of two threads that take the script away the later one would otherwise put back the empty one."""
 
 
-def _start(context: Context, target: Callable[..., None], work: Any, uids: tuple[int, ...]) -> Worker:
+def start_child(
+    context: Context, target: Callable[..., None], work: Any, uids: tuple[int, ...] = (), daemon: bool = True
+) -> Worker:
+    """Start a process that calls `target` with `work` and its end of a pipe. Blocking until the fork server answers.
+
+    daemon: False for one that starts processes of its own.
+    """
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(work, theirs), daemon=True)
+    process = context.Process(target=target, args=(work, theirs), daemon=daemon)
     with _without_main():
         process.start()
     theirs.close()
@@ -167,7 +173,7 @@ class Loader:
         self._lock = threading.Lock()
         self._closed = False
         if not isinstance(context, ForkServerContext):  # a fork copies the thread that makes it, alone, and waits not
-            self.worker = _start(context, entry.prepare, request, ())
+            self.worker = start_child(context, entry.prepare, request, ())
             return
         self._begun, end = connection.Pipe(duplex=False)
         """Readable once there is a worker or a problem."""
@@ -176,7 +182,7 @@ class Loader:
 
     def _start(self, context: Context, request: Request, end: connection.Connection) -> None:
         try:
-            worker = _start(context, entry.prepare, request, ())
+            worker = start_child(context, entry.prepare, request, ())
         except Exception as error:
             self._problem = error
         else:

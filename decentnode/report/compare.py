@@ -80,13 +80,19 @@ def text_table(rows: Sequence[ComparedRow]) -> str:
         [name, str(each.runs), *(each.shown(figure) for figure in shown)]
         for name, each in zip(names, rows, strict=True)
     ]
+    return simple_table(cells)
+
+
+def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Returns a simple table of reStructuredText. cells: the headings, then the rows, equally many each. left: how many
+    of the first columns are flush left; the others are flush right."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     rule = "  ".join("=" * width for width in widths)
 
     def line(values: Sequence[str]) -> str:
-        first, *rest = (value.ljust(w) if i == 0 else value.rjust(w)
-                        for i, (value, w) in enumerate(zip(values, widths, strict=True)))  # fmt: skip
-        return "  ".join([first, *rest]).rstrip()
+        found = (value.ljust(width) if index < left else value.rjust(width)
+                 for index, (value, width) in enumerate(zip(values, widths, strict=True)))  # fmt: skip
+        return "  ".join(found).rstrip()
 
     return "\n".join([rule, line(cells[0]), rule, *(line(values) for values in cells[1:]), rule])
 

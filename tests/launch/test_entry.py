@@ -66,7 +66,7 @@ if pid == 0:
         channel.send(Failed(1, 7, "Diverged", "x" * 300_000))
         return 7
 
-    entry._leave(work, theirs)
+    entry.leave(work, theirs)
 theirs.close()
 print(len(Pipe(ours).receive().text), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """)
@@ -78,7 +78,7 @@ def test_a_child_whose_work_raises_leaves_with_the_code_of_our_own_faults() -> N
 def work(channel):
     raise ValueError("a defect")
 
-entry._leave(work, theirs)
+entry.leave(work, theirs)
 """)
     assert found.returncode == 8 and not found.stdout
 

@@ -1,0 +1,112 @@
+"""`decentnode sweep`: an experiment with many values of some keys, and a table of what they make of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from decentnode.cli import start
+from decentnode.launch.messages import Request
+
+if TYPE_CHECKING:
+    from decentnode.sweeps.plan import Plan
+
+
+@click.command()
+@click.argument("config", type=click.Path(), required=False)
+@click.option("--grid", "-g", "axes", multiple=True, metavar="KEY=VALUES",
+              help="What a key takes: KEY=.01,.1,1 or, where points are drawn, KEY=uniform(LOW,HIGH), log(LOW,HIGH), "
+                   "int(LOW,HIGH) or logint(LOW,HIGH).")  # fmt: skip
+@click.option("--seeds", type=click.IntRange(1, 1000), help="Run every combination with the seeds 1..N.")
+@click.option("--random", "drawn", type=click.IntRange(1, 1_000_000), metavar="N",
+              help="Draw N combinations at random: --sampler random --points N.")  # fmt: skip
+@click.option("--sampler", type=click.Choice(["grid", "random", "optuna"]),
+              help="All combinations (grid, the default), random ones, or those that Optuna proposes.")  # fmt: skip
+@click.option("--points", type=click.IntRange(1, 1_000_000), help="How many combinations to draw.")
+@click.option("--halving", type=click.IntRange(2, 100), is_flag=False, flag_value=3, metavar="[FACTOR]",
+              help="Successive halving: all combinations run a part of the rounds, the best 1/FACTOR go on, from where "
+                   "they are, to FACTOR times as many; 3 when not given.")  # fmt: skip
+@click.option("--least-rounds", default=1, show_default=True, type=click.IntRange(1), help="Of the first part.")
+@click.option("--metric", help="The figure of summary.json to compare by; the task's main metric, mean over the nodes, "
+                               "when not given.")  # fmt: skip
+@click.option("--jobs", "-j", default="auto", show_default=True, metavar="N|auto",
+              help="Points that run at a time; auto: one per core.")  # fmt: skip
+@click.option("--by", type=click.Choice(["simulate", "processes"]), default="simulate", show_default=True,
+              help="All nodes of a point stepped in one process, or a process per node, as `run` does.")  # fmt: skip
+@click.option("--again", is_flag=True, help="Run points that are done once more.")
+@click.option("--every-model", is_flag=True, help="Keep the models of all nodes, not the merged one alone.")
+@start.options
+@click.pass_context
+def command(
+    ctx: click.Context, config: str | None, axes: tuple[str, ...], seeds: int | None, drawn: int | None,
+    sampler: str | None, points: int | None, halving: int | None, least_rounds: int, metric: str | None, jobs: str,
+    by: str, again: bool, every_model: bool, overrides: tuple[str, ...], run_dir: str | None, name: str | None,
+    seed: int | None, plain: bool, quiet: bool, as_json: bool,
+) -> None:
+    """Run CONFIG once for every combination of values, several at a time, and print a table; without CONFIG the
+    built-in quickstart.
+
+    Every point has a run folder of its own in runs/NAME/sweep/. What is done is kept and never repeated: after Ctrl-C
+    or a power cut the same command goes on, and a larger one adds to it. A point that fails is named and stops no
+    other. The best row is compared with all others by a paired t-test over the seeds.
+    """
+    from decentnode.sweeps.plan import Plan
+    from decentnode.sweeps.space import axes as parsed
+
+    if drawn is not None and (sampler not in (None, "random") or points is not None):
+        raise click.UsageError("--random N says --sampler random --points N: give one of them")
+    if seeds is not None and seed is not None:
+        raise click.UsageError("--seeds gives every point its seed, and --seed one for all: give one of them")
+    if jobs != "auto" and not (jobs.isdecimal() and int(jobs) > 0):
+        raise click.UsageError(f"--jobs must be a number above 0 or auto, got {jobs}")
+    file, variables = start.config_of(config or start.default_config(), start.environ())
+    request = Request(file, start.all_overrides(overrides, run_dir, name, seed), variables)
+    plan = Plan(
+        request, parsed(axes), seeds, "random" if drawn else sampler or "grid",  # type: ignore[arg-type]
+        drawn or points, halving, least_rounds, metric, None if jobs == "auto" else int(jobs),
+        by, again, every_model,  # type: ignore[arg-type]
+    )
+    ctx.exit(_sweep(plan, plain=plain, quiet=quiet, as_json=as_json))
+
+
+def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
+    """Run a sweep to its end, and print what it came to. Returns the exit code. Blocking."""
+    from decentnode.launch import forkserver
+
+    forkserver.start()  # imports torch while this process gets ready
+    from decentnode.cli.console import shown
+    from decentnode.cli.output import Output, OutputKind
+    from decentnode.cli.sweeping import ConsoleWatcher
+    from decentnode.sweeps import files
+    from decentnode.sweeps.conduct import conduct
+    from decentnode.sweeps.plan import plan as checked
+    from decentnode.sweeps.results import frame_rows, results_of, text_table
+
+    sweep = checked(plan)
+    result = Output(sys.stdout, sys.stderr)
+    output = Output(sys.stderr) if as_json else result
+    watcher = ConsoleWatcher(output, live=False if plain else None, quiet=quiet)
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `conduct` listens to it; after it nobody until below
+    try:
+        state = conduct(sweep, watcher)
+        watcher.end()
+        results = results_of(state)
+        written = files.write(results, sweep.folder)
+        text = json.dumps(frame_rows(results)) if as_json else text_table(results)
+        result.put(text + "\n", OutputKind.RESULT)
+        if state.exit_code > 128:
+            watcher.say("what is done is kept; the same command goes on", kind=OutputKind.RESULT)
+        elif not as_json:
+            watcher.say(f"written  {shown(sweep.folder)}/: {', '.join(path.name for path in written)}")
+    finally:
+        watcher.end()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.signal(signal.SIGINT, interrupted)
+            output.drain()
+            result.drain()
+    return state.exit_code

@@ -1,0 +1,98 @@
+"""Shows a sweep in a terminal, a pipe or a log."""
+
+from __future__ import annotations
+
+from typing import IO, cast
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from decentnode import clock
+from decentnode.cli.console import REFRESH_SECONDS, REFRESH_SHARE, SUSPEND_SECONDS, shown
+from decentnode.cli.output import Output, OutputKind
+from decentnode.report.words import duration, plural
+from decentnode.sweeps.conduct import Ended, State, Watcher
+from decentnode.sweeps.plan import Sweep
+from decentnode.sweeps.progress import left, line, live_table
+
+LINE_SECONDS = 60.0
+"""Longest time without a line in the plain form."""
+
+
+class ConsoleWatcher(Watcher):
+    """Shows a live table on a terminal, and a line per point elsewhere. Failing points have a line in both."""
+
+    def __init__(self, output: Output, live: bool | None = None, quiet: bool = False) -> None:
+        self.output = output
+        self.console = Console(file=cast(IO[str], output))
+        self.quiet = quiet
+        self.live = (self.console.is_terminal if live is None else live) and not quiet
+        self._live: Live | None = None
+        self._note = ""
+        self._drawn = self._said = clock.now()
+        self._refresh_seconds = REFRESH_SECONDS
+
+    def say(self, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
+        if not self.quiet or kind is OutputKind.ERROR:
+            with self.output.writing(kind):
+                self.console.print(escape(text), style=style or None, soft_wrap=True, highlight=False)
+
+    def planned(self, sweep: Sweep) -> None:
+        jobs = f"{sweep.jobs} at a time" if sweep.jobs > 1 else "one at a time"
+        how = "all nodes of a point in one process" if sweep.plan.by == "simulate" else "a process per node"
+        total = len(sweep.sampler.left())
+        self.say(f"sweep    {sweep.name}: {plural(total, 'point')}, {jobs}, {how}; {shown(sweep.folder)}")
+        if sweep.rungs:
+            rungs = ", ".join(map(str, sweep.rungs))
+            self.say(f"halving  rungs of {rungs} rounds, the best 1/{sweep.plan.halving} go on")
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.live:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def ended(self, state: State, ended: Ended) -> None:
+        if ended.outcome.done and self._live is not None:
+            return
+        if ended.outcome.done:
+            self.say(line(state, ended, clock.now()), kind=OutputKind.PROGRESS)
+        else:
+            self.say(line(state, ended, clock.now()), "red", OutputKind.ERROR)
+        self._said = clock.now()
+
+    def tick(self, state: State) -> None:
+        now = clock.now()
+        if self._live is not None:
+            if self.output.behind or not self.output.foreground or now - self._drawn < self._refresh_seconds:
+                return
+            began = clock.cpu()
+            rows = max(2, self.console.size.height - 12)
+            self._live.update(live_table(state, now, self._note, rows), refresh=True)
+            self._drawn = clock.now()
+            self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (clock.cpu() - began))
+        elif now - self._said > LINE_SECONDS:
+            self._said = now
+            going = ", ".join(f"{each.point.label} {each.round}/{each.prepared.rounds}" for each in state.running)
+            parts = [f"{len(state.ended)}/{state.total}  {duration(now - state.started)}: {going}", left(state, now)]
+            self.say("; ".join(filter(None, parts)), kind=OutputKind.PROGRESS)
+
+    def stopping(self, state: State, signal_name: str) -> None:
+        points = plural(len(state.running), "point")
+        self._note = f"{signal_name}: {points} under way finish a round and stop; once more to kill"
+        self.say(f"stopping {self._note}", "yellow")
+
+    def suspending(self) -> None:
+        self.end()
+        self.say("the points under way go on; fg shows the sweep again, kill %1 ends it", "yellow")
+        self.output.drain(SUSPEND_SECONDS)
+
+    def resumed(self) -> None:
+        self._begin()
+
+    def end(self) -> None:
+        """Remove the live table. Idempotent."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()

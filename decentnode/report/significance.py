@@ -1,0 +1,89 @@
+"""Differences between two settings over the same seeds: the mean, its interval, and how likely chance alone makes it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A paired t-test (Student, 1908) of one setting against another, over the seeds that both have."""
+
+    seeds: int
+    mean: float
+    """Of the differences, in the unit of the values."""
+    low: float
+    high: float
+    """The ends of the 95 % interval of the mean."""
+    p: float
+    """Probability of a mean difference at least as far from 0 if seeds alone made it; two-sided, in [0, 1]."""
+
+
+def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired | None:
+    """Compares values by seed, ours minus theirs; None for fewer than two common seeds."""
+    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if len(differences) < 2:
+        return None
+    mean, freedom = statistics.fmean(differences), len(differences) - 1
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    if error == 0:
+        return Paired(len(differences), mean, mean, mean, 1.0 if mean == 0 else 0.0)
+    half = quantile(0.975, freedom) * error
+    return Paired(len(differences), mean, mean - half, mean + half, two_sided(mean / error, freedom))
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """Returns p-values that hold together when several comparisons are made at once (Holm, 1979); None stays."""
+    order = sorted((value, index) for index, value in enumerate(values) if value is not None)
+    found: list[float | None] = [None] * len(values)
+    most = 0.0
+    for place, (value, index) in enumerate(order):
+        most = max(most, min(1.0, (len(order) - place) * value))
+        found[index] = most
+    return found
+
+
+def two_sided(t: float, freedom: int) -> float:
+    """Returns the probability that a value of Student's distribution is farther from 0 than `t`."""
+    return incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+
+
+def quantile(share: float, freedom: int) -> float:
+    """Returns the value below which `share`, in (0.5, 1), of Student's distribution lies, by bisection."""
+    low, high = 0.0, 1.0
+    while two_sided(high, freedom) > 2 * (1 - share):
+        low, high = high, 2 * high
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided(middle, freedom) > 2 * (1 - share) else (low, middle)
+    return (low + high) / 2
+
+
+def incomplete_beta(a: float, b: float, x: float) -> float:
+    """Returns the regularized incomplete beta function I_x(a, b), for x in [0, 1]: its continued fraction (Abramowitz
+    and Stegun, 26.5.8), evaluated by Lentz's method, which converges quickly for x < (a + 1) / (a + b + 2)."""
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    if x > (a + 1) / (a + b + 2):
+        return 1.0 - incomplete_beta(b, a, 1.0 - x)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    tiny, value, c, d = 1e-300, 1.0, 1.0, 0.0
+    for step in range(400):
+        half = step // 2
+        if step == 0:
+            term = 1.0
+        elif step % 2:
+            term = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
+        else:
+            term = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
+        d = 1.0 / (1.0 + term * d or tiny)
+        c = 1.0 + term / c or tiny
+        value *= c * d
+        if step and abs(1.0 - c * d) < 1e-14:
+            break
+    return front * (value - 1.0)

@@ -1,0 +1,322 @@
+"""Runs the points of a sweep, several at a time, and keeps what is done whatever happens to the others."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from decentnode import clock
+from decentnode.errors import ConfigError, EnvironmentFault, UsageError
+from decentnode.launch import forkserver
+from decentnode.launch.messages import Progress
+from decentnode.launch.signals import StopSignals
+from decentnode.launch.workers import Worker, end_all, start_child
+from decentnode.metrics import summary as summaries
+from decentnode.sweeps import child
+from decentnode.sweeps.child import PointTask
+from decentnode.sweeps.plan import Sweep
+from decentnode.sweeps.point import Point, Prepared, prepare
+from decentnode.sweeps.store import Outcome, Store
+
+TICK_SECONDS = 0.25
+"""Longest time between two looks at the points that run."""
+CHECK_SECONDS = 10.0
+"""Longest time in which points are checked before the first one starts."""
+
+
+@dataclass
+class Running:
+    """A point under way."""
+
+    prepared: Prepared
+    worker: Worker
+    since: float
+    """`clock.now()` of its start."""
+    began: int | None = None
+    """The rounds that it had when it was first heard of: those of the run that it goes on from."""
+    round: int = 0
+    metric: str = ""
+    value: float | None = None
+    """Of the task's main metric, at its last evaluation."""
+    asked_to_stop: bool = False
+
+    @property
+    def point(self) -> Point:
+        return self.prepared.point
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A point that is over."""
+
+    point: Point
+    outcome: Outcome
+    run: Path | None = None
+    value: float | None = None
+    """The sweep's metric, in the figure's unit; None where it has none."""
+    digest: str = ""
+    before: bool = False
+    """Whether it was done before this command."""
+
+
+class Watcher:
+    """Is told what happens in a sweep. Every method does nothing. All are called in one thread and must not block."""
+
+    def planned(self, sweep: Sweep) -> None:
+        """The sweep is checked and begins."""
+
+    def ended(self, state: State, ended: Ended) -> None:
+        """A point is over."""
+
+    def stopping(self, state: State, signal_name: str) -> None:
+        """A first signal came: the points under way are asked to stop."""
+
+    def suspending(self) -> None:
+        """The terminal stops this process (Ctrl-Z); the points under way go on."""
+
+    def resumed(self) -> None:
+        """This process goes on after `suspending`."""
+
+    def tick(self, state: State) -> None:
+        """Called several times per second: time to redraw."""
+
+
+@dataclass
+class State:
+    """How far a sweep is."""
+
+    sweep: Sweep
+    started: float
+    running: list[Running] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    rounds_done: int = 0
+    """By points that ended in this command."""
+    exit_code: int = 0
+    """Of the first point that failed; 128 + the signal where one stopped the sweep."""
+
+    @property
+    def total(self) -> int:
+        """Points that are over, under way and still to come, as far as their number is known."""
+        return len(self.ended) + len(self.running) + len(self.sweep.sampler.left())
+
+    def seconds_left(self, now: float) -> float | None:
+        """Returns the time to the end if rounds go on as fast as they went in this command; None before the first."""
+        gone = self.rounds_done + sum(each.round - (each.began or 0) for each in self.running)
+        if gone <= 0 or now <= self.started:
+            return None
+        coming = sum(max(0, each.prepared.rounds - each.round) for each in self.running)
+        past = 0
+        for rounds in self.sweep.sampler.left():
+            whole = self.sweep.rounds if rounds is None else rounds
+            place = self.sweep.rungs.index(whole) if whole in self.sweep.rungs else 0
+            past = self.sweep.rungs[place - 1] if place else 0
+            coming += whole - past
+        return coming * (now - self.started) / gone
+
+
+def conduct(sweep: Sweep, watcher: Watcher) -> State:
+    """Run all points of a sweep that are not done yet. Blocking. Returns how far it came.
+
+    Ctrl-C lets the points under way finish their round, and write a checkpoint where they make any; twice kills them.
+    Raises UsageError where all points have problems, or another command is at work in the folder; EnvironmentFault.
+    """
+    store = Store(sweep.folder)
+    with store.alone(), StopSignals() as signals:
+        return _Conductor(sweep, watcher, store, signals).run()
+
+
+class _Conductor:
+    def __init__(self, sweep: Sweep, watcher: Watcher, store: Store, signals: StopSignals) -> None:
+        self.sweep, self.watcher, self.store, self.signals = sweep, watcher, store, signals
+        self.state = State(sweep, clock.now())
+        self._context = forkserver.start()
+        self._ran: dict[str, Ended] = {}
+        """By digest, what ended in this command or before it."""
+        self._checked: dict[Point, Prepared | UsageError | EnvironmentFault] = {}
+
+    def run(self) -> State:
+        self.watcher.planned(self.sweep)
+        state, waiting = self.state, list[Prepared]()
+        try:
+            self._check_ahead()
+            while not self.signals.received:
+                self._fill(waiting)
+                if state.running:
+                    self._watch()
+                elif not waiting:
+                    break
+            if self.signals.received:
+                self._stop()
+        finally:
+            end_all([each.worker for each in state.running])
+        return state
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def _check_ahead(self) -> None:
+        """Check every combination with its first seed before anything runs, so that its problems are told at once: for
+        CHECK_SECONDS at most, the others are checked when their turn comes."""
+        since, seen = clock.now(), set()
+        for point in self.sweep.sampler.known():
+            if self.signals.received or clock.now() - since > CHECK_SECONDS:
+                return
+            if point.settings not in seen:
+                seen.add(point.settings)
+                self._check(point)
+                self.watcher.tick(self.state)
+        problems = [each for each in self._checked.values() if isinstance(each, UsageError)]
+        if problems and len(problems) == len(seen):
+            raise problems[0]
+
+    def _check(self, point: Point) -> Prepared | UsageError | EnvironmentFault:
+        if point not in self._checked:
+            plan = self.sweep.plan
+            try:
+                self._checked[point] = prepare(plan.request, point, plan.by, self.sweep.more)
+            except (UsageError, EnvironmentFault) as error:
+                self._checked[point] = error
+        return self._checked[point]
+
+    def _fill(self, waiting: list[Prepared]) -> None:
+        """Start points while there is room. waiting: those whose run another one under way makes already."""
+        under_way = {each.prepared.digest for each in self.state.running}
+        for prepared in [each for each in waiting if each.digest not in under_way]:
+            waiting.remove(prepared)
+            self._take(prepared)
+        while len(self.state.running) < self.sweep.jobs and not self.signals.received:
+            point = self.sweep.sampler.ask()
+            if point is None:
+                return
+            new = self._prepared(point)
+            if new is None:
+                continue
+            if any(each.prepared.digest == new.digest for each in self.state.running):
+                waiting.append(new)
+            else:
+                self._take(new)
+            self._listen()
+
+    def _prepared(self, point: Point) -> Prepared | None:
+        found = self._check(point)
+        del self._checked[point]
+        if isinstance(found, Prepared):
+            return found
+        self._over(Ended(point, Outcome("invalid", title=_first_problem(found), exit_code=found.exit_code)))
+        return None
+
+    def _take(self, prepared: Prepared) -> None:
+        """A point that was run before is over; any other one is started."""
+        known = self._ran.get(prepared.digest)
+        if known is not None:
+            self._over(replace(known, point=prepared.point))
+            return
+        found = None if self.sweep.plan.again else self.store.outcome(prepared.digest)
+        if found is not None and found.done:
+            self._over(self._ended(prepared, found, before=True))
+            return
+        folder = self.store.open(prepared)
+        task = PointTask(prepared.request, prepared.name, str(folder), self.sweep.plan.by,
+                         self._previous(prepared.point), self.sweep.plan.every_model)  # fmt: skip
+        worker = start_child(self._context, child.main, task, daemon=False)
+        self.state.running.append(Running(prepared, worker, clock.now()))
+
+    def _previous(self, point: Point) -> str:
+        """The run that a point of halving goes on from; "" of one that begins anew."""
+        before = self.sweep.sampler.previous(point)
+        if before is None:
+            return ""
+        found = next((each for each in reversed(self.state.ended) if each.point == before), None)
+        return str(found.run) if found is not None and found.run is not None else ""
+
+    # -- watching ---------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Wait for word from the points, for a short while, and take what has come."""
+        running = self.state.running
+        awaited = [each.worker.channel.connection for each in running if each.worker.open]
+        wait([*awaited, *(each.worker.process.sentinel for each in running), self.signals.fileno()], TICK_SECONDS)
+        self.signals.clear()
+        if self.signals.suspend_if_asked(self.watcher.suspending):
+            self.watcher.resumed()
+        self._listen()
+
+    def _listen(self) -> None:
+        for each in [*self.state.running]:
+            for message in each.worker.messages():
+                if isinstance(message, Progress):
+                    _note(each, message.record)
+            if not each.worker.process.is_alive():
+                each.worker.reap()
+                self.state.running.remove(each)
+                self._after(each)
+        self.watcher.tick(self.state)
+
+    def _after(self, each: Running) -> None:
+        """Takes a point whose process has ended."""
+        outcome = self.store.outcome(each.prepared.digest)
+        if outcome is None:
+            if each.asked_to_stop:
+                return
+            outcome = Outcome("killed", title=f"its process {each.worker.ending()}", exit_code=8,
+                              seconds=clock.now() - each.since)  # fmt: skip
+        if outcome.status == "finished":
+            self.state.rounds_done += each.prepared.rounds - (each.began or 0)
+        self._over(self._ended(each.prepared, outcome))
+
+    def _ended(self, prepared: Prepared, outcome: Outcome, before: bool = False) -> Ended:
+        run, value = self.store.run(prepared.digest, outcome), None
+        if outcome.status == "finished" and run is not None:
+            value = value_of(run, self.sweep.metric)
+        return Ended(prepared.point, outcome, run, value, prepared.digest, before)
+
+    def _over(self, ended: Ended) -> None:
+        if ended.digest:
+            self._ran[ended.digest] = ended
+        self.state.ended.append(ended)
+        if not ended.outcome.done:
+            self.state.exit_code = self.state.exit_code or ended.outcome.exit_code or 8
+        value = None if ended.value is None else self.sweep.sign * ended.value
+        self.sweep.sampler.tell(ended.point, value)
+        self.watcher.ended(self.state, ended)
+
+    # -- stopping ---------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Ask the points under way to stop, and wait for them; a second signal ends the wait."""
+        self.state.exit_code = self.signals.exit_code
+        for each in self.state.running:
+            each.asked_to_stop = True
+            each.worker.process.terminate()
+        if self.state.running:
+            self.watcher.stopping(self.state, signal.Signals(self.signals.received[0]).name)
+        while self.state.running and len(self.signals.received) < 2:
+            self._watch()
+
+
+def _note(each: Running, record: dict[str, object]) -> None:
+    rounds, value = record.get("round"), record.get("value")
+    if isinstance(rounds, int):
+        each.began = rounds if each.began is None else each.began
+        each.round = rounds
+    each.metric = str(record.get("metric", ""))
+    each.value = float(value) if isinstance(value, int | float) else each.value
+
+
+def value_of(run: Path, metric: str) -> float | None:
+    """Returns a figure of a run's summary; None where it has none."""
+    try:
+        value = summaries.read(run / "summary.json").get(metric)
+    except (OSError, ValueError):
+        return None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _first_problem(error: Exception) -> str:
+    """The first problem of an experiment in one line."""
+    if isinstance(error, ConfigError) and error.problems:
+        return error.problems[0].strip().splitlines()[0]
+    return str(error).strip().splitlines()[0]
+
+

@@ -1,0 +1,130 @@
+"""The figure of a sweep: its metric over one key, a line for every combination of the others."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.report.plots import COLORS, DASHES, SUFFIXES
+from decentnode.sweeps.results import Results, Row
+from decentnode.sweeps.space import Settings, short_names
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_LINES = 24
+"""Of more lines the worst are left out."""
+MOST_ROWS = 40
+"""Of more rows without a numeric key likewise."""
+
+
+def draw(results: Results) -> Figure:
+    """Returns a figure that none of pyplot's is. Over a numeric key: means with bars of one standard deviation over
+    seeds; without one: a row per combination, best first, with a dot per seed. Raises UsageError where nothing has
+    finished."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [each for each in results.rows if each.mean is not None]
+    if not rows:
+        raise UsageError("nothing to draw: no point has finished")
+    rows = [each for each in rows if each.rounds == rows[0].rounds]
+    key = numeric_key([each.settings for each in rows])
+    if key is None:
+        figure = Figure(figsize=(7.0, 1.4 + 0.32 * min(len(rows), MOST_ROWS)), layout="constrained")
+        FigureCanvasAgg(figure)
+        _rows(figure.subplots(), results, rows[:MOST_ROWS])
+    else:
+        figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        _lines(figure, results, rows, key)
+    return figure
+
+
+def plot(results: Results, path: Path) -> None:
+    """Write the figure. Raises UsageError as `draw` and for another suffix, EnvironmentFault."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"the picture's name must end in {', '.join(SUFFIXES)}, got {path.name}")
+    figure = draw(results)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+
+
+def numeric_key(settings: Sequence[Settings]) -> str | None:
+    """Returns the key with the most values, of those that have only numbers and more than one; None without any."""
+    values: dict[str, set[str]] = {}
+    for each in settings:
+        for key, value in each:
+            values.setdefault(key, set()).add(value)
+    numbers = {key: len(found) for key, found in values.items() if len(found) > 1 and None not in map(_number, found)}
+    return max(numbers, key=numbers.__getitem__, default=None)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> None:
+    groups: dict[Settings, list[Row]] = {}
+    for each in rows:
+        groups.setdefault(tuple(pair for pair in each.settings if pair[0] != key), []).append(each)
+    panel, scale = figure.subplots(), results.metric.scale
+    names = short_names([name for name, _ in rows[0].settings])
+    drawn = groups if len(groups) > 1 and max(map(len, groups.values())) > 1 else {(): [*rows]}
+    for index, (others, group) in enumerate(list(drawn.items())[:MOST_LINES]):
+        group = sorted(group, key=lambda each: _at(each, key))
+        x, mean = [_at(each, key) for each in group], [scale * (each.mean or 0.0) for each in group]
+        bars = [scale * (each.deviation or 0.0) for each in group]
+        color, dashes = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
+        # Draws of several keys at once have no order along one of them: dots alone
+        dashes = dashes if drawn is groups or len(rows[0].settings) == 1 else ""
+        label = " ".join(f"{names[name]}={value}" for name, value in others)
+        panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4, capsize=3,
+                       linewidth=1.2, label=label)  # fmt: skip
+    points = sorted({_at(each, key) for each in rows})
+    if points[0] > 0 and points[-1] / points[0] >= 10:
+        panel.set_xscale("log")
+    if len(points) <= 8:
+        panel.set_xticks(points, [f"{value:g}" for value in points])
+        panel.minorticks_off()
+    panel.set_xlabel(key)
+    panel.set_ylabel(results.metric.title or results.metric.name)
+    _finish(panel, results, rows)
+    if len(drawn) > 1:
+        figure.legend(loc="outside lower center", ncols=min(3, len(drawn)), frameon=False, fontsize="small")
+
+
+def _at(row: Row, key: str) -> float:
+    return float(dict(row.settings)[key])
+
+
+def _rows(panel: Any, results: Results, rows: Sequence[Row]) -> None:
+    scale = results.metric.scale
+    for index, each in enumerate(rows):
+        values = [scale * value for value in each.values.values()]
+        color = COLORS[0] if index == 0 or each.tied else "#808080"
+        panel.plot(values, [index] * len(values), ".", color=color, alpha=0.5)
+        panel.errorbar([scale * (each.mean or 0.0)], [index], xerr=[statistics.stdev(values)] if len(values) > 1
+                       else None, fmt="o", color=color, capsize=3)  # fmt: skip
+    panel.set_yticks(range(len(rows)), [each.label if len(each.label) <= 60 else f"{each.label[:56]} ..."
+                                        for each in rows])  # fmt: skip
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.set_xlabel(results.metric.title or results.metric.name)
+    _finish(panel, results, rows)
+
+
+def _finish(panel: Any, results: Results, rows: Sequence[Row]) -> None:
+    panel.grid(alpha=0.25, linewidth=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+    most = max(len(each.values) for each in rows)
+    bars = f": mean of {most} seeds, bars of one standard deviation" if most > 1 else ""
+    cut = " (cut off)" if results.partial else ""
+    panel.set_title(f"{results.name}{cut}{bars}", fontsize="medium")

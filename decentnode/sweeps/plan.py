@@ -1,0 +1,131 @@
+"""What a sweep is asked to do, checked before its first point starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from decentnode.errors import UsageError
+from decentnode.experiment import Experiment
+from decentnode.launch.messages import Request
+from decentnode.metrics.figures import BY_NAME, TaskMetrics
+from decentnode.sweeps.child import By
+from decentnode.sweeps.point import digest_of, load_base
+from decentnode.sweeps.samplers import Halving, Listed, Optuna, Sampler, budgets, direction
+from decentnode.sweeps.space import Axis, draws, grid
+
+Kind = Literal["grid", "random", "optuna"]
+HIGHER = frozenset({"rounds"})
+"""Figures of runs of every task of which more is better; of all others less."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a user asks of a sweep."""
+
+    request: Request
+    """Of the experiment that all points differ from."""
+    axes: tuple[Axis, ...] = ()
+    seeds: int | None = None
+    """Seeds 1 to N for every combination; None: the experiment's own seed alone."""
+    sampler: Kind = "grid"
+    points: int | None = None
+    """How many combinations to draw, or to let Optuna propose."""
+    halving: int | None = None
+    """The factor of successive halving; None: every combination goes all the way."""
+    least_rounds: int = 1
+    """Of the first rung of halving."""
+    metric: str | None = None
+    """The figure of summary.json by which combinations are compared; None: the task's main metric, mean over nodes."""
+    jobs: int | None = None
+    """Points that run at a time; None: as many as the machine has cores for."""
+    by: By = "simulate"
+    again: bool = False
+    """Whether points that are done are run again."""
+    every_model: bool = False
+    """Whether the nodes' own models stay in the points' folders."""
+    more: tuple[str, ...] = field(default=('node.checkpoint={every: 1000000000, keep: 1}',), repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises UsageError where options do not go together."""
+        if self.seeds is not None and any(axis.key == "seed" for axis in self.axes):
+            raise UsageError("--seeds gives the seeds, and so does -g seed: give one of them")
+        if any(axis.key.split(".")[0] == "run" or axis.key == "name" for axis in self.axes):
+            raise UsageError("-g must not set name or run: they say where results go; --name and --run-dir set them "
+                             "for all points")  # fmt: skip
+        if self.sampler == "grid" and self.points is not None:
+            raise UsageError("--points is for --sampler random and optuna: a grid has all its combinations")
+        if self.sampler != "grid" and self.points is None:
+            raise UsageError(f"--sampler {self.sampler} must know how many combinations to try: --points N")
+        if self.sampler != "grid" and not self.axes:
+            raise UsageError(f"--sampler {self.sampler} must have something to choose: -g KEY=VALUE,...")
+        if self.halving is not None and self.sampler == "optuna":
+            raise UsageError("--halving goes with a grid or random draws, not with --sampler optuna")
+        if self.halving is not None and any(axis.key.startswith("node.rounds") for axis in self.axes):
+            raise UsageError("--halving sets node.rounds itself, so -g node.rounds must not")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A plan with what follows from its experiment."""
+
+    plan: Plan
+    folder: Path
+    name: str
+    measured: TaskMetrics
+    metric: str
+    sign: int
+    """1 where lower values of the metric are better, -1 where higher ones are."""
+    jobs: int
+    rounds: int
+    more: tuple[str, ...]
+    """"key=value" of the points of halving."""
+    rungs: tuple[int, ...]
+    """The rounds up to which each rung of halving goes; empty without halving."""
+    sampler: Sampler
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def plan(asked: Plan) -> Sweep:
+    """Check what is asked. Raises UsageError, ConfigError, EnvironmentFault."""
+    base = load_base(asked.request)
+    measured = base.measured()
+    metric = asked.metric or f"{measured.main.name}_mean"
+    sign = direction(metric, better_of(measured))
+    seeds: Sequence[int | None] = [None] if asked.seeds is None else range(1, asked.seeds + 1)
+    folder = base.run_dir / base.name / "sweep"
+    rungs: tuple[int, ...] = ()
+    sampler: Sampler
+    if asked.sampler == "optuna":
+        assert asked.points is not None
+        sampler = Optuna(asked.axes, seeds, asked.points, base.seed, folder / f"optuna-{_study(asked, base)}.jsonl")
+    else:
+        settings = grid(asked.axes) if asked.points is None else draws(asked.axes, asked.points, base.seed)
+        sampler = Listed(settings, seeds)
+        if asked.halving is not None:
+            rungs = tuple(budgets(base.node.rounds, len(settings), asked.halving, asked.least_rounds))
+            sampler = Halving(settings, seeds, rungs, asked.halving)
+    jobs = asked.jobs or (cores() if asked.by == "simulate" else max(1, cores() // base.make_graph().num_nodes))
+    more = asked.more if base.node.checkpoint is None else ()
+    return Sweep(asked, folder, base.name, measured, metric, sign, jobs, base.node.rounds, more, rungs, sampler)
+
+
+def better_of(measured: TaskMetrics) -> dict[str, str]:
+    """Returns which values are better, by the name of each figure of a run's summary."""
+    found = {figure.name: metric.better for metric in measured.metrics for figure in metric.figures(False)}
+    return {**found, **{name: "higher" if name in HIGHER else "lower" for name in BY_NAME}}
+
+
+def _study(asked: Plan, base: Experiment) -> str:
+    """What names the study of Optuna: what it proposes follows from all of this."""
+    axes = [[axis.key, axis.values, vars(axis.law) if axis.law else None] for axis in asked.axes]
+    text = json.dumps([digest_of(base, asked.by), axes, asked.seeds, asked.metric])
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -1,0 +1,107 @@
+"""One point of a sweep: what it sets, which run that is, and where it lies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from decentnode.config.file_digest import content_digest
+from decentnode.experiment import Experiment, load
+from decentnode.experiment.tree import portable_text
+from decentnode.launch.messages import Request
+from decentnode.sweeps.space import Settings, short_names
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of values with one seed."""
+
+    settings: Settings
+    seed: int | None = None
+    """None: the experiment's own."""
+    rounds: int | None = None
+    """Of a rung of successive halving, the rounds it goes to; None: those of the experiment."""
+
+    @property
+    def label(self) -> str:
+        seed = f" seed={self.seed}" if self.seed is not None else ""
+        return f"{label_of(self.settings)}{seed}".strip() or "the experiment as it is"
+
+
+def label_of(settings: Settings) -> str:
+    """Returns the settings as people read them: "lr=0.1 graph=torus"."""
+    names = short_names([key for key, _ in settings])
+    return " ".join(f"{names[key]}={value}" for key, value in settings)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A point whose experiment was loaded and found without a problem."""
+
+    point: Point
+    request: Request
+    """Of a run with this point's values; without the place of its results."""
+    digest: str
+    """16 hex digits of all that decides the run: two points with the same one are the same run."""
+    name: str
+    """Of the experiment."""
+    rounds: int
+
+
+def request_of(base: Request, point: Point, more: Sequence[str] = ()) -> Request:
+    """Returns the request of a point: the sweep's own, with the point's values laid over it. more: further "key=value"
+    that every point has."""
+    values = [f"{key}={value}" for key, value in point.settings]
+    if point.seed is not None:
+        values.append(f"seed={point.seed}")
+    if point.rounds is not None:
+        # Halving goes on from the state after the last round, which node.checkpoint keeps
+        values += [f"node.rounds={point.rounds}", *more]
+    return replace(base, overrides=[*base.overrides, *values])
+
+
+def load_base(base: Request) -> Experiment:
+    """Returns the experiment that all points differ from. Raises ConfigError."""
+    return load(base.config or None, base.overrides, base.environ, layers=base.layers)
+
+
+def prepare(base: Request, point: Point, by: str, more: Sequence[str] = ()) -> Prepared:
+    """Load and check the experiment of a point. Raises UsageError with all its problems."""
+    request = request_of(base, point, more)
+    experiment = load(request.config or None, request.overrides, request.environ, layers=request.layers)
+    experiment.make_mapping()
+    return Prepared(point, request, digest_of(experiment, by), experiment.name, experiment.node.rounds)
+
+
+def digest_of(experiment: Experiment, by: str) -> str:
+    """Returns 16 hex digits of everything that decides a run and its figures: all resolved values with their paths, the
+    edges of the graph, the content of `model.init` and of the user's own modules that it names, and how it is run.
+
+    The digest of machines (`Experiment.digest`) leaves out paths and devices, in which points of a sweep may differ.
+    """
+    content = experiment.resolved()
+    del content["run"]
+    named = {name: _source(name.partition(":")[0]) for name in sorted(set(_named(content)))}
+    text = json.dumps([by, content, portable_text(experiment), named], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _named(value: Any) -> Iterator[str]:
+    """Yields every "package.module:Class" of a resolved config."""
+    if isinstance(value, dict | list):
+        for below in value.values() if isinstance(value, dict) else value:
+            yield from _named(below)
+    elif isinstance(value, str) and value.count(":") == 1 and value.replace(":", ".").replace(".", "_").isidentifier():
+        yield value
+
+
+def _source(module: str) -> str:
+    """What stands for the content of a module that the experiment has imported; "" where it has no file."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return (content_digest(Path(file)) or "") if file and os.path.isfile(file) else ""

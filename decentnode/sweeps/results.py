@@ -1,0 +1,269 @@
+"""What a sweep came to: a row per combination, with means and deviations over its seeds, and how sure they differ."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decentnode.errors import UsageError
+from decentnode.metrics import summary as summaries
+from decentnode.metrics.figures import Figure
+from decentnode.report import repeats
+from decentnode.report.compare import ComparedRow, row, simple_table
+from decentnode.report.measured import columns
+from decentnode.report.significance import Paired, holm, paired
+from decentnode.sweeps.conduct import Ended, State
+from decentnode.sweeps.point import label_of
+from decentnode.sweeps.space import Settings, short_names
+
+ALPHA = 0.05
+"""Differences with a larger p are not told apart from those of seeds."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination of values. With halving, as far as it came."""
+
+    settings: Settings
+    rounds: int
+    values: Mapping[int | None, float]
+    """The sweep's metric by seed, in the figure's unit; None is the experiment's own seed."""
+    compared: ComparedRow
+    """All figures that `decentnode compare` shows."""
+    ended: tuple[Ended, ...]
+    """One per seed, those that did not finish too."""
+    against: Paired | None = None
+    """This row minus the best one; None for that one, for fewer rounds, and without two common seeds."""
+    p: float | None = None
+    """That of `against`, corrected for the number of rows (Holm)."""
+
+    @property
+    def label(self) -> str:
+        return label_of(self.settings) or "the experiment as it is"
+
+    @property
+    def mean(self) -> float | None:
+        return self.compared.mean(self.metric)
+
+    @property
+    def deviation(self) -> float | None:
+        return self.compared.deviation(self.metric)
+
+    @property
+    def metric(self) -> str:
+        return self.compared.columns[0].name
+
+    @property
+    def not_finished(self) -> list[Ended]:
+        return [each for each in self.ended if each.outcome.status != "finished"]
+
+    @property
+    def tied(self) -> bool:
+        """Whether seeds alone may have made it worse than the best row."""
+        return self.p is not None and self.p > ALPHA
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of a sweep, the best first; those that halving left behind stand below those that went further."""
+
+    name: str
+    metric: Figure
+    sign: int
+    rows: tuple[Row, ...]
+    partial: bool
+    """Whether the sweep was cut off."""
+
+    @property
+    def best(self) -> Row | None:
+        return next((each for each in self.rows if each.mean is not None), None)
+
+
+def results_of(state: State) -> Results:
+    """Returns the results of a sweep, as far as it came."""
+    sweep = state.sweep
+    metric = sweep.measured.by_name[sweep.metric]
+    shown = (metric, *(each for each in columns([sweep.measured]) if each.name != metric.name))
+    latest = {(each.point.settings, each.point.seed): each for each in state.ended}
+    groups: dict[Settings, list[Ended]] = {}
+    for each in latest.values():
+        groups.setdefault(each.point.settings, []).append(each)
+    found = [_row(settings, group, shown, sweep.rounds) for settings, group in groups.items()]
+    found.sort(key=lambda each: (-each.rounds, each.mean is None, sweep.sign * (each.mean or 0.0)))
+    return Results(sweep.name, metric, sweep.sign, tuple(_compared(found)), state.exit_code > 128)
+
+
+def _row(settings: Settings, group: Sequence[Ended], shown: Sequence[Figure], rounds: int) -> Row:
+    group = sorted(group, key=lambda each: -1 if each.point.seed is None else each.point.seed)
+    furthest = max(each.point.rounds or rounds for each in group)
+    whole = [each for each in group if each.run is not None and each.outcome.status == "finished"
+             and (each.point.rounds or rounds) == furthest]  # fmt: skip
+    told = [_summary(each.run) for each in whole if each.run is not None]
+    values = {each.point.seed: each.value for each in whole if each.value is not None}
+    return Row(settings, furthest, values, row(label_of(settings), told, shown), tuple(group))
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    try:
+        return summaries.read(run / "summary.json")
+    except (OSError, ValueError):
+        return {}
+
+
+def _compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows with what sets those that went as far as the best off from it."""
+    best = next((each for each in rows if each.mean is not None), None)
+    against = [None if best is None or each is best or each.rounds != best.rounds
+               else paired(each.values, best.values) for each in rows]  # fmt: skip
+    corrected = holm([None if each is None else each.p for each in against])
+    return [Row(each.settings, each.rounds, each.values, each.compared, each.ended, pair, p)
+            for each, pair, p in zip(rows, against, corrected, strict=True)]  # fmt: skip
+
+
+# -- tables ---------------------------------------------------------------------------------------------------
+
+
+def _keys(results: Results) -> dict[str, str]:
+    """Short name of every key, in the order of the axes."""
+    keys = dict.fromkeys(key for each in results.rows for key, _ in each.settings)
+    return short_names([*keys])
+
+
+def _shown(results: Results) -> list[Row]:
+    """The rows that tables have: without those whose experiments could not be run at all."""
+    return [each for each in results.rows if any(ended.outcome.status != "invalid" for ended in each.ended)]
+
+
+def _cells(results: Results) -> list[list[str]]:
+    names, rows = _keys(results), _shown(results)
+    halved = len({each.rounds for each in rows}) > 1
+    tested = any(each.against is not None for each in rows)
+    shown = rows[0].compared.columns
+    head = [*names.values(), *(["rounds"] if halved else []), "runs", shown[0].title or shown[0].name]
+    head += [*(["minus best", "p"] if tested else []), *(each.title for each in shown[1:])]
+    found = [head]
+    for each in rows:
+        given = dict(each.settings)
+        line = [*(given.get(key, "") for key in names), *([str(each.rounds)] if halved else []), _runs(each)]
+        line.append(each.compared.shown(shown[0]))
+        if tested:
+            line += [_difference(each, shown[0]), "" if each.p is None else f"{each.p:.3f}"]
+        found.append([*line, *(each.compared.shown(figure) for figure in shown[1:])])
+    return found
+
+
+def _runs(row: Row) -> str:
+    whole = len(row.ended) - len(row.not_finished)
+    return str(whole) if whole == len(row.ended) else f"{whole} of {len(row.ended)}"
+
+
+def _difference(row: Row, figure: Figure) -> str:
+    pair = row.against
+    if pair is None:
+        return ""
+    mean, low, high = (f"{figure.scale * each:+.{figure.digits}f}" for each in (pair.mean, pair.low, pair.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def text_table(results: Results) -> str:
+    """Returns a table for people, a simple one of reStructuredText. Without a point: a line that says so."""
+    return simple_table(_cells(results), left=len(_keys(results))) if _shown(results) else "no point has ended"
+
+
+def csv_table(results: Results) -> str:
+    """Returns CSV text of the rows: values in the figures' units, a column per key and figure."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    rows = frame_rows(results)
+    if rows:
+        writer.writerow([*rows[0]])
+        writer.writerows([["" if value is None else value for value in each.values()] for each in rows])
+    return out.getvalue()
+
+
+def frame_rows(results: Results) -> list[dict[str, Any]]:
+    """Returns a dict per combination: its values by key, how many runs it has, mean and deviation of every figure, and
+    what the paired test says."""
+    found = []
+    keys = _keys(results)
+    for each in results.rows:
+        given, pair = dict(each.settings), each.against
+        line: dict[str, Any] = {key: given.get(key) for key in keys}
+        line |= {"rounds": each.rounds, "runs": each.compared.runs, "not_finished": len(each.not_finished)}
+        for figure in each.compared.columns:
+            line[figure.name] = each.compared.mean(figure.name)
+            line[f"{figure.name}_std"] = each.compared.deviation(figure.name)
+        line |= {"minus_best": pair and pair.mean, "minus_best_low": pair and pair.low,
+                 "minus_best_high": pair and pair.high, "p": each.p}  # fmt: skip
+        found.append(line)
+    return found
+
+
+def point_rows(results: Results) -> list[dict[str, Any]]:
+    """Returns a dict per point: its values by key, its seed, how it ended, its figures and its run's folder."""
+    found = []
+    keys = _keys(results)
+    for each in results.rows:
+        for ended in each.ended:
+            given = dict(ended.point.settings)
+            line: dict[str, Any] = {key: given.get(key) for key in keys}
+            told = _summary(ended.run) if ended.run is not None else {}
+            line |= {"seed": _seed(ended), "status": ended.outcome.status, "rounds": told.get("rounds")}
+            line |= {figure.name: told.get(figure.name) for figure in each.compared.columns if figure.name in told}
+            line |= {"seconds": ended.outcome.seconds, "why": ended.outcome.title,
+                     "run": "" if ended.run is None else str(ended.run), "digest": ended.digest}  # fmt: skip
+            found.append(line)
+    return found
+
+
+def _seed(ended: Ended) -> Any:
+    """The seed of a point; of one with the experiment's own, what its run says."""
+    if ended.point.seed is not None or ended.run is None:
+        return ended.point.seed
+    try:
+        return repeats.read(ended.run).seed
+    except UsageError:  # somebody has removed it
+        return None
+
+
+def points_csv(results: Results) -> str:
+    """Returns CSV text of the points."""
+    out = io.StringIO()
+    rows = point_rows(results)
+    names = [*dict.fromkeys(name for each in rows for name in each)]
+    writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+_SPECIAL = {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%",
+            "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}  # fmt: skip
+
+
+def escaped(text: str) -> str:
+    """Returns text as LaTeX shows it."""
+    return "".join(_SPECIAL.get(character, character) for character in text).replace("±", r"$\pm$")
+
+
+def latex_table(results: Results) -> str:
+    """Returns a tabular of LaTeX (package booktabs): keys, runs, the metric, and the difference to the best row. The
+    best is bold, and so are those that the paired test does not tell from it."""
+    if not _shown(results):
+        return "% no point has ended\n"
+    keys, cells = len(_keys(results)), _cells(results)
+    last = cells[0].index("p") + 1 if "p" in cells[0] else cells[0].index("runs") + 2
+    place = cells[0].index("runs") + 1
+    best = results.best
+    lines = [r"% \usepackage{booktabs}", rf"\begin{{tabular}}{{{'l' * keys}{'r' * (last - keys)}}}", r"\toprule",
+             " & ".join(map(escaped, cells[0][:last])) + r" \\", r"\midrule"]  # fmt: skip
+    for each, line in zip(_shown(results), cells[1:], strict=True):
+        shown = [escaped(cell) for cell in line[:last]]
+        if each is best or (each.tied and best is not None and each.rounds == best.rounds):
+            shown[place] = rf"\textbf{{{shown[place]}}}"
+        lines.append(" & ".join(shown) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])

@@ -1,0 +1,252 @@
+"""Which points a sweep runs, one after the other: all of a list, successive halving, or what Optuna proposes.
+
+A sampler is asked for points and told the value of each; values are such that lower is better. It never waits: asked
+too early, it has no point.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.sweeps.point import Point
+from decentnode.sweeps.space import Axis, Settings
+from decentnode.system import write_atomic
+
+Seeds = Sequence[int | None]
+
+
+class Sampler(Protocol):
+    """Chooses points."""
+
+    def ask(self) -> Point | None:
+        """The next point; None while what comes next depends on points that still run, and after the last one."""
+
+    def tell(self, point: Point, value: float | None) -> None:
+        """The value of a point that was asked for: lower is better, None of one that did not finish."""
+
+    def known(self) -> list[Point]:
+        """The points that will be asked for whatever comes of the others."""
+
+    def left(self) -> list[int | None]:
+        """Of the points still to be asked for, as far as their number is known: the rounds of each, None for those of
+        the experiment."""
+
+    def previous(self, point: Point) -> Point | None:
+        """The point from whose end this one goes on; None for one that begins anew."""
+
+
+class Listed:
+    """All points of a list, each with all seeds."""
+
+    def __init__(self, settings: Sequence[Settings], seeds: Seeds) -> None:
+        self._pending = deque(Point(each, seed) for each in settings for seed in seeds)
+
+    def ask(self) -> Point | None:
+        return self._pending.popleft() if self._pending else None
+
+    def tell(self, point: Point, value: float | None) -> None:
+        """What came of a point changes nothing for the others."""
+
+    def known(self) -> list[Point]:
+        return [*self._pending]
+
+    def left(self) -> list[int | None]:
+        return [None] * len(self._pending)
+
+    def previous(self, point: Point) -> Point | None:  # noqa: ARG002
+        return None
+
+
+def budgets(rounds: int, candidates: int, eta: int, least: int) -> list[int]:
+    """Returns the rounds up to which each rung of successive halving goes: the last to `rounds`, each before to 1/eta
+    of the next, none below `least`, and no more rungs than leave a candidate."""
+    found = [rounds]
+    while math.ceil(found[0] / eta) >= least and eta ** len(found) <= candidates and found[0] > 1:
+        found.insert(0, math.ceil(found[0] / eta))
+    return found
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Returns the mean over seeds; None where one has no value."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
+
+
+class Halving:
+    """Successive halving (Jamieson and Talwalkar, 2016, algorithm 1): all candidates go a part of the way, the best of
+    them go on for `eta` times as many rounds, until the last ones have gone all the way.
+
+    A candidate is one combination with all its seeds; the mean of their values counts. One that did not finish with
+    some seed goes no further.
+    """
+
+    def __init__(self, settings: Sequence[Settings], seeds: Seeds, budgets: Sequence[int], eta: int) -> None:
+        self._seeds, self._budgets, self._eta = seeds, budgets, eta
+        self._rung = 0
+        self._candidates = [*settings]
+        self._values: dict[Settings, list[float | None]] = {}
+        self._pending: deque[Point] = deque()
+        self._enter()
+
+    def _enter(self) -> None:
+        self._values = {each: [] for each in self._candidates}
+        self._pending.extend(Point(each, seed, self._budgets[self._rung])
+                             for each in self._candidates for seed in self._seeds)  # fmt: skip
+
+    def ask(self) -> Point | None:
+        return self._pending.popleft() if self._pending else None
+
+    def tell(self, point: Point, value: float | None) -> None:
+        self._values[point.settings].append(value)
+        if any(len(values) < len(self._seeds) for values in self._values.values()):
+            return
+        means = {each: mean(values) for each, values in self._values.items()}
+        whole = {each: value for each, value in means.items() if value is not None}
+        self._rung += 1
+        if self._rung < len(self._budgets) and whole:
+            kept = max(1, len(self._candidates) // self._eta)
+            self._candidates = sorted(whole, key=whole.__getitem__)[:kept]  # stable: of equal ones the first
+            self._enter()
+
+    def known(self) -> list[Point]:
+        return [*self._pending]
+
+    def left(self) -> list[int | None]:
+        found: list[int | None] = [point.rounds for point in self._pending]
+        count = len(self._candidates)
+        for rounds in self._budgets[self._rung + 1 :]:
+            count = max(1, count // self._eta)
+            found += [rounds] * (count * len(self._seeds))
+        return found
+
+    def previous(self, point: Point) -> Point | None:
+        assert point.rounds is not None
+        place = [*self._budgets].index(point.rounds)
+        return Point(point.settings, point.seed, self._budgets[place - 1]) if place else None
+
+
+class Optuna:
+    """What a sampler of Optuna proposes, by ask and tell: `count` combinations, each with all seeds.
+
+    What was told is kept in a file, so that the same command goes on with what it knows. Several jobs ask before the
+    others are over, so that only one job proposes the same again.
+    """
+
+    def __init__(self, axes: Sequence[Axis], seeds: Seeds, count: int, seed: int, kept: Path) -> None:
+        """kept: the file. Raises EnvironmentFault where Optuna is not installed."""
+        try:
+            import optuna
+        except ImportError as error:
+            raise EnvironmentFault("--sampler optuna needs Optuna: pip install 'decentnode[optuna]' (or optuna)"
+                                   ) from error  # fmt: skip
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna, self._axes, self._seeds, self._count, self._kept = optuna, axes, seeds, count, kept
+        self._laws = {axis.key: self._law_of(axis) for axis in axes}
+        told = self._read()[:count]
+        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed + len(told)))
+        for line in told:
+            self._study.add_trial(self._frozen(line))
+        self._asked = len(told)
+        self._pending = deque(Point(_settings(line), seed) for line in told for seed in seeds)
+        """Those that are known are asked for first: their runs are there, and belong to the results."""
+        self._known = {_settings(line) for line in told}
+        self._trials: dict[Settings, list[Any]] = {}
+        self._values: dict[Settings, list[float | None]] = {}
+
+    def _law_of(self, axis: Axis) -> Any:
+        made = self._optuna.distributions
+        if axis.law is None:
+            return made.CategoricalDistribution(axis.values)
+        log = axis.law.kind.startswith("log")
+        if axis.law.kind.endswith("int"):
+            return made.IntDistribution(int(axis.law.low), int(axis.law.high), log=log)
+        return made.FloatDistribution(axis.law.low, axis.law.high, log=log)
+
+    def _read(self) -> list[Mapping[str, Any]]:
+        """Returns what earlier commands of the same space and seeds were told."""
+        try:
+            lines = self._kept.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # the last line of a command that was killed: the next one would be added to it
+                write_atomic(self._kept, "".join(f"{json.dumps(each)}\n" for each in found))
+                break
+        return found
+
+    def _frozen(self, line: Mapping[str, Any]) -> Any:
+        state = self._optuna.trial.TrialState
+        return self._optuna.trial.create_trial(
+            params=line["params"], distributions=self._laws, value=line["value"],
+            state=state.FAIL if line["value"] is None else state.COMPLETE,
+        )  # fmt: skip
+
+    def ask(self) -> Point | None:
+        if not self._pending and self._asked < self._count:
+            trial = self._study.ask(self._laws)
+            self._asked += 1
+            settings = tuple((axis.key, _text(trial.params[axis.key])) for axis in self._axes)
+            self._trials.setdefault(settings, []).append(trial)
+            if settings not in self._values:
+                self._values[settings] = []
+                self._pending.extend(Point(settings, seed) for seed in self._seeds)
+            elif len(self._values[settings]) == len(self._seeds):  # proposed again
+                self._finish(settings)
+                return self.ask()
+        return self._pending.popleft() if self._pending else None
+
+    def tell(self, point: Point, value: float | None) -> None:
+        if point.settings in self._known and point.settings not in self._trials:
+            return
+        values = self._values[point.settings]
+        values.append(value)
+        if len(values) == len(self._seeds):
+            self._finish(point.settings)
+
+    def _finish(self, settings: Settings) -> None:
+        value = mean(self._values[settings])
+        for trial in self._trials.pop(settings):
+            state = self._optuna.trial.TrialState.FAIL if value is None else None
+            self._study.tell(trial, value, state=state)
+            line = {"params": trial.params, "settings": dict(settings), "value": value}
+            with open(self._kept, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def known(self) -> list[Point]:
+        return [*self._pending]
+
+    def left(self) -> list[int | None]:
+        return [None] * (len(self._pending) + (self._count - self._asked) * len(self._seeds))
+
+    def previous(self, point: Point) -> Point | None:  # noqa: ARG002
+        return None
+
+
+def _settings(line: Mapping[str, Any]) -> Settings:
+    return tuple(line["settings"].items())
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def direction(metric: str, better: Mapping[str, str]) -> int:
+    """Returns 1 where lower values of a figure are better, -1 where higher ones are. better: "higher" or "lower" by the
+    figure's name. Raises UsageError for a figure that runs do not have."""
+    if metric not in better:
+        from decentnode.config.component import nearest
+
+        hint = nearest(metric, better)
+        raise UsageError(f"--metric must be one of {', '.join(better)}, which these runs have, got {metric!r}"
+                         + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+    return 1 if better[metric] == "lower" else -1

@@ -1,0 +1,189 @@
+"""Which values the keys of a sweep take: lists of them, or distributions to draw from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from decentnode.config.component import nearest
+from decentnode.errors import UsageError
+from decentnode.experiment.tree import flow
+from decentnode.rng import GLOBAL, stream
+
+Settings = tuple[tuple[str, str], ...]
+"""(dotted key, value as YAML text) of one combination, in the order of the axes."""
+LAWS = ("uniform", "log", "int", "logint")
+_LAW = re.compile(r"\s*([a-z_]\w*)\s*\(([^()]*)\)\s*")
+
+
+@dataclass(frozen=True)
+class Law:
+    """A distribution between two numbers, both possible: uniform, uniform in the logarithm (log), or the same over
+    whole numbers (int, logint)."""
+
+    kind: str
+    low: float
+    high: float
+
+    def draw(self, rng: np.random.Generator) -> str:
+        return self.text(float(rng.random()))
+
+    def text(self, share: float) -> str:
+        """Returns the value below which `share`, in [0, 1), of all draws lie, as YAML text."""
+        low, high = self.low, self.high
+        if self.kind.endswith("int"):  # each whole number has the interval up to the next one
+            high += 1
+        if self.kind.startswith("log"):
+            value = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+        else:
+            value = low + share * (high - low)
+        if self.kind.endswith("int"):
+            return str(min(int(self.high), max(int(self.low), math.floor(value))))
+        return flow(float(f"{min(self.high, max(self.low, value)):.6g}"))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One key and what it takes: `values`, or draws from `law`."""
+
+    key: str
+    values: tuple[str, ...] = ()
+    law: Law | None = None
+
+    def draw(self, rng: np.random.Generator) -> str:
+        return self.law.draw(rng) if self.law is not None else self.values[int(rng.integers(len(self.values)))]
+
+
+def parse(text: str) -> Axis:
+    """Returns the axis of "key=v1,v2,..." or "key=log(1e-4,1)". Commas inside brackets and quotes part no values.
+    Raises UsageError."""
+    key, equals, given = text.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(part.strip() for part in key.split(".")):
+        raise UsageError(f"-g must be KEY=VALUE,VALUE,... or KEY=uniform(LOW,HIGH), got {text!r}")
+    found = _LAW.fullmatch(given)
+    if found:
+        return Axis(key, law=_law(key, found[1], found[2]))
+    values = tuple(each.strip() for each in _parts(given, text))
+    if not all(values):
+        raise UsageError(f"-g {key}: a value must not be empty, got {given!r}; write null or '' for such values")
+    if len(set(values)) < len(values):
+        raise UsageError(f"-g {key}: a value must stand once, got {given!r}")
+    return Axis(key, values)
+
+
+def axes(given: Iterable[str] | Mapping[str, Any]) -> tuple[Axis, ...]:
+    """Returns the axes of texts as `parse` takes them, or of a mapping from keys to lists of plain values or to such
+    texts. Raises UsageError, also where a key stands twice or lies inside another one."""
+    if isinstance(given, Mapping):
+        found = tuple(_of_values(str(key), values) for key, values in given.items())
+    else:
+        found = tuple(parse(each) for each in given)
+    keys = [axis.key for axis in found]
+    for one, other in itertools.permutations(keys, 2):
+        if one == other or other.startswith(f"{one}."):
+            raise UsageError(f"-g {other} sets what -g {one} sets" if one != other else f"-g {one} is given twice")
+    return found
+
+
+def _of_values(key: str, values: Any) -> Axis:
+    if isinstance(values, str):
+        return parse(f"{key}={values}")
+    if not isinstance(values, Iterable) or isinstance(values, Mapping):
+        raise UsageError(f"grid[{key!r}] must be a list of values or text such as 'log(1e-4, 1)', got {values!r:.80}")
+    made = tuple(flow(_plain(key, value)) for value in values)
+    if not made:
+        raise UsageError(f"grid[{key!r}] must have a value, got an empty list")
+    if len(set(made)) < len(made):
+        raise UsageError(f"grid[{key!r}]: a value must stand once, got {', '.join(made)}")
+    return Axis(key, made)
+
+
+def _plain(key: str, value: Any) -> Any:
+    if hasattr(value, "tolist"):  # of numpy
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(key, each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(key, each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(f"grid[{key!r}] must hold plain values, got {value!r:.80}; of a class give its name, "
+                     "'package.module:Class'")  # fmt: skip
+
+
+def _law(key: str, kind: str, arguments: str) -> Law:
+    if kind not in LAWS:
+        hint = nearest(kind, LAWS)
+        raise UsageError(f"-g {key}: a distribution must be one of {', '.join(LAWS)}, got {kind!r}"
+                         + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+    try:
+        low, high = (float(each) for each in arguments.split(","))
+    except ValueError:
+        raise UsageError(f"-g {key}: {kind} must have two numbers, as {kind}(1,10), got ({arguments})") from None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise UsageError(f"-g {key}: {kind} must go from a lower number to a higher one, got ({arguments})")
+    if kind.startswith("log") and low <= 0:
+        raise UsageError(f"-g {key}: {kind} must begin above 0, got {low:g}")
+    if kind.endswith("int") and not (low.is_integer() and high.is_integer()):
+        raise UsageError(f"-g {key}: {kind} must have whole numbers, got ({arguments})")
+    return Law(kind, low, high)
+
+
+def _parts(text: str, whole: str) -> list[str]:
+    """The text cut at commas that stand in no brackets and no quotes."""
+    found, depth, quote, start = [], 0, "", 0
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in ")}]":
+            depth -= 1
+        elif character == "," and depth == 0:
+            found.append(text[start:index])
+            start = index + 1
+    if depth or quote:
+        raise UsageError(f"-g {whole}: a bracket or a quote is left open")
+    return [*found, text[start:]]
+
+
+def grid(given: Sequence[Axis]) -> list[Settings]:
+    """Returns all combinations, those of the last axis side by side. Raises UsageError where an axis is a
+    distribution."""
+    for axis in given:
+        if axis.law is not None:
+            raise UsageError(f"-g {axis.key} is a distribution: say how many points to draw (--random N), or list "
+                             "its values")  # fmt: skip
+    return [tuple(zip((axis.key for axis in given), values, strict=True))
+            for values in itertools.product(*(axis.values for axis in given))]  # fmt: skip
+
+
+def draws(given: Sequence[Axis], count: int, seed: int) -> list[Settings]:
+    """Returns `count` drawn combinations without those that were drawn before: at most `count`. The first ones are the
+    same for a larger count."""
+    found: dict[Settings, None] = {}
+    for index in range(count):
+        rng = stream(seed, GLOBAL, "sweep", index)
+        found[tuple((axis.key, axis.draw(rng)) for axis in given)] = None
+    return [*found]
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Returns for each key the shortest end of it that no other of them has; "graph.name" counts as "graph"."""
+    whole = {key: key.removesuffix(".name") for key in keys}
+    found = {}
+    for key, text in whole.items():
+        parts = text.split(".")
+        others = [other.split(".") for name, other in whole.items() if name != key]
+        length = next((n for n in range(1, len(parts) + 1) if all(o[-n:] != parts[-n:] for o in others)), None)
+        found[key] = key if length is None else ".".join(parts[-length:])
+    return found

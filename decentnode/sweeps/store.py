@@ -1,0 +1,130 @@
+"""The folder of a sweep: a folder per point, named by its digest, which says what became of the point.
+
+    runs/NAME/sweep/points/DIGEST/settings.json       what the point sets
+                                  NAME/TIME-ID/       its run, as `decentnode run` leaves one
+                                  outcome.json        how it ended; written last, at once
+
+A point without an outcome was never run, or was cut off. Points of one digest are one run, whichever command of this
+folder asks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from decentnode.checkpoint.store import FOLDER as CHECKPOINTS
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.sweeps.point import Prepared
+from decentnode.system import write_atomic
+
+Status = Literal["finished", "diverged", "failed", "killed", "invalid"]
+"""How a point ended. A diverged one diverges again, and counts as done; killed: its process was, which leaves nothing;
+invalid: its experiment has problems, and nothing was run."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a point."""
+
+    status: Status
+    run: str = ""
+    """The folder of its run, relative to the point's; "" where none was made."""
+    title: str = ""
+    """Of one that did not finish: why, in a line."""
+    exit_code: int = 0
+    seconds: float = 0.0
+    """From the start of its process to the end."""
+
+    @property
+    def done(self) -> bool:
+        """Whether another command need not run it again."""
+        return self.status in ("finished", "diverged")
+
+
+class Store:
+    """The folder of a sweep."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def point(self, digest: str) -> Path:
+        return self.folder / "points" / digest
+
+    def outcome(self, digest: str) -> Outcome | None:
+        """Returns what became of a point; None where nothing is known, or what is known cannot be read."""
+        try:
+            found = json.loads((self.point(digest) / "outcome.json").read_text(encoding="utf-8"))
+            made = Outcome(**{key: found[key] for key in Outcome.__dataclass_fields__})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if made.status not in get_args(Status) or (made.status == "finished" and self.run(digest, made) is None):
+            return None
+        return made
+
+    def run(self, digest: str, outcome: Outcome) -> Path | None:
+        """Returns the folder of a point's run; None where it is gone."""
+        folder = self.point(digest) / outcome.run
+        return folder if outcome.run and (folder / "config.resolved.yaml").is_file() else None
+
+    def open(self, prepared: Prepared) -> Path:
+        """Make a point's folder, without an outcome. Returns it. Raises EnvironmentFault."""
+        folder = self.point(prepared.digest)
+        point = prepared.point
+        told = {"settings": dict(point.settings), "seed": point.seed, "rounds": prepared.rounds}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "outcome.json").unlink(missing_ok=True)
+            write_atomic(folder / "settings.json", json.dumps(told, indent=2) + "\n")
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write to the sweep's folder {folder}: {error.strerror}; choose another "
+                                   "place with --run-dir") from error  # fmt: skip
+        return folder
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While entered, no other command works in this folder. Raises UsageError where one does, EnvironmentFault."""
+        path = self.folder / "lock"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write to {self.folder}: {error.strerror}; choose another place with "
+                                   "--run-dir") from error  # fmt: skip
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+                raise UsageError(f"another sweep (process {holder or 'unknown'}) works in {self.folder}; wait for it, "
+                                 "or choose another --name or --run-dir") from None  # fmt: skip
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(file)
+
+
+def write_outcome(point: Path, outcome: Outcome) -> None:
+    """Say what became of a point. Raises OSError."""
+    write_atomic(point / "outcome.json", json.dumps(asdict(outcome), indent=2) + "\n", durable=True)
+
+
+def has_checkpoints(runs: Path) -> bool:
+    """Whether a run in this folder has left a checkpoint of at least one node."""
+    return any(runs.glob(f"*/{CHECKPOINTS}/*/[0-9]*.json"))
+
+
+def without_models(run: Path) -> None:
+    """Remove the nodes' own models from a run; the merged one stays. A model per node and point would fill disks."""
+    for path in (run / "models").glob("[0-9]*.safetensors"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+

@@ -1,0 +1,67 @@
+"""What makes a point: its values, and the digest by which a run of it is found again."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from decentnode.errors import ConfigError
+from decentnode.launch.messages import Request
+from decentnode.sweeps.point import Point, label_of, prepare
+from tests.launch.faults import experiment
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Request:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment()))
+    return Request(str(tmp_path / "tiny.yaml"))
+
+
+def digest(base: Request, *settings: tuple[str, str], seed: int | None = None, by: str = "simulate") -> str:
+    return prepare(base, Point(settings, seed), by).digest
+
+
+def test_a_digest_is_of_all_that_decides_a_run(base: Request) -> None:
+    lr = ("training.optimizer.lr", ".05")
+    same = digest(base)
+    assert same == digest(base, lr) == digest(base, ("training.optimizer.lr", "0.05"), seed=1)
+    assert same == prepare(replace(base, overrides=["run.dir=elsewhere", "run.log_level=debug"]), Point(()), "simulate"
+                           ).digest  # fmt: skip
+    others = [digest(base, ("training.optimizer.lr", "0.1")), digest(base, seed=2), digest(base, by="processes"),
+              digest(base, ("mapping", "{machines: 1, nodes_per_machine: 4, threads: 2}")),
+              digest(base, ("graph.name", "star")), digest(base, ("node.rounds", "9"))]  # fmt: skip
+    assert len({same, *others}) == 7
+
+
+def test_a_module_of_the_users_own_that_changes_makes_another_point(
+    base: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    rule = tmp_path / "my_rule.py"
+    rule.write_text("from decentnode.sharing.full import Full\n\n\nclass Mine(Full):\n    pass\n")
+    mine = ("sharing", "{name: my_rule:Mine}")
+    before = digest(base, mine)
+    assert digest(base, mine) == before
+    rule.write_text(rule.read_text() + "\n# changed\n")
+    monkeypatch.delitem(sys.modules, "my_rule")
+    assert digest(base, mine) != before
+
+
+def test_problems_of_a_point_are_those_of_its_experiment(base: Request) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'ring'"):
+        prepare(base, Point((("graph.name", "rng"),)), "simulate")
+
+
+def test_a_rung_has_its_rounds_and_a_checkpoint(base: Request) -> None:
+    found = prepare(base, Point((), 3, rounds=2), "simulate", ["node.checkpoint={every: 100}"])
+    assert found.rounds == 2 and found.request.overrides == ["seed=3", "node.rounds=2", "node.checkpoint={every: 100}"]
+    assert prepare(base, Point(()), "simulate", ["node.checkpoint={every: 100}"]).request.overrides == []
+
+
+def test_labels() -> None:
+    assert label_of((("training.optimizer.lr", ".1"), ("graph.name", "ring"))) == "lr=.1 graph=ring"
+    assert Point((("seed", "1"),), 2).label == "seed=1 seed=2" and Point(()).label == "the experiment as it is"

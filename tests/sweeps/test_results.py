@@ -1,0 +1,182 @@
+"""Tables, figure and live table of a sweep, from points whose runs are made up."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.launch.messages import Request
+from decentnode.report.measured import BEFORE
+from decentnode.sweeps import files, picture
+from decentnode.sweeps.conduct import Ended, Running, State
+from decentnode.sweeps.plan import Plan, Sweep
+from decentnode.sweeps.point import Point, Prepared
+from decentnode.sweeps.progress import line, live_table
+from decentnode.sweeps.results import csv_table, escaped, latex_table, point_rows, results_of, text_table
+from decentnode.sweeps.samplers import Listed
+from decentnode.sweeps.space import Settings
+from decentnode.sweeps.store import Outcome, Store, write_outcome
+
+VALUES = {(".1", "ring"): [0.90, 0.91, 0.92], (".1", "star"): [0.80, 0.82, 0.81], ("1", "ring"): [0.899, 0.912, 0.917]}
+
+
+def sweep_of(folder: Path, rungs: tuple[int, ...] = ()) -> Sweep:
+    return Sweep(Plan(Request("x.yaml")), folder, "exp", BEFORE, "accuracy_mean", -1, 2, 9, (), rungs, Listed([], [1]))
+
+
+def settings(lr: str, graph: str) -> Settings:
+    return (("training.optimizer.lr", lr), ("graph.name", graph))
+
+
+def ended(folder: Path, point: Point, accuracy: float | None, status: Any = "finished", title: str = "") -> Ended:
+    """A point with a run as far as tables read it."""
+    run = None
+    if accuracy is not None:
+        run = folder / f"{abs(hash(point))}"
+        run.mkdir()
+        summary = {"seed": point.seed, "rounds": point.rounds or 9, "accuracy_mean": accuracy, "nodes": {"0": {}},
+                   "bytes_sent_total": 4e6}  # fmt: skip
+        (run / "summary.json").write_text(json.dumps(summary))
+    return Ended(point, Outcome(status, "x", title, 0 if status == "finished" else 8, 1.5), run, accuracy, "d")
+
+
+def state_of(folder: Path) -> State:
+    found = [ended(folder, Point(settings(*key), seed), value)
+             for key, values in VALUES.items() for seed, value in enumerate(values, 1)]  # fmt: skip
+    found.append(ended(folder, Point(settings("1", "star"), 1), None, "failed", "a bug"))
+    found.append(ended(folder, Point(settings("2", "star"), 1), None, "invalid", "no such key"))
+    return State(sweep_of(folder), 0.0, [], found)
+
+
+def test_rows_stand_by_their_means_and_are_set_off_from_the_best(tmp_path: Path) -> None:
+    results = results_of(state_of(tmp_path))
+    assert [row.label for row in results.rows[:3]] == ["lr=.1 graph=ring", "lr=1 graph=ring", "lr=.1 graph=star"]
+    best, near, far = results.rows[:3]
+    assert results.best is best and best.against is None and best.mean == pytest.approx(0.91)
+    assert near.against is not None and near.p is not None and near.against.mean == pytest.approx(-0.002 / 3, abs=1e-9)
+    assert near.tied and not far.tied and far.p is not None and far.p < 0.01
+    assert near.against.low < near.against.mean < near.against.high
+    failed = next(row for row in results.rows if row.label == "lr=1 graph=star")
+    assert failed.mean is None and [each.outcome.title for each in failed.not_finished] == ["a bug"]
+
+
+def test_the_table_for_people(tmp_path: Path) -> None:
+    lines = text_table(results_of(state_of(tmp_path))).splitlines()
+    assert re.split(r"  +", lines[1])[:6] == ["lr", "graph", "runs", "accuracy %", "minus best", "p"]
+    assert re.split(r"  +", lines[3])[:4] == [".1", "ring", "3", "91.00 ±1.00"]
+    assert "+" not in lines[3] and "[-" in lines[4] and "0 of 1" in lines[6] and len(lines) == 8
+    assert "star        3" in lines[5] and "4.00 ±0.00" in lines[3]
+
+
+def test_tables_for_programs(tmp_path: Path) -> None:
+    results = results_of(state_of(tmp_path))
+    rows = list(csv.DictReader(io.StringIO(csv_table(results))))
+    assert rows[0]["training.optimizer.lr"] == ".1" and float(rows[0]["accuracy_mean_std"]) == pytest.approx(0.01)
+    assert float(rows[2]["p"]) < 0.01 and rows[0]["p"] == "" and rows[3]["accuracy_mean"] == ""
+    points = point_rows(results)
+    assert len(points) == 11 and sorted(each["accuracy_mean"] for each in points[:3]) == VALUES[".1", "ring"]
+    assert {each["status"] for each in points} == {"finished", "failed", "invalid"}
+
+
+def test_latex_can_be_set(tmp_path: Path) -> None:
+    text = latex_table(results_of(state_of(tmp_path)))
+    rows = [each for each in text.splitlines() if each.endswith(r"\\")]
+    assert {each.count("&") for each in rows} == {5} and text.count("{") == text.count("}")
+    assert rows[0] == r"lr & graph & runs & accuracy \% & minus best & p \\"
+    assert r"\textbf{91.00 $\pm$1.00}" in rows[1] and r"\textbf{90.93" in rows[2], "not told from the best"
+    assert r"\textbf" not in rows[3] and not re.search(r"(?<!\\)%", text.split("\n", 1)[1])
+    assert escaped("a_b{c}\\$&#^~50%") == (r"a\_b\{c\}\textbackslash{}\$\&\#\textasciicircum{}\textasciitilde{}50\%")
+
+
+def test_halving_shows_how_far_each_came_and_compares_those_that_went_as_far(tmp_path: Path) -> None:
+    found = []
+    for lr, reached in (("1", {3: 0.5, 9: 0.7}), ("2", {3: 0.9}), ("3", {3: 0.1, 9: 0.6})):
+        for rounds, value in reached.items():
+            found += [ended(tmp_path, Point((("a.lr", lr),), seed, rounds), value + 0.01 * seed) for seed in (1, 2, 3)]
+    results = results_of(State(sweep_of(tmp_path, (3, 9)), 0.0, [], found))
+    assert [(row.label, row.rounds, row.compared.runs) for row in results.rows] == [
+        ("lr=1", 9, 3), ("lr=3", 9, 3), ("lr=2", 3, 3)]  # fmt: skip
+    assert results.rows[1].against is not None and results.rows[2].against is None
+    assert re.search(r"lr +rounds +runs", text_table(results))
+    axes = picture.draw(results).axes[0]
+    assert len(axes.lines[0].get_xdata()) == 2, "what halving left behind is not drawn beside the others"
+
+
+def test_the_figure_has_a_line_per_combination_of_the_other_keys(tmp_path: Path) -> None:
+    results = results_of(state_of(tmp_path))
+    figure = picture.draw(results)
+    axes, = figure.axes
+    assert axes.get_xlabel() == "training.optimizer.lr" and axes.get_ylabel() == "accuracy %"
+    assert axes.get_xscale() == "log" and "3 seeds" in axes.get_title()
+    assert sorted(text.get_text() for text in figure.legends[0].get_texts()) == ["graph=ring", "graph=star"]
+    assert picture.numeric_key([(("a", "x"), ("b", "1")), (("a", "y"), ("b", "1"))]) is None
+    assert picture.numeric_key([(("a", "1"), ("b", "1")), (("a", "2"), ("b", "1"))]) == "a"
+
+
+def test_without_a_number_the_figure_has_a_row_per_combination(tmp_path: Path) -> None:
+    found = [ended(tmp_path, Point((("graph.name", name),), seed), 0.5 + 0.01 * seed)
+             for name in ("ring", "star") for seed in (1, 2)]  # fmt: skip
+    axes, = picture.draw(results_of(State(sweep_of(tmp_path), 0.0, [], found))).axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["graph=ring", "graph=star"]
+
+
+def test_what_has_no_finished_point_has_tables_and_no_figure(tmp_path: Path) -> None:
+    results = results_of(State(sweep_of(tmp_path), 0.0, [], [ended(tmp_path, Point(()), None, "failed", "a bug")]))
+    assert [path.name for path in files.write(results, tmp_path)] == [*files.TABLES]
+    with pytest.raises(UsageError, match="no point has finished"):
+        picture.plot(results, tmp_path / "x.png")
+    empty = results_of(State(sweep_of(tmp_path), 0.0))
+    assert text_table(empty) == "no point has ended" and csv_table(empty) == ""
+    with pytest.raises(EnvironmentFault, match="cannot write"):
+        files.write(empty, tmp_path / "nowhere")
+
+
+def test_the_live_table_and_its_lines(tmp_path: Path) -> None:
+    state = state_of(tmp_path)
+    prepared = Prepared(Point(settings(".5", "ring"), 2), Request("x.yaml"), "e", "exp", 60)
+    state.running.append(Running(prepared, None, 90.0, 0, 15, "accuracy", 0.25))  # type: ignore[arg-type]
+    state.rounds_done = 30
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(live_table(state, 100.0, "a note", 5))
+    text = console.export_text()
+    for part in ("11/12 points", "1 min 40 s", "about 1 min 40 s left", "2 failed", "lr=.5 graph=ring seed=2", "15/60",
+                 "accuracy 0.2500", "best accuracy % 92.00", "a note"):  # fmt: skip
+        assert part in text, f"{part}\n{text}"
+    assert line(state, state.ended[0], 100.0) == (
+        "11/12  lr=.1 graph=ring seed=1: accuracy % 90.00, 1.5 s; about 1 min 40 s left")  # fmt: skip
+    assert "failed: a bug" in line(state, state.ended[9], 100.0)
+
+
+def test_a_folder_is_for_one_command_at_a_time(tmp_path: Path) -> None:
+    store = Store(tmp_path / "sweep")
+    with store.alone(), pytest.raises(UsageError, match=r"another sweep \(process \d+\) works in"), store.alone():
+        pass
+    with store.alone():
+        pass
+
+
+def test_an_outcome_counts_where_its_run_is_there(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    point = store.open(Prepared(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
+    assert store.outcome("abc") is None
+    write_outcome(point, Outcome("finished", "exp/run"))
+    assert store.outcome("abc") is None, "somebody has removed the run"
+    (point / "exp/run").mkdir(parents=True)
+    (point / "exp/run/config.resolved.yaml").touch()
+    found = store.outcome("abc")
+    assert found is not None and found.done and store.run("abc", found) == point / "exp/run"
+    (point / "outcome.json").write_text('{"status": "fin')
+    assert store.outcome("abc") is None
+    write_outcome(point, Outcome("failed", title="a bug"))
+    found = store.outcome("abc")
+    assert found is not None and not found.done
+    store.open(Prepared(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
+    assert store.outcome("abc") is None, "what runs again has no outcome until it ends"

@@ -1,0 +1,93 @@
+"""What keys of a sweep take: lists, distributions, all combinations, draws."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import yaml
+
+from decentnode.errors import UsageError
+from decentnode.sweeps.space import Axis, Law, axes, draws, grid, parse, short_names
+
+
+def test_values_are_parted_by_commas_outside_of_brackets_and_quotes() -> None:
+    text = "sharing={name: topk, keep: 0.1}, full ,{name: stc, of: [1, 2]},'a,b'"
+    assert parse(text) == Axis("sharing", ("{name: topk, keep: 0.1}", "full", "{name: stc, of: [1, 2]}", "'a,b'"))
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("lr", "KEY=VALUE"), ("=1", "KEY=VALUE"), ("a..b=1", "KEY=VALUE"), ("lr=", "must not be empty"),
+    ("lr=1,,2", "must not be empty"), ("lr=1,1", "stand once"), ("lr=[1,2", "left open"), ("lr='1", "left open"),
+    ("lr=lgo(1,2)", "did you mean 'log'"), ("lr=log(0,1)", "above 0"), ("lr=log(1)", "two numbers"),
+    ("lr=uniform(2,1)", "lower number to a higher"), ("lr=int(1,2.5)", "whole numbers"),
+    ("lr=uniform(1,inf)", "lower number to a higher"),
+])  # fmt: skip
+def test_what_is_neither_is_told(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        parse(text)
+
+
+def test_axes_do_not_overlap() -> None:
+    with pytest.raises(UsageError, match="sets what"):
+        axes(["sharing={name: full},{name: choco}", "sharing.name=full,choco"])
+    with pytest.raises(UsageError, match="given twice"):
+        axes(["seed=1", "seed=2"])
+
+
+def test_a_program_gives_values_of_any_plain_kind() -> None:
+    found = axes({"a.lr": np.array([0.1, 1e-5]), "b": [None, True, "1", {"name": "x"}], "c": "int(1, 3)"})
+    assert [yaml.safe_load(value) for value in found[0].values] == [0.1, 1e-5]
+    assert [yaml.safe_load(value) for value in found[1].values] == [None, True, "1", {"name": "x"}]
+    assert found[2].law == Law("int", 1, 3)
+    for wrong in ([object()], [], [1, 1], 3, {"x": 1}):
+        with pytest.raises(UsageError, match="grid"):
+            axes({"a": wrong})
+
+
+def test_a_grid_has_all_combinations_once() -> None:
+    found = grid(axes(["a=1,2", "b=x,y,z"]))
+    assert found[:4] == [(("a", "1"), ("b", "x")), (("a", "1"), ("b", "y")), (("a", "1"), ("b", "z")),
+                         (("a", "2"), ("b", "x"))]  # fmt: skip
+    assert len({*found}) == len(found) == 6 and grid(()) == [()]
+    with pytest.raises(UsageError, match="is a distribution"):
+        grid(axes(["a=log(1,2)"]))
+
+
+@pytest.mark.parametrize("text", ["uniform(-2,3)", "log(1e-4,10)", "int(-1,2)", "logint(1,100)"])
+def test_draws_lie_in_their_bounds_and_reach_them(text: str) -> None:
+    law = parse(f"a={text}").law
+    assert law is not None
+    rng = np.random.default_rng(1)
+    values = [float(yaml.safe_load(law.draw(rng))) for _ in range(2000)]
+    assert law.low <= min(values) and max(values) <= law.high
+    spread = math.log(law.high / law.low) if law.kind.startswith("log") else law.high - law.low
+    edge = math.log(min(values) / law.low) if law.kind.startswith("log") else min(values) - law.low
+    assert edge <= 0.02 * spread
+    if law.kind.endswith("int"):
+        assert {law.low, law.high} <= {*values} and all(value == round(value) for value in values)
+
+
+def test_whole_numbers_are_drawn_equally_often() -> None:
+    law, rng = Law("int", 1, 4), np.random.default_rng(1)
+    counts = np.bincount([int(law.draw(rng)) for _ in range(4000)])[1:]
+    assert counts.min() > 900
+
+
+def test_draws_of_a_logarithm_have_their_median_in_the_geometric_middle() -> None:
+    assert float(Law("log", 1e-4, 1.0).text(0.5)) == pytest.approx(1e-2)
+
+
+def test_more_draws_begin_with_the_same() -> None:
+    space = axes(["a=log(1e-3,1)", "b=x,y"])
+    few, many = draws(space, 5, seed=3), draws(space, 50, seed=3)
+    assert many[: len(few)] == few and draws(space, 5, seed=4) != few
+    assert len(draws(axes(["b=x,y"]), 20, seed=1)) == 2, "what is drawn again is no other point"
+
+
+def test_keys_are_named_by_what_tells_them_apart() -> None:
+    keys = ["training.optimizer.lr", "graph.name", "data.partition.name", "a.lr.b", "data.name"]
+    assert short_names(keys) == {"training.optimizer.lr": "lr", "graph.name": "graph", "a.lr.b": "b",
+                                 "data.partition.name": "partition", "data.name": "data"}  # fmt: skip
+    assert short_names(["a.lr", "b.lr"]) == {"a.lr": "a.lr", "b.lr": "b.lr"}
