@@ -4,6 +4,7 @@
 # bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
 # bash eval/bench.sh digits_table [ARM...]  accuracies of configs/compare/digits_*, beside a NumPy simulation's
 # bash eval/bench.sh overlap             two machines on a slow link: exposed communication by schedule (needs root)
+# bash eval/bench.sh virtual             predicted rounds beside real ones on links of 0.1 to 2.5 Gbit/s (needs root)
 # bash eval/bench.sh sharing [PARAMETERS [RULE...]]  rules and codecs in multiples of one memory copy of the model
 # bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel;
 #                                        AccumAdam, slow links, stragglers
@@ -13,9 +14,9 @@ set -euo pipefail
 what=${1:-rounds}
 [ $# -gt 0 ] && shift
 script=$root/eval/benchmarks/$what.py
-if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] ||
+if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
   [ "$what" = digits_reference ]; then
-  echo "unknown benchmark '$what'; there is: collective, ddp, digits_table, link, overlap, pairs, rounds, sharing" >&2
+  echo "unknown benchmark '$what'; there is: collective, ddp, digits_table, link, overlap, pairs, rounds, sharing, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

@@ -105,16 +105,16 @@ class Run:
         """The figure that `decentnode plot` writes.
 
         metric: what the task measures, "loss", "consensus_distance" and so on, or "all". x: "rounds", "seconds",
-        "bytes" or "all". Raises UsageError for others, and where there is nothing to draw.
+        "bytes", "virtual_seconds" or "all". Raises UsageError for others, and where there is nothing to draw.
         """
-        from decentnode.metrics.figures import AXES
+        from decentnode.metrics.figures import VIRTUAL_AXES
         from decentnode.report.plots import draw
-        from decentnode.report.runs import lines, overview
+        from decentnode.report.runs import axes_of, lines, overview
 
-        if x != "all" and x not in AXES:
-            raise UsageError(f"x must be one of {', '.join([*AXES, 'all'])}, got {x!r}")
+        if x != "all" and x not in VIRTUAL_AXES:
+            raise UsageError(f"x must be one of {', '.join([*VIRTUAL_AXES, 'all'])}, got {x!r}")
         drawn, _ = lines([self.path])
-        return draw(drawn, overview(drawn) if metric == "all" else [metric], list(AXES) if x == "all" else [x])[0]
+        return draw(drawn, overview(drawn) if metric == "all" else [metric], axes_of(drawn) if x == "all" else [x])[0]
 
     def models(self) -> Models:
         """The models that the run left, by node and "merged"."""

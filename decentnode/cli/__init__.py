@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "evaluate": "Evaluate the models that a run has left, on its test data or on other data.",
     "compare": "Run experiments over several seeds and tabulate them side by side.",
     "sweep": "Run an experiment with many values of some keys, and tabulate what they make of it.",
+    "timeline": "Compute when nodes begin and end their rounds in a described world, and who waits for whom.",
     "plot": "Draw test metrics, loss and consensus distance of runs.",
 }
 """Command and its line in the help; the file decentnode/cli/<command>.py holds it as `command`."""

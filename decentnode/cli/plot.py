@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from decentnode.metrics.figures import AXES
+from decentnode.metrics.figures import VIRTUAL_AXES
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option("--x", "axes", type=click.Choice([*AXES, "all"]), default="all", show_default=True,
-              help="What to draw against.")  # fmt: skip
+@click.option("--x", "axes", type=click.Choice([*VIRTUAL_AXES, "all"]), default="all", show_default=True,
+              help="What to draw against; all of them is without virtual_seconds for runs that have none.")  # fmt: skip
 @click.option("--metric", default="all", show_default=True,
               help="What to draw: a metric of the runs' task, such as accuracy, test_loss or perplexity; loss (of "
                    "training), consensus_distance or consensus_rms.")  # fmt: skip
@@ -38,7 +38,7 @@ def command(
     """
     from decentnode.launch.run_dir import resolve, resolve_all
     from decentnode.report.plots import plot
-    from decentnode.report.runs import curves_of, lines, overview
+    from decentnode.report.runs import axes_of, curves_of, lines, overview
 
     if dumps:
         from decentnode.report.dumps import plot as plot_dumps
@@ -70,7 +70,7 @@ def command(
         name += f"_{len(paths)}_runs"
     target = output or paths[0] / "plots" / (f"{name}_paper.pdf" if paper else f"{name}.png")
     said += [f"nothing to draw of {label}" for label in
-             plot(drawn, metrics, list(AXES) if axes == "all" else [axes], target, paper)]  # fmt: skip
+             plot(drawn, metrics, axes_of(drawn) if axes == "all" else [axes], target, paper)]  # fmt: skip
     for line in said:
         click.echo(line, err=True)
     click.echo(str(target))

@@ -1,16 +1,17 @@
-"""Reads what CIFAR's and LEAF's files hold in Python's pickle format, without a general unpickler.
+"""Reads what files of CIFAR, LEAF and FedScale hold in Python's pickle format, without a general unpickler.
 
 A pickle is a program, and the general machine for it imports and calls whatever the file names. This one knows the few
-instructions that dicts of labels, of the numbers of words and of one array of bytes are made of (pickletools.py of
-Python documents them), and as functions those with which NumPy arrays are put together, which it does itself.
-Everything else is refused by its name and place. What it makes is bounded by the file's length: no length in the file
-is trusted, nothing is expanded, and texts and bytes are views of the mapped file.
+instructions that dicts of labels, of the numbers of words, of one array of bytes and of records with numbers are made
+of (pickletools.py of Python documents them), and as functions those with which NumPy's arrays and numbers are put
+together, which it does itself. Everything else is refused by its name and place. What it makes is bounded by the
+file's length: no length in the file is trusted, nothing is expanded, and texts and bytes are views of the mapped file.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,20 @@ MAX_BYTES = 1 << 30
 """Larger files are refused: CIFAR-100's training images take 155 MB."""
 MAX_INSTRUCTIONS = 4_000_000
 """CIFAR-100's training file takes about 300,000. This bounds what a file of one-byte instructions makes of memory."""
+MAX_RECORDS = 10_000
+"""Records that are read of a file of records, which then may go on."""
+MAX_RECORD_INSTRUCTIONS = 40_000_000
+"""The same as MAX_INSTRUCTIONS for them: a device's availability has hundreds of times."""
 MAX_KEY_BYTES = 1024
 """Keys of dicts, which are the words of a vocabulary, may have so many."""
 MAX_DEPTH = 64
 """Objects and marks that are under way at once, apart from the items of a list: CIFAR's files have fewer than 20."""
 
 _RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
-_CALLABLE = {*_RECONSTRUCT, "numpy dtype", "_codecs encode"}
+_SCALAR = ("numpy.core.multiarray scalar", "numpy._core.multiarray scalar")
+_SCALARS = {"f8": "<d", "f4": "<f", "i8": "<q", "i4": "<i"}
+"""Dtypes of NumPy's scalars that are read, and how struct reads them."""
+_CALLABLE = {*_RECONSTRUCT, *_SCALAR, "numpy dtype", "_codecs encode"}
 _KNOWN = {*_CALLABLE, "numpy ndarray"}
 
 
@@ -65,8 +73,10 @@ class _Bytes:
 class _Array:
     """An array, or a dtype, under construction."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, code: str = "") -> None:
         self.kind = kind
+        self.code = code
+        """Of a dtype."""
         self.value: np.ndarray | None = None
 
 
@@ -76,13 +86,26 @@ def read_pickled(path: Path, what: str = "a batch of CIFAR") -> dict[str, Any]:
 
     what: the file is expected to be. Raises DataError for whatever is not that, with the place in the file.
     """
+    return _read(path, what, records=False)
+
+
+def read_records(path: Path, what: str = "a dict of records") -> dict[int | str, dict[str, Any]]:
+    """Returns the first MAX_RECORDS entries of a file that holds a dict of dicts, whose keys are texts and whose values
+    are numbers, texts, None or lists of numbers.
+
+    Raises DataError for whatever is not that, with the place in the file.
+    """
+    return _read(path, what, records=True)
+
+
+def _read(path: Path, what: str, records: bool) -> dict[Any, Any]:
     size = path.stat().st_size
     if not 0 < size <= MAX_BYTES:
         raise DataError(f"{path}: size must be 1 to {MAX_BYTES} bytes, got {size}")
     # Mapped privately: pages stay shared while nobody writes, and torch takes the array without a warning.
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    machine = _Machine(memoryview(mapped))
+    machine = _Machine(memoryview(mapped), records)
     try:
         return machine.run()
     except (_Refused, IndexError, UnicodeError) as error:
@@ -91,8 +114,11 @@ def read_pickled(path: Path, what: str = "a batch of CIFAR") -> dict[str, Any]:
 
 
 class _Machine:
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, records: bool = False) -> None:
         self.data = data
+        self.records = records
+        """Whether the file holds records: keys may be whole numbers, and values dicts."""
+        self.enough = False
         self.at = self.start = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -100,11 +126,12 @@ class _Machine:
         self.copied = 0
         """Bytes that were made of texts: at most as many as the file has."""
 
-    def run(self) -> dict[str, Any]:
-        for _ in range(MAX_INSTRUCTIONS):
+    def run(self) -> dict[Any, Any]:
+        most = MAX_RECORD_INSTRUCTIONS if self.records else MAX_INSTRUCTIONS
+        for _ in range(most):
             self.start = self.at
             code = self._take(1)[0]
-            if code == ord("."):
+            if code == ord(".") or self.enough:
                 break
             action = _ACTIONS.get(code)
             if action is None:
@@ -113,9 +140,11 @@ class _Machine:
             if len(self.marks) > MAX_DEPTH:
                 raise _Refused(f"more than {MAX_DEPTH} objects in one another")
         else:
-            raise _Refused(f"more than {MAX_INSTRUCTIONS} instructions")
+            raise _Refused(f"more than {most} instructions")
         if len(self.stack) != 1 or not isinstance(self.stack[0], dict) or self.marks:
             raise _Refused("what it holds is not one dict")
+        if self.records:
+            return {key: self.record(key, value) for key, value in [*self.stack[0].items()][:MAX_RECORDS]}
         return {key: self.plain(key, value) for key, value in self.stack[0].items()}
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -186,10 +215,14 @@ class _Machine:
             raise _Refused("a key without a value")
         target = self.top(dict)
         for key, value in zip(found[::2], found[1::2], strict=True):
+            if self.records and type(key) is int:
+                target[key] = value
+                continue
             if not isinstance(key, _Bytes) or len(key.view) > MAX_KEY_BYTES:
                 raise _Refused("a key that is not a short text")
             self.count_copied(len(key.view))
             target[key.text()] = value
+        self.enough = self.records and len(self.stack) == 1 and len(target) >= MAX_RECORDS
 
     def set_item(self) -> None:
         value, key = self.pop(), self.pop()
@@ -216,9 +249,11 @@ class _Machine:
             self.stack.append(_encoded(arguments))
         elif function.name == "numpy dtype":
             kind = arguments[0].text() if arguments and isinstance(arguments[0], _Bytes) else ""
-            if kind not in ("u1", "|u1"):
+            if kind not in ("u1", "|u1") and not (self.records and kind in _SCALARS):
                 raise _Refused(f"an array of {kind[:20]!r}, where pixels are bytes (u1)")
-            self.stack.append(_Array("dtype"))
+            self.stack.append(_Array("dtype", kind))
+        elif function.name in _SCALAR:
+            self.stack.append(_scalar(arguments))
         else:
             self.stack.append(_Array("array"))
 
@@ -246,6 +281,14 @@ class _Machine:
         target.value = np.frombuffer(content.view, np.uint8).reshape(shape)
 
 
+    def record(self, key: Any, value: Any) -> dict[str, Any]:
+        """One entry of a file of records, for the caller."""
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise _Refused(f"entry {str(key)[:64]!r} is not a dict with texts as keys")
+        return {name: each if isinstance(each, int | float | None) or
+                (isinstance(each, list) and all(isinstance(v, int | float) for v in each)) else self.plain(name, each)
+                for name, each in value.items()}  # fmt: skip
+
     def plain(self, key: str, value: Any) -> Any:
         """What a value of the dict is for the caller."""
         if isinstance(value, _Array) and value.value is not None:
@@ -262,6 +305,16 @@ class _Machine:
             self.count_copied(sum(min(len(each.view), 4096) for each in value))
             return [each.text() for each in value]
         raise _Refused(f"{key[:64]!r} is neither numbers, texts nor an array")
+
+
+def _scalar(arguments: tuple[Any, ...]) -> int | float:
+    """A number of NumPy's: (its dtype, its bytes)."""
+    right = len(arguments) == 2 and isinstance(arguments[0], _Array) and isinstance(arguments[1], _Bytes)
+    form = _SCALARS.get(arguments[0].code) if right else None
+    if form is None or struct.calcsize(form) != len(arguments[1].view):
+        raise _Refused("a number of NumPy's of another kind")
+    found: int | float = struct.unpack(form, arguments[1].view)[0]
+    return found
 
 
 def _encoded(arguments: tuple[Any, ...]) -> _Bytes:
@@ -289,6 +342,8 @@ _ACTIONS: dict[int, Callable[[_Machine], Any]] = {
     ord("J"): lambda m: m.stack.append(m.number(4, signed=True)),  # BININT
     ord("K"): lambda m: m.stack.append(m.number(1)),  # BININT1
     ord("M"): lambda m: m.stack.append(m.number(2)),  # BININT2
+    ord("G"): lambda m: m.stack.append(struct.unpack(">d", m._take(8))[0]),  # BINFLOAT
+    0x8A: lambda m: m.stack.append(m.number(m.number(1), signed=True)),  # LONG1: at most 255 bytes
     ord("U"): lambda m: m.text(1),  # SHORT_BINSTRING
     ord("T"): lambda m: m.text(4),  # BINSTRING
     ord("X"): lambda m: m.text(4, True),  # BINUNICODE

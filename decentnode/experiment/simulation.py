@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from decentnode.config.component import Settings
+from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 
 
 class SimulateConfig(Settings):
@@ -12,3 +13,8 @@ class SimulateConfig(Settings):
 
     engine: Literal["stepped"] = "stepped"
     """How the nodes are computed. stepped: each by its own code, in turn, with the bits of a run with processes."""
+    compute: ComputeConfig | None = None
+    """How long local work takes on each node, in virtual seconds. With this or `links`, records of rounds and
+    evaluations have `virtual_seconds`."""
+    links: LinksConfig | None = None
+    """What connects the nodes: bandwidths and latencies. Without bounds when not given."""

@@ -22,6 +22,7 @@ from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
 from decentnode.node.node import Node
+from decentnode.simulate.virtual import VirtualTime, is_described, make_clock
 
 
 def run_in_process(
@@ -78,7 +79,12 @@ def run_nodes(
                 records[0].joined(node.uid)
                 send(NodeJoined(node.uid))
 
-        nodes = run_in_process(experiment, lambda uid, record: reporters[uid].record(record), begin, tick)
+        virtual = VirtualTime(make_clock(experiment)) if task.request.simulate and is_described(experiment) else None
+
+        def record(uid: int, found: dict[str, Any]) -> None:
+            reporters[uid].record(found if virtual is None else virtual.told(uid, found))
+
+        nodes = run_in_process(experiment, record, begin, tick)
         for node in reversed(nodes):
             if node.checkpoints is not None:
                 node.checkpoints.close(node.communication.config.timeout_seconds)

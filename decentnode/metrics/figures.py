@@ -324,3 +324,8 @@ def unpacked_counts(text: object) -> dict[int, int]:
 
 AXES = {"rounds": "rounds", "seconds": "time (s)", "bytes": "payloads sent by all nodes"}
 """The horizontal axes that it draws against; the unit of bytes follows from their size."""
+VIRTUAL = "virtual_seconds"
+VIRTUAL_AXES = {**AXES, VIRTUAL: "virtual time (s)"}
+"""The same with the one that only runs with virtual time have."""
+VIRTUAL_FILE = "virtual.json"
+"""In a run's folder: its virtual time, where `decentnode timeline` computed it afterwards."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.metrics.figures import AXES, Curve
+from decentnode.metrics.figures import VIRTUAL_AXES, Curve
 from decentnode.report.runs import Line, chosen_curves
 from decentnode.report.words import plural
 
@@ -113,7 +113,7 @@ def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], ax
             panel = panels[row][column]
             drawn |= _panel(panel, lines, (metric, curve), axis, unit)
             panel.set_xlim(0, 1.02 * most if most else 1)
-        panels[-1][column].set_xlabel(AXES[axis] + (f" ({name})" if name else ""))
+        panels[-1][column].set_xlabel(VIRTUAL_AXES[axis] + (f" ({name})" if name else ""))
     for row, curve in enumerate(metrics.values()):
         panels[row][0].set_ylabel(curve.label)
     return drawn

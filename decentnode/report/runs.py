@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -11,13 +12,15 @@ from typing import Any
 
 from decentnode.config.component import nearest
 from decentnode.errors import UsageError
-from decentnode.metrics.figures import AXES, Curve, TaskMetrics, curve_name
+from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
 from decentnode.report import repeats
 from decentnode.report.measured import BEFORE, measured_by
 from decentnode.report.repeats import Ran
 
-__all__ = ["AXES", "Line", "RecordedRun", "Series", "chosen_curves", "curves_of", "lines", "load", "overview"]
+__all__ = [
+    "AXES", "Line", "RecordedRun", "Series", "axes_of", "chosen_curves", "curves_of", "lines", "load", "overview",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class RecordedRun:
         """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says."""
         found = self.by_node(metric, merged)
         sent, began = (self._bytes() if axis == "bytes" else {}), self._began()
+        if axis == VIRTUAL:
+            virtual = self.virtual_seconds()
+            return {r: (virtual[r], [value for value, _ in found[r].values()]) for r in found if r in virtual}
 
         def position(rounds: int) -> float:
             if axis == "seconds":
@@ -66,6 +72,22 @@ class RecordedRun:
             return float(rounds) if axis == "rounds" else sent.get(rounds, 0.0)
 
         return {r: (position(r), [value for value, _ in found[r].values()]) for r in found}
+
+    def virtual_seconds(self) -> dict[int, float]:
+        """Returns rounds finished -> virtual seconds at which all nodes had finished them: what `decentnode timeline`
+        computed last, else what a simulation recorded; empty for a run without virtual time."""
+        try:
+            told = json.loads((self.path / VIRTUAL_FILE).read_text(encoding="utf-8"))["finished"]
+            return {r: float(seconds) for r, seconds in enumerate([0.0, *told])}
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        found: dict[int, float] = {}
+        for records in self.nodes.values():
+            for record in records:
+                if isinstance(seconds := record.get(VIRTUAL), int | float):
+                    rounds = record["round"] + int(record.get("kind") == "round")
+                    found[rounds] = max(found.get(rounds, 0.0), seconds)
+        return found
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
         """Joined over nodes by round. seconds count from the first record of any node; bytes are those of payloads
@@ -139,6 +161,12 @@ def curves_of(drawn: Sequence[Line]) -> dict[str, Curve]:
         for run in line.runs:
             found = {**run.measured.curves, **found}
     return found
+
+
+def axes_of(drawn: Sequence[Line]) -> list[str]:
+    """Returns the axes of a picture of these lines: virtual time where all of them have it."""
+    virtual = all(run.virtual_seconds() for line in drawn for run in line.runs)
+    return [*AXES, *([VIRTUAL] if virtual else [])]
 
 
 def chosen_curves(drawn: Sequence[Line], metrics: Sequence[str]) -> dict[str, Curve]:

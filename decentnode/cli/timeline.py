@@ -1,0 +1,121 @@
+"""`decentnode timeline`: when every node begins and ends each round in a described world, and who waits for whom."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from decentnode.errors import UsageError
+
+if TYPE_CHECKING:
+    from decentnode.experiment import Experiment
+    from decentnode.simulate.timeline.rounds import TimeLine
+
+COLUMNS = ("round", "node", "begin", "computed", "end", "waited", "waits_for", "present")
+SUFFIXES = (".csv", ".png", ".pdf", ".svg")
+
+
+@click.command()
+@click.argument("target", metavar="CONFIG|RUN")
+@click.option("--rounds", type=click.IntRange(1, 1_000_000), help="Rounds; when not given, those of the config or run.")
+@click.option("--links", type=click.Path(path_type=Path),
+              help="YAML file with the keys of simulate.links, in place of the config's.")  # fmt: skip
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+@click.option("--output", "-o", type=click.Path(path_type=Path),
+              help="File to write: .csv for every round of every node, .png, .pdf or .svg for a picture.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    target: str, rounds: int | None, links: Path | None, overrides: tuple[str, ...], output: Path | None, as_json: bool
+) -> None:
+    """Compute the virtual time of an experiment, without training it: how long rounds take, who waits for whom.
+
+    The sections simulate.compute and simulate.links describe the world. Of a RUN (its directory, its experiment's name,
+    or latest) the local steps take what they took in it, unless simulate.compute.step_seconds says otherwise, and the
+    times are kept in the run's folder, so that `decentnode plot --x virtual_seconds` draws what was learned against
+    them.
+    """
+    if output is not None and output.suffix not in SUFFIXES:
+        raise UsageError(f"the file's name must end in {', '.join(SUFFIXES)}, got {output.name}")
+    from decentnode.experiment import load
+    from decentnode.launch.run_dir import resolve
+    from decentnode.simulate.links_file import read_links
+    from decentnode.simulate.virtual import recorded_step_seconds, time_line_of
+
+    run = None if Path(target).is_file() else resolve(target)
+    experiment = load(target if run is None else run / "config.resolved.yaml", overrides, check=run is None)
+    seconds = None
+    if run is not None:
+        done, seconds = recorded_step_seconds(run)
+        rounds = rounds or done
+    found, _ = time_line_of(experiment, rounds or experiment.node.rounds, step_seconds=seconds,
+                            links=None if links is None else read_links(links))  # fmt: skip
+    summary = _summary(found, experiment)
+    if run is not None:
+        _keep(run, summary, found)
+    if output is not None:
+        _write(output, found)
+    if as_json:
+        click.echo(json.dumps(summary))
+        return
+    _tell(summary, experiment)
+    for path in [*([run / "virtual.json"] if run is not None else []), *([output] if output is not None else [])]:
+        click.echo(str(path))
+
+
+def _summary(found: TimeLine, experiment: Experiment) -> dict[str, Any]:
+    waits = [{"node": i, "waits_for": j, "rounds": count, "seconds": seconds}
+             for i, j, count, seconds in found.waits()]  # fmt: skip
+    return {
+        "rounds": found.rounds, "nodes": experiment.make_graph().num_nodes, "schedule": experiment.node.schedule,
+        "round_seconds": found.steady_seconds(), "total_seconds": float(found.finished()[-1]),
+        "compute_seconds": float((found.computed - found.begin)[found.present].mean()) if found.present.any() else 0.0,
+        "waited_seconds": float(found.waited[found.present].mean()) if found.present.any() else 0.0,
+        "present": float(found.present.mean()), "waits": waits,
+    }  # fmt: skip
+
+
+def _tell(summary: dict[str, Any], experiment: Experiment) -> None:
+    click.echo(f"{summary['nodes']} nodes, {summary['rounds']} rounds, {summary['schedule']}: "
+               f"{summary['total_seconds']:.4g} virtual seconds")  # fmt: skip
+    click.echo(f"a round takes {1e3 * summary['round_seconds']:.4g} ms; of these a node computes for "
+               f"{1e3 * summary['compute_seconds']:.4g} ms and waits for {1e3 * summary['waited_seconds']:.4g} ms")
+    if summary["present"] < 1:
+        click.echo(f"nodes take part in {summary['present']:.1%} of the rounds")
+    for each in summary["waits"]:
+        click.echo(f"  node {each['node']} waits for node {each['waits_for']} in {each['rounds']} rounds, "
+                   f"{each['seconds']:.4g} s in all")  # fmt: skip
+    if experiment.simulate.links is None:
+        click.echo("links are without bounds: simulate.links describes them")
+
+
+def _keep(run: Path, summary: dict[str, Any], found: TimeLine) -> None:
+    from decentnode.metrics.figures import VIRTUAL_FILE
+    from decentnode.system import write_atomic
+
+    told = {**summary, "finished": found.finished().tolist()}
+    write_atomic(run / VIRTUAL_FILE, json.dumps(told) + "\n")
+
+
+def _write(path: Path, found: TimeLine) -> None:
+    from decentnode.system import write_atomic
+
+    if path.suffix != ".csv":
+        from decentnode.report.timeline import plot
+
+        plot(found.begin, found.computed, found.end, path)
+        return
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for r in range(found.rounds):
+        for uid in range(found.end.shape[1]):
+            row = (found.begin, found.computed, found.end, found.waited)
+            late = int(found.waits_for[r, uid])
+            writer.writerow([r, uid, *(f"{each[r, uid]:.9g}" for each in row), late if late >= 0 else "",
+                             int(found.present[r, uid])])  # fmt: skip
+    write_atomic(path, out.getvalue())

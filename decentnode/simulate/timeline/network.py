@@ -1,0 +1,182 @@
+"""What the transfers of a round pass on their way, and when they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from decentnode import rng
+from decentnode.errors import UsageError
+from decentnode.experiment.virtual_time import LinksConfig
+from decentnode.simulate.timeline import traces
+from decentnode.simulate.timeline.compute import lognormal
+from decentnode.simulate.timeline.fair import FairSharing
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """The payloads that nodes send to each other in one phase of a round, by ascending receiver."""
+
+    source: np.ndarray
+    """[F] uids."""
+    target: np.ndarray
+    """[F] uids, ascending."""
+    sizes: np.ndarray
+    """[F] bytes."""
+
+    @staticmethod
+    def of(source: Sequence[int], target: Sequence[int], sizes: Sequence[float] | float) -> Transfers:
+        """Transfers in any order; one size stands for all."""
+        order = np.argsort(np.array(target, int), kind="stable")
+        every = np.broadcast_to(np.array(sizes, float), (len(source),))
+        return Transfers(np.array(source, int)[order], np.array(target, int)[order], every[order])
+
+    @cached_property
+    def receivers(self) -> tuple[np.ndarray, np.ndarray]:
+        """(uids [M] that receive, where the transfers of each begin [M])."""
+        uids, first = np.unique(self.target, return_index=True)
+        return uids, first
+
+
+NOBODY = Transfers.of([], [], [])
+
+
+class Network:
+    """The connections of N nodes; a pure function of (config, seed, round)."""
+
+    def __init__(
+        self, config: LinksConfig, machine_of: Sequence[int], *, node_bytes_per_second: np.ndarray | None = None,
+        seed: int = 1, base_dir: Path = Path(),
+    ) -> None:
+        """machine_of: the machine of each node. node_bytes_per_second: [N] what each node sends and receives, beside
+        what the config says. Raises UsageError for uids or machines that are not there, DataError for a matrix that
+        cannot be read."""
+        self.config = config
+        self.machine_of = np.array(machine_of)
+        self.num_nodes, self._seed = len(machine_of), seed
+        self._capacity: list[float] = []
+        self._names: list[str] = []
+        self._by_pair: dict[tuple[str, int, int], int] = {}
+        self._matrix = None if config.matrix is None else traces.matrix(base_dir / config.matrix)
+        self._prepared: dict[int, tuple[Transfers, FairSharing, np.ndarray, np.ndarray]] = {}
+        self._check()
+        self._machines = {pair: each for each in config.machines for pair in _both(each.machines)}
+        self._edges = {pair: each for each in config.edges for pair in _both(each.nodes)}
+        uplinks = {each.machine: each.mbit_per_second for each in config.uplinks}
+        every = {m: uplinks.get(m, config.uplink_mbit_per_second) for m in np.unique(self.machine_of).tolist()}
+        self._uplinks = {m: 1e6 / 8 * rate for m, rate in every.items() if rate is not None}
+        self._of_node = np.full(self.num_nodes, np.inf)
+        if config.node_mbit_per_second is not None:
+            self._of_node[:] = 1e6 / 8 * config.node_mbit_per_second
+        if node_bytes_per_second is not None:
+            self._of_node = np.minimum(self._of_node, node_bytes_per_second)
+
+    def _check(self) -> None:
+        machines = int(self.machine_of.max()) + 1
+        for what, number, count in (
+            *(("links.machines", m, machines) for each in self.config.machines for m in each.machines),
+            *(("links.edges", uid, self.num_nodes) for each in self.config.edges for uid in each.nodes),
+            *(("links.uplinks", each.machine, machines) for each in self.config.uplinks),
+        ):
+            if not 0 <= number < count:
+                raise UsageError(f"simulate.{what} must name numbers from 0 to {count - 1}, got {number}")
+
+    @property
+    def varies(self) -> bool:
+        """Whether transfers differ by chance."""
+        return self.config.jitter > 0
+
+    def arrivals(self, transfers: Transfers, begins: np.ndarray, round: int, phase: int = 0) -> np.ndarray:
+        """Returns when each transfer that begins at `begins` [F] has arrived [F]; of one that does not take place both
+        are infinite."""
+        _, sharing, latency, _ = self._of(transfers)
+        ends = sharing.ends(begins)
+        if self.config.jitter:
+            draws = rng.stream(self._seed, rng.GLOBAL, f"jitter of phase {phase}", round)
+            factors = lognormal(draws, self.config.jitter, begins.size)
+            ends = begins + np.where(np.isfinite(begins), ends - begins, 0.0) * factors
+        return ends + latency
+
+    def loads(self, transfers: Transfers) -> dict[str, tuple[float, float]]:
+        """Returns the bytes that the transfers bring over each connection of bounded bandwidth, and the seconds that
+        they keep it busy at least, by its name: "machine 0 -> machine 1"."""
+        if not transfers.source.size:
+            return {}
+        _, _, _, uses = self._of(transfers)
+        found: dict[str, tuple[float, float]] = {}
+        capacity = np.array(self._capacity)
+        total = np.zeros(len(capacity))
+        for column in range(uses.shape[1]):
+            there = uses[:, column] >= 0
+            total += np.bincount(uses[there, column], transfers.sizes[there], len(capacity))
+        for index in np.flatnonzero(total):
+            if np.isfinite(capacity[index]):
+                found[self._names[index]] = (float(total[index]), float(total[index] / capacity[index]))
+        return found
+
+    def _of(self, transfers: Transfers) -> tuple[Transfers, FairSharing, np.ndarray, np.ndarray]:
+        known = self._prepared.get(id(transfers))
+        if known is None:
+            if len(self._prepared) >= 64:
+                self._prepared.clear()
+            known = self._prepared[id(transfers)] = self._prepare(transfers)
+        return known
+
+    def _prepare(self, transfers: Transfers) -> tuple[Transfers, FairSharing, np.ndarray, np.ndarray]:
+        """Returns (the transfers, so that their id stays theirs; their sharing; their latencies [F]; their
+        resources [F, 4])."""
+        uses, latency, most = [], [], []
+        for i, j in zip(transfers.source.tolist(), transfers.target.tolist(), strict=True):
+            way, seconds, rate = self._way(i, j)
+            uses.append(way)
+            latency.append(seconds)
+            most.append(rate)
+        found = np.array(uses, int).reshape(-1, 5)
+        sharing = FairSharing(found, np.array(self._capacity), transfers.sizes, np.array(most))
+        return transfers, sharing, np.array(latency), found
+
+    def _way(self, source: int, target: int) -> tuple[list[int], float, float]:
+        """Returns what a payload between two nodes passes: its shared resources, its latency, and the largest rate of
+        its own connection."""
+        config = self.config
+        own, latency = np.inf, 0.0
+        way = [self._resource("node {} ->", source, -1, self._of_node[source]),
+               self._resource("-> node {}", target, -1, self._of_node[target])]  # fmt: skip
+        a, b = int(self.machine_of[source]), int(self.machine_of[target])
+        if (edge := self._edges.get((source, target))) is not None:
+            own, latency = edge.bytes_per_second, edge.latency_seconds
+        elif self._matrix is not None:
+            places = len(self._matrix)
+            own = 1e6 / 8 * self._matrix[source % places, target % places]
+        if a == b:
+            link = config.same_machine
+            if edge is None:
+                own, latency = min(own, link.bytes_per_second), latency + link.latency_seconds
+        else:
+            pair = self._machines.get((a, b), config.between_machines)
+            latency += pair.latency_seconds if edge is None else 0.0
+            way += [
+                self._resource("machine {} -> machine {}", a, b, pair.bytes_per_second),
+                self._resource("machine {} ->", a, -1, self._uplinks.get(a, np.inf)),
+                self._resource("-> machine {}", b, -1, self._uplinks.get(b, np.inf)),
+            ]
+        return [*way, *[-1] * (5 - len(way))], latency, own * config.efficiency
+
+    def _resource(self, name: str, a: int, b: int, bytes_per_second: float) -> int:
+        """Returns the number of a resource, made when it is first asked for; -1 for one without a bound."""
+        if not np.isfinite(bytes_per_second):
+            return -1
+        key = (name, a, b)
+        if key not in self._by_pair:
+            self._by_pair[key] = len(self._capacity)
+            self._capacity.append(float(bytes_per_second) * self.config.efficiency)
+            self._names.append(name.format(a, b))
+        return self._by_pair[key]
+
+
+def _both(pair: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return pair, (pair[1], pair[0])

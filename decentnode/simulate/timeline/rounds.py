@@ -1,0 +1,180 @@
+"""The recursion of virtual time: begin and end of every round on every node.
+
+Sequential: steps, then the payloads leave, and the round ends when those of all neighbors have been mixed. Overlapped:
+payloads leave with the round's begin, and the round ends when both the steps and the mixing are done
+(docs/explanation/round.rst).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decentnode.simulate.timeline.compute import Compute
+from decentnode.simulate.timeline.network import Network, Transfers
+
+TransfersOf = Callable[[int], Sequence[Transfers]]
+"""The transfers of each phase of a round."""
+
+TAIL_BYTES = 4 << 20
+"""Payloads are mixed in chunks of so many bytes as they arrive: only the last one is mixed after the arrival."""
+
+
+@dataclass(frozen=True)
+class TimeLine:
+    """Every node's rounds, in virtual seconds from the begin of the first. Arrays are [rounds, N]."""
+
+    begin: np.ndarray
+    computed: np.ndarray
+    """When the local steps were done."""
+    end: np.ndarray
+    waits_for: np.ndarray
+    """int32: the neighbor whose payload the round's end waited for; -1 where the node's own work was what took so
+    long."""
+    waited: np.ndarray
+    """Seconds that the node waited for payloads, with nothing else to do."""
+    present: np.ndarray
+    """bool: whether the node took part in the round."""
+
+    @property
+    def rounds(self) -> int:
+        return len(self.end)
+
+    def finished(self) -> np.ndarray:
+        """Returns when all nodes had finished each round [rounds]."""
+        return np.maximum.accumulate(self.end.max(axis=1))
+
+    def round_seconds(self) -> np.ndarray:
+        """Returns the seconds that each round took, mean over the nodes [rounds]."""
+        return np.diff(self.end.mean(axis=1), prepend=0.0)
+
+    def steady_seconds(self) -> float:
+        """Returns the mean seconds of a round, without the first fifth of the rounds: the beginning is no typical
+        time."""
+        first = self.rounds // 5
+        begin = self.end[first - 1].mean() if first else 0.0
+        return float((self.end[-1].mean() - begin) / (self.rounds - first))
+
+    def waits(self, most: int = 10) -> list[tuple[int, int, int, float]]:
+        """Returns (node, the neighbor that it waited for, in how many rounds, seconds in all), by seconds."""
+        there = np.argwhere(self.waits_for >= 0)
+        uids = there[:, 1]
+        key = uids * self.end.shape[1] + self.waits_for[there[:, 0], uids]
+        pairs, inverse, count = np.unique(key, return_inverse=True, return_counts=True)
+        seconds = np.bincount(inverse, self.waited[there[:, 0], uids], pairs.size)
+        best = np.argsort(-seconds, kind="stable")[:most]
+        n = self.end.shape[1]
+        return [(int(pairs[i] // n), int(pairs[i] % n), int(count[i]), float(seconds[i])) for i in best]
+
+
+class Clock:
+    """Steps a time line round by round, so that a simulation can ask for it as it goes on."""
+
+    def __init__(
+        self, compute: Compute, network: Network, transfers: TransfersOf, *, overlapped: bool = False,
+        mixes_in_background: bool = True, exchanges: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """transfers: the same objects for the same transfers make it fast. mixes_in_background: with `overlapped`,
+        whether arrivals are mixed beside the steps. exchanges: whether a round exchanges at all."""
+        self.compute, self.network = compute, network
+        self._transfers, self._exchanges = transfers, exchanges
+        self.overlapped, self._background = overlapped, mixes_in_background
+        self.now = np.zeros(compute.num_nodes)
+        """[N] when each node begins its next round."""
+        self.round = 0
+        self._present = np.ones(compute.num_nodes, bool)
+        self._free: dict[int, tuple[Transfers, np.ndarray]] = {}
+        """When each edge has passed the payload before, by its set of transfers."""
+
+    def step(self) -> tuple[np.ndarray, ...]:
+        """Advances one round. Returns (begin, computed, end, waits_for, waited, present), each [N]."""
+        round, compute = self.round, self.compute
+        present = self._take_part()
+        begin = self.now.copy()
+        seconds = np.where(present, compute.seconds(round), 0.0)
+        computed = compute.ends(begin, seconds)
+        phases = [each for each in self._transfers(round) if each.source.size] if self._exchanges(round) else []
+        ready = begin if self.overlapped else computed
+        end, waits_for, waited = computed, np.full(begin.size, -1, np.int32), np.zeros(begin.size)
+        for number, transfers in enumerate(phases):
+            sent = ready if number == 0 else end
+            arrived = self._exchange(transfers, sent, number)
+            end, late, wait = self._mixed(transfers, arrived, end if number else computed)
+            waited += wait
+            waits_for = np.where(wait > 0, late, waits_for)
+        end = np.where(present, end + compute.config.overhead_seconds, end)
+        self.now, self.round = end, round + 1
+        return begin, computed, end, waits_for, waited, present
+
+    def _take_part(self) -> np.ndarray:
+        """Returns who takes part in the next round [N], after nodes that are away have come back or been left out."""
+        availability = self.compute.availability
+        if availability is None:
+            return self._present
+        if self.compute.config.when_away == "wait":
+            self.now = availability.returns(self.now)
+            return self._present
+        # Presence is judged at one time for all: that at which the typical node begins the round.
+        there = self.now[self._present]
+        now = float(np.median(there))
+        times = np.where(self._present, self.now, np.maximum(self.now, now))
+        present = availability.present(times)
+        if not present.any():
+            back = availability.returns(np.maximum(times, now))
+            present = back <= back.min()
+            times = np.where(present, back, times)
+        self.now, self._present = times, present
+        return present
+
+    def _exchange(self, transfers: Transfers, ready: np.ndarray, phase: int) -> np.ndarray:
+        """Returns when the transfers have arrived [F]. An edge passes one payload after the other."""
+        source, target = transfers.source, transfers.target
+        begins = ready[source]
+        known = self._free.get(id(transfers))
+        if known is not None:
+            begins = np.maximum(begins, np.where(np.isfinite(known[1]), known[1], 0.0))
+        if not self._present.all():
+            begins = np.where(self._present[source] & self._present[target], begins, np.inf)
+        arrived = self.network.arrivals(transfers, begins, self.round, phase)
+        if len(self._free) >= 64:
+            self._free.clear()
+        self._free[id(transfers)] = transfers, arrived
+        return arrived
+
+    def _mixed(
+        self, transfers: Transfers, arrived: np.ndarray, computed: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (when each node has mixed what came, who came last, seconds waited), each [N]. computed: [N] from
+        when on nodes have nothing else to do."""
+        uids, first = transfers.receivers
+        takes_place = np.isfinite(arrived)
+        last = np.maximum.reduceat(np.where(takes_place, arrived, -np.inf), first)
+        mix, tail = np.zeros(computed.size), np.zeros(computed.size)
+        speed = self.compute.config.mixing_bytes_per_second
+        if speed is not None:
+            sizes = np.where(takes_place, transfers.sizes, 0.0)
+            come = np.bincount(transfers.target, sizes, computed.size)
+            tail[uids] = np.add.reduceat(np.minimum(sizes, TAIL_BYTES), first) / speed
+            mix = come / speed if not (self.overlapped and self._background) else tail
+        end, late, waited = computed + mix, np.full(computed.size, -1, np.int32), np.zeros(computed.size)
+        done = last + tail[uids]
+        blocked = done > end[uids]
+        of_last = np.zeros(computed.size)
+        of_last[uids] = last
+        at = np.flatnonzero(arrived == of_last[transfers.target])
+        late[transfers.target[at][::-1]] = transfers.source[at][::-1]  # the lowest uid of several
+        waited[uids[blocked]] = done[blocked] - end[uids[blocked]]
+        end[uids[blocked]] = done[blocked]
+        return end, late, waited
+
+
+def time_line(clock: Clock, rounds: int) -> TimeLine:
+    """Steps the clock and returns what it told. rounds: at least 1."""
+    n = clock.compute.num_nodes
+    begin, computed, end, waited = (np.empty((rounds, n)) for _ in range(4))
+    waits_for, present = np.empty((rounds, n), np.int32), np.empty((rounds, n), bool)
+    for r in range(rounds):
+        begin[r], computed[r], end[r], waits_for[r], waited[r], present[r] = clock.step()
+    return TimeLine(begin, computed, end, waits_for, waited, present)

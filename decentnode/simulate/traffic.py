@@ -1,0 +1,152 @@
+"""What the nodes of an experiment send each other in each round: edges by graph and rule, bytes by rule and codec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from decentnode.build import SharedModel, shared_model
+from decentnode.experiment import Experiment
+from decentnode.experiment.initial_model import module_without_values
+from decentnode.graph.base import Graph, RoundView
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.fragments import Fragment
+from decentnode.sharing.rounds import rule_view
+from decentnode.simulate.timeline.network import NOBODY, Transfers
+
+UPDATE = 1e-2
+"""Size of the change, by that of the model, after which a rule's payload is measured: rules send differences, too."""
+KEPT = 256
+"""Sets of transfers that are remembered; as many as the longest usual period of a graph."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One fragment of the parameters, or all of them."""
+
+    fragment: Fragment
+    rule: Sharing
+    bytes_of: tuple[float, ...]
+    """Of one payload in each phase."""
+
+
+class Traffic:
+    """The transfers of every round of an experiment. A pure function of the experiment and the round."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        """Makes the rule and measures its payloads, which takes as long as a few rounds of one node's rule. Raises what
+        the experiment's parts raise."""
+        self._experiment = experiment
+        graph = experiment.make_graph()
+        self.num_nodes = graph.num_nodes
+        shared = shared_model(experiment, module_without_values(experiment, experiment.open_data().spec))
+        self.model_elements = shared.model.num_parameters
+        self.model_bytes = shared.model.num_parameters * shared.model.dtype.itemsize
+        self.buffer_bytes = float(shared.model.buffers.numel() * shared.model.buffers.dtype.itemsize)
+        self.exchanged = self._measured(shared, graph)
+        self.phases = self.exchanged[0].rule.requirements.phases
+        self._known: dict[tuple[object, ...], tuple[Transfers, ...]] = {}
+
+    def _measured(self, shared: SharedModel, graph: Graph) -> list[Exchanged]:
+        whole = [Fragment(0, shared.model.num_parameters, graph)]
+        fragments: Sequence[Fragment] = shared.fragments or whole
+        found = []
+        for fragment, rule, fresh in zip(fragments, shared.make_rules(), shared.make_rules(), strict=True):
+            rule.payload_schema(fragment.elements, shared.model.dtype)
+            sizes = payload_bytes(rule, fragment, self._experiment.seed, shared.model.dtype)
+            fresh.payload_schema(fragment.elements, shared.model.dtype)  # one that has sent nothing plans the rounds
+            found.append(Exchanged(fragment, fresh, sizes))
+        return found
+
+    def due(self, round: int) -> list[tuple[Exchanged, int]]:
+        """Returns the fragments that a round exchanges, each with the number of the exchange in its graph."""
+        found = []
+        for each in self.exchanged:
+            if each.fragment.is_due(round):
+                number = each.rule.exchange_number(each.fragment.turn(round))
+                if number is not None:
+                    found.append((each, number))
+        return found
+
+    def __call__(self, round: int) -> tuple[Transfers, ...]:
+        """Returns the transfers of each phase of a round: the same objects again where they are the same. Those of all
+        fragments in one phase are under way at once."""
+        due = self.due(round)
+        key: tuple[object, ...] = tuple((each.fragment.index, self._phase_of(each, number, round))
+                                        for each, number in due)  # fmt: skip
+        if key not in self._known:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known[key] = tuple(self._transfers(due, round, phase) for phase in range(self.phases))
+        return self._known[key]
+
+    def _phase_of(self, each: Exchanged, number: int, round: int) -> object:
+        """Returns what decides the edges of an exchange."""
+        period = each.fragment.graph.period
+        if each.rule.requirements.overrides_topology:
+            return ("round", round)  # such a rule's edges may depend on anything
+        return number if period is None else number % period
+
+    def _transfers(self, due: list[tuple[Exchanged, int]], round: int, phase: int) -> Transfers:
+        total: dict[tuple[int, int], float] = {}
+        for index, (each, number) in enumerate(due):
+            size = each.bytes_of[phase]
+            if index == 0 and phase == self.phases - 1:
+                size += self.buffer_bytes
+            for edge in self._edges(each, number, round, phase):
+                total[edge] = total.get(edge, 0.0) + size
+        if not total:
+            return NOBODY
+        source, target = zip(*total, strict=True)
+        return Transfers.of(source, target, list(total.values()))
+
+    def _edges(self, each: Exchanged, number: int, round: int, phase: int) -> list[tuple[int, int]]:
+        graph, rule = each.fragment.graph, each.rule
+        if not rule.requirements.overrides_topology:
+            return [(uid, j) for uid in range(self.num_nodes) for j in graph.neighbors(uid, number)]
+        found = []
+        for uid in range(self.num_nodes):
+            view = view_of(rule, each.fragment, uid, round, self._experiment.seed)
+            found += [(uid, j) for j in rule.plan(replace(view, phase=phase)).neighbors]
+        return found
+
+    def bytes_per_node(self, rounds: int) -> float:
+        """Returns the mean bytes that a node sends in one of the first `rounds` rounds."""
+        sent = sum(float(each.sizes.sum()) for r in range(rounds) for each in self(r))
+        return sent / rounds / self.num_nodes
+
+
+def view_of(rule: Sharing, fragment: Fragment, uid: int, round: int, seed: int) -> RoundView:
+    """Returns what a node's rule sees of a round, before its plan."""
+    return replace(rule_view(rule, fragment.graph, uid, fragment.turn(round), seed), fragment=fragment.index)
+
+
+def payload_bytes(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype) -> tuple[float, ...]:
+    """Returns the mean bytes of a payload in each phase, of a model of normal entries that a round has changed. Of a
+    rule whose payloads differ from exchange to exchange (powergossip) they are those of the first.
+
+    rule: a fresh one, whose state this changes. Phases that depend on what neighbors sent are taken to be as large as
+    the first. The node that is asked is the first that sends anything in the first exchange.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    model = torch.randn(fragment.elements, generator=draws).to(dtype)
+    first = next((r for r in range(4096) if fragment.is_due(r)
+                  and rule.exchange_number(fragment.turn(r)) is not None), 0)  # fmt: skip
+    with torch.no_grad():
+        for uid in range(fragment.graph.num_nodes):
+            view = view_of(rule, fragment, uid, first, seed)
+            planned = [rule.plan(replace(view, phase=phase)) for phase in range(rule.requirements.phases)]
+            if planned[0].neighbors:
+                break
+        rule.begin(model, planned[0])
+        model += UPDATE * torch.randn(model.shape, generator=draws).to(dtype)
+        if rule.requirements.sequential:
+            rule.adjust(model, planned[0], 1.0)
+        sizes: list[float] = []
+        for number, view in enumerate(planned):
+            payloads = rule.outgoing(model, view) if number == 0 else {}
+            each = [sum(payload.bytes()) for payload in payloads.values()]
+            sizes.append(sum(each) / len(each) if each else (sizes[0] if sizes else 0.0))
+    return tuple(sizes)

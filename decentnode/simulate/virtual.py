@@ -1,0 +1,147 @@
+"""An experiment's virtual time: its compute times, links, traffic and schedule put together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from decentnode import clock
+from decentnode.build import build, threads_of
+from decentnode.communication.inproc import Hub, Inproc, InprocConfig
+from decentnode.errors import UsageError
+from decentnode.experiment import Experiment
+from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
+from decentnode.metrics.reader import read
+from decentnode.simulate.timeline.compute import Compute
+from decentnode.simulate.timeline.network import Network
+from decentnode.simulate.timeline.rounds import Clock, TimeLine, time_line
+from decentnode.simulate.traffic import Traffic
+
+MEASURED_ROUNDS = 5
+"""Rounds of local steps whose median is a node's time, after one that is not counted."""
+MEASURED_SECONDS = 10.0
+"""After so many seconds no further round is begun."""
+
+
+def is_described(experiment: Experiment) -> bool:
+    """Returns whether the experiment says anything of a world with virtual time."""
+    return experiment.simulate.compute is not None or experiment.simulate.links is not None
+
+
+def measured_step_seconds(experiment: Experiment) -> float:
+    """Returns the seconds of one local step of node 0 on this machine, with the threads that the mapping gives it.
+    Blocking for about MEASURED_SECONDS at most, beside the time that a model takes to be made."""
+    hub = Hub(experiment.make_graph().num_nodes)
+    config = InprocConfig.model_validate({"name": "inproc"})
+    node = build(experiment, 0, lambda schemas: Inproc(config, uid=0, hub=hub, schemas=schemas))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_of(experiment, 0))
+    try:
+        node.training.local_update(0)
+        found: list[float] = []
+        started = clock.now()
+        while len(found) < MEASURED_ROUNDS and (not found or clock.now() - started < MEASURED_SECONDS):
+            begun = clock.now()
+            node.training.local_update(1 + len(found))
+            found.append(clock.now() - begun)
+    finally:
+        torch.set_num_threads(threads)
+    return statistics.median(found) / local_steps(experiment)
+
+
+def local_steps(experiment: Experiment) -> int:
+    return int(getattr(experiment.training, "local_steps", 1) or 1)
+
+
+def make_compute(experiment: Experiment, config: ComputeConfig, step_seconds: float | None = None) -> Compute:
+    """Returns the compute times of the experiment's nodes. step_seconds: of a step where the config says `measured`;
+    None: measured now, unless a trace of devices says it."""
+    mapping = experiment.make_mapping()
+    if config.step_seconds != "measured":
+        step_seconds = config.step_seconds
+    elif config.trace is not None:
+        step_seconds = 0.0
+    elif step_seconds is None:
+        step_seconds = measured_step_seconds(experiment)
+    machine_of = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
+    return Compute(
+        config, machine_of, step_seconds=step_seconds, local_steps=local_steps(experiment),
+        batch_size=int(getattr(experiment.training, "batch_size", 1)), seed=experiment.seed,
+        base_dir=experiment.base_dir,
+    )  # fmt: skip
+
+
+def make_network(experiment: Experiment, config: LinksConfig, compute: Compute) -> Network:
+    mapping = experiment.make_mapping()
+    machine_of = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
+    return Network(config, machine_of, node_bytes_per_second=compute.bytes_per_second, seed=experiment.seed,
+                   base_dir=experiment.base_dir)  # fmt: skip
+
+
+def make_clock(
+    experiment: Experiment, *, links: LinksConfig | None = None, step_seconds: float | None = None,
+    traffic: Traffic | None = None,
+) -> Clock:
+    """Returns the clock of an experiment. links: in place of its own. step_seconds: as for `make_compute`. Raises what
+    its parts raise."""
+    section = experiment.simulate
+    compute = make_compute(experiment, section.compute or ComputeConfig.model_validate({}), step_seconds)
+    network = make_network(experiment, links or section.links or LinksConfig.model_validate({}), compute)
+    return Clock(
+        compute, network, traffic or Traffic(experiment), overlapped=experiment.node.schedule == "overlapped",
+        mixes_in_background=experiment.node.mix_in_background is not False,
+    )  # fmt: skip
+
+
+class VirtualTime:
+    """The virtual time of a run that goes on: rounds are computed when somebody asks for them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ends: list[np.ndarray] = []
+
+    def _end(self, round: int) -> np.ndarray:
+        while len(self._ends) <= round:
+            self._ends.append(self._clock.step()[2])
+        return self._ends[round]
+
+    def finished(self, rounds: int, uid: int | None = None) -> float:
+        """Returns when a node had finished so many rounds; without `uid`, when all had."""
+        if not rounds:
+            return 0.0
+        end = self._end(rounds - 1)
+        return float(end.max() if uid is None else end[uid])
+
+    def told(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a node's record with `virtual_seconds`: of a round when the node had finished it, of an evaluation
+        when all nodes had finished the rounds before it."""
+        if record.get("kind") == "round":
+            return {**record, "virtual_seconds": self.finished(record["round"] + 1, uid)}
+        if record.get("kind") == "evaluation":
+            return {**record, "virtual_seconds": self.finished(record["round"])}
+        return dict(record)
+
+
+def time_line_of(experiment: Experiment, rounds: int, **options: Any) -> tuple[TimeLine, Clock]:
+    """Returns (the time line of the experiment's first rounds, its clock). options: as for `make_clock`."""
+    made = make_clock(experiment, **options)
+    return time_line(made, rounds), made
+
+
+def recorded_step_seconds(run: Path) -> tuple[int, float | None]:
+    """Returns (the rounds that all nodes of a run finished, the median seconds of its local steps; None where it
+    recorded none). Raises UsageError for a folder without records."""
+    rounds: list[int] = []
+    seconds: list[float] = []
+    for file in sorted(run.glob("nodes/*/metrics.jsonl")):
+        own = [record for record in read(file) if record.get("kind") == "round"]
+        rounds.append(1 + max((record["round"] for record in own), default=-1))
+        seconds += [record["train_seconds"] / max(1, record.get("steps", 1)) for record in own]
+    if not rounds or not min(rounds):
+        raise UsageError(f"{run} has no round that all nodes finished")
+    return min(rounds), statistics.median(seconds) if seconds else None

@@ -1,0 +1,162 @@
+"""Predicted rounds beside real ones: two machines on a cable of 100 Mbit/s to 2.5 Gbit/s.
+
+Machines are two network namespaces, joined by a cable that passes so much in each direction (tc's token bucket); needs
+root, ip and tc. Local steps take a given time (paced.py), so that nodes do not wait for each other's cores. Virtual
+time is told that pace, the bandwidth, and what a round takes beside it without a bound on the cable; all else it
+predicts.
+Seconds are means over the nodes and all rounds but the first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from common import CONFIG, machine
+from overlap import hosts
+
+from decentnode.experiment import load
+from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
+from decentnode.simulate.timeline.compute import Compute
+from decentnode.simulate.timeline.network import Network, Transfers
+from decentnode.simulate.timeline.rounds import Clock, time_line
+from decentnode.simulate.virtual import time_line_of
+
+EFFICIENCY = 1448 / 1514
+"""What a packet of the cable holds of payload, as tc counts it: 1,514 bytes with its headers."""
+HERE = Path(__file__).resolve().parent
+MODEL = "{name: mlp, hidden: [300]}"
+SMALL = "{name: gn_lenet}"
+FAST = 100.0
+"""Gbit/s of a cable without a bound: more than memory passes."""
+
+
+def graph(nodes: int) -> str:
+    return f"{{name: regular, nodes: {nodes}, degree: 4}}" if nodes > 5 else f"{{name: complete, nodes: {nodes}}}"
+
+
+def settings(case: argparse.Namespace, where: list[tuple[str, str]], options: argparse.Namespace) -> list[str]:
+    addresses = ", ".join(address for _, address in where)
+    slow = f", slow_node: 0, slow_factor: {options.factor:g}" if case.straggler else ""
+    return [
+        f"graph={graph(case.nodes)}", f"model={case.model}", f"node.rounds={options.rounds}",
+        f"node.schedule={case.schedule}", "communication.timeout_seconds=120",
+        f"training={{name: 'paced:Paced', batch_size: 8, local_steps: 1, pace_seconds: {options.pace:g}{slow}, "
+        "optimizer: {name: sgd, lr: 0.01}}",
+        f"mapping={{name: linear, machines: 2, nodes_per_machine: {case.nodes // 2}, threads: 1, "
+        f"addresses: [{addresses}]}}",
+    ]  # fmt: skip
+
+
+def real_seconds(where: list[tuple[str, str]], overrides: list[str]) -> float:
+    """Returns the seconds of a round, mean over nodes and all rounds but the first two."""
+    with tempfile.TemporaryDirectory() as folder:
+        sets = [part for override in overrides for part in ("--set", override)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+        started = [
+            subprocess.Popen(["ip", "netns", "exec", name, sys.executable, "-m", "decentnode", "launch", str(CONFIG),
+                              "--machine", "auto", "--plain", "--run-dir", f"{folder}/{number}", *sets],
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                             env=environment)
+            for number, (name, _) in enumerate(where)
+        ]  # fmt: skip
+        told = [process.communicate(timeout=900)[0] for process in started]
+        for process, output in zip(started, told, strict=True):
+            if process.returncode:
+                raise SystemExit(f"a machine ended with {process.returncode}:\n{output}")
+        found = []
+        for path in Path(folder).glob("*/*/latest/nodes/*/metrics.jsonl"):
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            times = [record["time"] for record in records if record["kind"] == "round"][1:]
+            found.append((times[-1] - times[0]) / (len(times) - 1))
+        return statistics.mean(found)
+
+
+def predicted_seconds(overrides: list[str], case: argparse.Namespace, pace: float, overhead: float,
+                      factor: float) -> float:  # fmt: skip
+    stragglers = f", stragglers: [{{nodes: [0], factor: {factor:g}}}]" if case.straggler else ""
+    world = [
+        f"simulate.compute={{step_seconds: {pace:g}, overhead_seconds: {overhead:.6f}{stragglers}}}",
+        f"simulate.links={{between_machines: {{mbit_per_second: {1000 * case.gbit:g}}}, efficiency: {EFFICIENCY:.4f}}}",
+    ]
+    experiment = load(str(CONFIG), [*overrides, *world], check=False)
+    return time_line_of(experiment, 20)[0].steady_seconds()
+
+
+def cases(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    for nodes in options.nodes:
+        for gbit in options.gbit:
+            model = SMALL if nodes > 8 and gbit < 0.5 else MODEL
+            for schedule in ("sequential", "overlapped"):
+                for straggler in (False, True) if nodes == 8 or options.stragglers else (False,):
+                    yield argparse.Namespace(nodes=nodes, gbit=gbit, schedule=schedule, straggler=straggler,
+                                             model=model)  # fmt: skip
+
+
+def clock_alone() -> None:
+    """Print how long 1,000 rounds of 1,000 nodes with four neighbors take to compute."""
+    n = 1000
+    source = np.repeat(np.arange(n), 4)
+    transfers = Transfers.of(source, (source + np.tile([1, 2, n - 1, n - 2], n)) % n, 360_000.0)
+    worlds: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+        "equal nodes, a link per edge": ({}, {"between_machines": {"mbit_per_second": 100}}),
+        "spread, uplinks of nodes, jitter": ({"spread": 0.3}, {"node_mbit_per_second": 100, "jitter": 0.1}),
+    }
+    for name, (compute, links) in worlds.items():
+        begun = time.perf_counter()
+        config = ComputeConfig.model_validate({"step_seconds": 0.1, **compute})
+        where = [*range(n)]
+        made = Clock(Compute(config, where, step_seconds=0.1), Network(LinksConfig.model_validate(links), where),
+                     lambda _: [transfers])  # fmt: skip
+        seconds = time_line(made, 1000).steady_seconds()
+        print(f"{name:34} {time.perf_counter() - begun:5.2f} s for 1,000 nodes x 1,000 rounds of {seconds:.3f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0, 2.5])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pace", type=float, default=0.25, help="seconds of a round's local steps")
+    parser.add_argument("--factor", type=float, default=3.0, help="of the straggler, in the cases with one")
+    parser.add_argument("--stragglers", action="store_true", help="a case with a straggler for every case without")
+    parser.add_argument("--clock", action="store_true", help="only time 1,000 nodes x 1,000 rounds of the clock alone")
+    options = parser.parse_args()
+    if options.clock:
+        clock_alone()
+        return
+    sys.path.insert(0, str(HERE))
+    print(machine())
+    print(f"{'nodes':>5} {'Gbit/s':>6} {'schedule':11} {'straggler':9} {'real':>9} {'predicted':>9} {'error':>7} "
+          f"{'overhead':>9}", flush=True)  # fmt: skip
+    errors, overheads = [], dict[tuple[int, str], float]()
+    for case in cases(options):
+        key = (case.nodes, case.model)
+        if key not in overheads:
+            free = argparse.Namespace(**{**vars(case), "straggler": False, "schedule": "sequential"})
+            with hosts(FAST) as where:
+                without = real_seconds(where, settings(free, where, options))
+            overheads[key] = max(0.0, without - options.pace)
+        with hosts(case.gbit) as where:
+            overrides = settings(case, where, options)
+            real = real_seconds(where, overrides)
+        found = predicted_seconds(overrides, case, options.pace, overheads[key], options.factor)
+        errors.append(found / real - 1)
+        print(f"{case.nodes:5} {case.gbit:6g} {case.schedule:11} {'yes' if case.straggler else 'no':9} "
+              f"{1e3 * real:6.0f} ms {1e3 * found:6.0f} ms {errors[-1]:+7.1%} {1e3 * overheads[key]:6.0f} ms",
+              flush=True)  # fmt: skip
+    within = sum(abs(each) <= 0.15 for each in errors)
+    print(f"\nwithin 15 %: {within} of {len(errors)}; the largest error {max(errors, key=abs):+.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Max-min fair shares: against their definition, and against a simulation in small steps of time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decentnode.simulate.timeline import fair
+from decentnode.simulate.timeline.fair import FairSharing, fair_rates
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    resources, flows = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    uses = draw(st.lists(st.lists(st.integers(-1, resources - 1), min_size=2, max_size=2, unique=True),
+                         min_size=flows, max_size=flows))  # fmt: skip
+    capacity = draw(st.lists(st.floats(0.5, 8), min_size=resources, max_size=resources))
+    most = draw(st.lists(st.one_of(st.just(np.inf), st.floats(0.1, 4)), min_size=flows, max_size=flows))
+    return np.array(uses), np.array(capacity), np.array(most)
+
+
+@given(networks())
+def test_every_flow_is_held_up_by_a_full_resource_on_which_nobody_has_more(
+    network: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> None:
+    uses, capacity, most = network
+    rates = fair_rates(uses, capacity, most)
+    load = np.zeros(capacity.size)
+    for flow, way in enumerate(uses):
+        for r in way[way >= 0]:
+            load[r] += rates[flow]
+    assert (load <= capacity * (1 + 1e-6)).all()
+    for flow, way in enumerate(uses):
+        held = rates[flow] >= most[flow] * (1 - 1e-6)
+        for r in way[way >= 0]:
+            others = rates[(uses == r).any(axis=1)]
+            held |= load[r] >= capacity[r] * (1 - 1e-6) and rates[flow] >= others.max() * (1 - 1e-6)
+        assert held or (way < 0).all()
+
+
+def in_small_steps(uses: np.ndarray, capacity: np.ndarray, work: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    left, ends, now, step = work.copy(), np.full(work.size, np.nan), 0.0, 2e-4
+    while np.isnan(ends).any():
+        active = np.flatnonzero((begins <= now + 1e-12) & (left > 0))
+        if active.size:
+            rate = fair_rates(uses[active], capacity, np.full(active.size, np.inf))
+            left[active] -= rate * step
+            ends[active[left[active] <= 0]] = now + step
+        now += step
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flows_that_begin_at_different_times(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    uses = np.stack([draws.integers(0, 2, 6), draws.integers(2, 4, 6)], axis=1)
+    capacity, work, begins = draws.uniform(5, 20, 4), draws.uniform(0.5, 2, 6), draws.uniform(0, 0.3, 6)
+    found = FairSharing(uses, capacity, work, np.full(6, np.inf)).ends(begins)
+    assert found == pytest.approx(in_small_steps(uses, capacity, work, begins), abs=3e-3)
+
+
+def test_two_flows_on_one_resource() -> None:
+    sharing = FairSharing(np.array([[0], [0]]), np.array([1.0]), np.array([1.0, 1.0]), np.full(2, np.inf))
+    assert sharing.ends(np.array([0.0, 0.5])).tolist() == pytest.approx([1.5, 2.0])
+    assert sharing.ends(np.array([7.0, 7.5])).tolist() == pytest.approx([8.5, 9.0])  # as before, later
+    assert sharing.ends(np.array([0.0, np.inf])).tolist() == [1.0, np.inf]
+
+
+def test_what_shares_nothing_takes_its_own_time() -> None:
+    sharing = FairSharing(np.array([[0], [1], [-1]]), np.array([2.0, np.inf]), np.array([4.0, 4.0, 0.0]),
+                          np.array([np.inf, 8.0, np.inf]))  # fmt: skip
+    assert sharing.ends(np.array([1.0, 1.0, 1.0])).tolist() == [3.0, 1.5, 1.0]
+
+
+def test_large_sets_are_followed_coarsely_and_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = np.random.default_rng(3)
+    uses = np.stack([draws.integers(0, 20, 200), 20 + draws.integers(0, 20, 200)], axis=1)
+    arguments = uses, draws.uniform(1, 5, 40), np.ones(200), np.full(200, np.inf)
+    exact = FairSharing(*arguments).ends(np.zeros(200))
+    monkeypatch.setattr(fair, "EXACT_FLOWS", 10)
+    coarse = FairSharing(*arguments).ends(np.zeros(200))
+    assert coarse.max() == pytest.approx(exact.max(), rel=0.05)
+    assert np.abs(coarse / exact - 1).mean() < 0.1

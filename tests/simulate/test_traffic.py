@@ -1,0 +1,36 @@
+"""What a rule is predicted to send, beside what the nodes of a run have sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decentnode.experiment import load
+from decentnode.launch.in_process import run_in_process
+from decentnode.simulate.traffic import Traffic
+
+ROUNDS = 6
+CASES = {
+    "full": ["sharing=full"],
+    "quantized": ["sharing={name: full, compression: {name: int8}}"],
+    "choco": ["sharing={name: choco, fraction: 0.1, step_size: 0.2}"],
+    "topk": ["sharing={name: topk, fraction: 0.2}"],
+    "every third round": ["sharing={name: local_sgd, every: 3}"],
+    "three phases": ["sharing={name: hierarchical, groups: [[0, 1, 2, 3], [4, 5, 6, 7]]}", "graph=complete"],
+    "a graph that changes": ["graph={name: one_peer_exponential, nodes: 8}"],
+    "random matchings": ["graph={name: random_matching, nodes: 8}"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_of_a_run(name: str) -> None:
+    text = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    graph = "{name: complete, nodes: 8}" if "graph=complete" in CASES[name] else "{name: regular, nodes: 8, degree: 4}"
+    overrides = [f"graph={graph}", f"node.rounds={ROUNDS}", "communication=inproc", "node.evaluate_every=0",
+                 "mapping={name: linear, machines: 1, nodes_per_machine: 8}",
+                 *(each for each in CASES[name] if each != "graph=complete")]  # fmt: skip
+    traffic = Traffic(load(text, overrides))
+    nodes = run_in_process(load(text, overrides))
+    sent = [float(node.figures()["bytes_data"]) + float(node.figures()["bytes_metadata"]) for node in nodes]
+    assert traffic.bytes_per_node(ROUNDS) * ROUNDS == pytest.approx(sum(sent) / len(sent), rel=0.03)
