@@ -15,7 +15,7 @@ from decentnode.communication.parts import Schema
 from decentnode.config.component import load_class
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import Experiment
-from decentnode.experiment.initial_model import make_model
+from decentnode.experiment.initial_model import make_model, module_without_values
 from decentnode.graph.base import Graph
 from decentnode.node.node import Node, NodeParts, Record, Rules
 from decentnode.payload import TensorSpec
@@ -29,14 +29,44 @@ from decentnode.training import TRAININGS
 MakeCommunication = Callable[[tuple[Schema, ...]], Communication]
 
 
+NODES_PER_CORE = 4
+"""`mapping.nodes_per_process: auto`: with more nodes per core than this a machine has a process per core."""
+SMALL_MODEL_BYTES = 16 << 20
+"""And with no larger model than this: those that are larger spend their time in computing, and each node then has the
+memory of its process to itself."""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processes_of(experiment: Experiment, machine: int) -> list[tuple[int, ...]]:
+    """The nodes of one machine by the process that runs them, ascending: as `mapping.nodes_per_process` says."""
+    local = experiment.make_mapping().local(machine)
+    asked = getattr(experiment.mapping, "nodes_per_process", 1)
+    each = _nodes_per_process(experiment, local) if asked == "auto" else asked
+    return [local[first : first + each] for first in range(0, len(local), each)]
+
+
+def _nodes_per_process(experiment: Experiment, local: Sequence[int]) -> int:
+    """What `auto` is on this machine."""
+    mapping, cores = experiment.make_mapping(), _cores()
+    if len(local) <= NODES_PER_CORE * cores or not experiment.communication.steps_nodes:
+        return 1
+    if any(device_of(mapping.place(uid).device, mapping.place(uid).rank).type != "cpu" for uid in local):
+        return 1
+    module = module_without_values(experiment, experiment.open_data().spec)
+    size = sum(each.numel() * each.element_size() for each in module.parameters())
+    return -(-len(local) // cores) if size <= SMALL_MODEL_BYTES else 1
+
+
 def threads_of(experiment: Experiment, uid: int) -> int:
-    """Threads of a node: what the mapping says, or its part of this machine's cores."""
+    """Threads of a node's process: what the mapping says, or its part of this machine's cores."""
     mapping = experiment.make_mapping()
     place = mapping.place(uid)
     if place.threads is not None:
         return place.threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // len(mapping.local(place.machine)))
+    return max(1, _cores() // len(processes_of(experiment, place.machine)))
 
 
 def device_of(wanted: str, rank: int = 0) -> torch.device:

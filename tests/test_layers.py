@@ -85,13 +85,15 @@ def test_rooms_of_pure_functions_do_not_ask_for_the_time(path: Path) -> None:
 
 
 COMMUNICATION: list[list[str]] = [
+    ["waker"],
+    ["shared_process"],
     ["counters", "parts", "routing"],
     ["run_state"],
     ["hooks"],
     ["__init__", "base"],
     ["receive"],
     ["path"],
-    ["inproc", "shared_memory", "torch_distributed"],
+    ["inproc", "same_process", "shared_memory", "torch_distributed"],
     ["zeromq"],
     ["hybrid"],
 ]

@@ -11,6 +11,7 @@ COMMUNICATIONS: dict[str, str] = {
 
 PATHS: dict[str, str] = {
     "collective": "decentnode.communication.torch_distributed.path:TorchDistributedPath",
+    "same_process": "decentnode.communication.same_process:SameProcessPath",
     "cuda_ipc": "decentnode.communication.shared_memory.path:SharedMemoryPath",
     "shared_memory": "decentnode.communication.shared_memory.path:SharedMemoryPath",
 }

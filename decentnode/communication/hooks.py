@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Collection, Mapping
-from typing import ClassVar, Generic, Self
+from typing import Generic, Self
 
 from torch import Tensor
 
@@ -76,7 +76,7 @@ class Hooks(Generic[ConfigT]):
 
     # -- mixing in the background: another thread takes in arrivals while the training thread makes its local steps
 
-    concurrent: ClassVar[bool] = False
+    concurrent: bool = False
     """Whether another thread may take in an exchange's arrivals."""
     exposed_since: float = 0.0
     """Since when (`clock.now()`) the training thread itself waits for these arrivals, infinite while it does not: only
@@ -101,6 +101,13 @@ class Hooks(Generic[ConfigT]):
     def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:
         """As `acquire_slot`."""
         return at_once(self.acquire_slot(current, timeout_seconds))
+
+    # -- several nodes of one process, stepped by one thread
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long that thread has slept because all of its nodes waited; None where a node has its own."""
+        return None
 
     # -- simulated time
 

@@ -10,6 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 from pydantic import Field
 
+from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import Config
 from decentnode.payload import TensorSpec
 from decentnode.wire.generation import Limits
@@ -61,6 +62,9 @@ class TransportParts:
     bind: BindPlan = BindPlan()
     device: torch.device | None = None
     """Of the models, and of payloads in `Arrival`; the CPU when None."""
+    process: SharedProcess | None = None
+    """What the node shares with others of its process, which one thread steps; None where it has the process for
+    itself."""
     limits: Limits | None = None
     """Of generations of members; None where there is but one."""
 
@@ -72,6 +76,11 @@ class CommunicationConfig(Config):
     """Whether nodes are processes of their own, which listen and connect."""
     has_generations: ClassVar[bool] = False
     """Whether members that fail can be left out (`node.missing: regroup`)."""
+
+    @property
+    def steps_nodes(self) -> bool:
+        """Whether one thread may step several nodes (`mapping.nodes_per_process`)."""
+        return False
 
     @property
     def key_folder(self) -> Path | None:

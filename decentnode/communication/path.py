@@ -45,6 +45,7 @@ from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.routing import Routing
 from decentnode.communication.run_state import RunState
+from decentnode.communication.shared_process import SharedProcess
 from decentnode.errors import PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.generation import Name
@@ -90,6 +91,8 @@ class PathContext:
     """Raises PeerFault for a message that may not be said now."""
     refuse: Callable[[PeerFault], None]
     """Count a fault of a peer, and log it."""
+    process: SharedProcess | None = None
+    """What this node shares with others of its process; None where it has the process for itself."""
 
     @property
     def device(self) -> torch.device:

@@ -10,15 +10,15 @@ from itertools import combinations
 PathName = str
 """A name of `PATHS` in communication/__init__.py, "zeromq", or the "package.module:Class" of a path of one's own."""
 
-BUILT_IN = ("shared_memory", "cuda_ipc", "collective")
+BUILT_IN = ("same_process", "shared_memory", "cuda_ipc", "collective")
 """Paths that the rule itself gives to edges, beside zeromq."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The first that holds: what the configuration says of the edge; the GPU's memory between nodes on one GPU; shared
-    memory between CPU nodes of one machine; torch.distributed inside a clique; shared memory between other nodes of one
-    machine; ZeroMQ."""
+    """The first that holds: what the configuration says of the edge; memory between nodes of one process; the GPU's
+    memory between nodes on one GPU; shared memory between CPU nodes of one machine; torch.distributed inside a clique;
+    shared memory between other nodes of one machine; ZeroMQ."""
 
     machine_of: Mapping[int, int]
     memory: bool = False
@@ -29,12 +29,17 @@ class Routing:
     """Edges that the configuration decides."""
     gpu: Mapping[int, int] = field(default_factory=dict)
     """Nodes whose models lie on a GPU, and which one: a number for each."""
+    together: frozenset[int] = frozenset()
+    """The nodes of this process, where it steps several. Nodes of other processes need not know of them: they have no
+    edge that this decides."""
 
     def path(self, a: int, b: int) -> PathName:
         """Symmetric."""
         chosen = self.chosen.get(frozenset((a, b)))
         if chosen is not None:
             return chosen
+        if a in self.together and b in self.together:
+            return "same_process"
         near = self.memory and self.machine_of[a] == self.machine_of[b]
         if near and a in self.gpu and self.gpu[a] == self.gpu.get(b):
             return "cuda_ipc"
@@ -61,6 +66,8 @@ class Routing:
         """Whether any two nodes of the run would use `path`."""
         if path not in BUILT_IN and path != "zeromq":
             return path in self.chosen.values()
+        if path == "same_process":
+            return len(self.together) > 1
         if path == "collective":
             return any(self.joined(clique) for clique in self.cliques)
         if path == "cuda_ipc" and not self.gpu:

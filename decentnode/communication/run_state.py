@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
@@ -80,6 +81,22 @@ def _refuse(wait: Wait) -> None:
     raise RuntimeError(f"{type(wait).__name__} must be waited for by whoever steps the node")
 
 
+class GuardedWait:
+    """A wait of one of several nodes that a thread steps in turn: a `Wait` whose steps take the lock of what they look
+    at."""
+
+    def __init__(self, state: RunState, wait: Wait) -> None:
+        self._state, self._wait = state, wait
+        self.deadline = -math.inf
+
+    def step(self, now: float) -> bool:
+        """As `Wait.step`."""
+        with self._state.lock:
+            over = self._wait.step(now)
+            self.deadline = self._wait.deadline
+            return over
+
+
 class _Waiting(contextlib.AbstractContextManager[None]):
     """Ends `RunState.waiting`; one for all, as a round has several and a generator would cost more than they do."""
 
@@ -127,6 +144,12 @@ class RunFacts:
     exposed_since: float = 0.0
     """`Communication.exposed_since`."""
 
+    @property
+    def stepped(self) -> bool:
+        """Whether the training thread is one that steps several nodes: what would block it is handed to it as
+        `Steps`."""
+        return False
+
     def notify(self) -> None:
         """Something has changed: whoever waits is to look again."""
 
@@ -157,14 +180,18 @@ class RunFacts:
 
     def hold_up(self, timeout_seconds: float) -> float:
         """How long a wait may last that begins now and that what goes to other neighbors waits for, too: what the
-        round's earlier ones have left of HOLD_UP_SECONDS, or of a tenth of the time-out where that is less."""
+        round's earlier ones have left of HOLD_UP_SECONDS, or of a tenth of the time-out where that is less. Nothing
+        where the thread has other nodes to step: those that this one would wait for may be among them."""
+        return 0.0 if self.stepped else self._hold_up(timeout_seconds)
+
+    def _hold_up(self, timeout_seconds: float) -> float:
         longest = HOLD_UP_SECONDS if timeout_seconds > 10 * HOLD_UP_SECONDS else timeout_seconds / 10
         return longest - self.held_up_seconds if longest > self.held_up_seconds else 0.0
 
     def room_patience(self, timeout_seconds: float) -> float:
         """How long to wait for room in a neighbor's queue: without `goes_on` nothing goes on before the neighbor does,
         and so it may have the whole time-out."""
-        return self.hold_up(timeout_seconds) if self.goes_on else self.patience(timeout_seconds)
+        return self._hold_up(timeout_seconds) if self.goes_on else self.patience(timeout_seconds)
 
     def give_up(self, uid: int) -> None:
         """This neighbor did not take a payload in the time that `room_patience` gave it."""
@@ -204,14 +231,29 @@ class RunState(RunFacts):
     changed: threading.Condition = field(init=False)
     doorbell: Doorbell | None = None
     """Where neighbors on this host ring; without one arrivals are waited for on `changed`."""
+    wake_stepping: Callable[[], None] | None = None
+    """Where one thread steps several nodes: wakes it. Not blocking."""
     _sleeping: bool = False
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
         self._until = _Waiting(self)
 
+    @property
+    def stepped(self) -> bool:
+        return self.wake_stepping is not None
+
+    def until_over(self, wait: Wait) -> Steps[None]:
+        """Yields the wait where a thread steps several nodes; blocking until it is over elsewhere."""
+        if self.stepped:
+            yield GuardedWait(self, wait)
+        else:
+            self.block(wait)
+
     def notify(self) -> None:
         """With `changed` held: wake whoever waits."""
+        if self.wake_stepping is not None:
+            self.wake_stepping()
         if self._sleeping and self.doorbell is not None:
             self.doorbell.ring()
         self.changed.notify_all()

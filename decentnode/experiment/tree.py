@@ -49,7 +49,7 @@ DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full
 NOT_IN_DIGEST = frozenset(
     (
         *("address", "addresses", "bind", "host", "hosts", "interface", "base_port", "port", "ports"),
-        *("device", "devices", "threads", "threads_per_node", "log_level", "logging"),
+        *("device", "devices", "threads", "threads_per_node", "nodes_per_process", "log_level", "logging"),
     )
 )
 """Keys that may differ from machine to machine of one run, as may every path."""

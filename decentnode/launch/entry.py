@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def redirect_output(path: Path) -> None:
     os.close(file)
 
 
+def share_output(run_dir: str, uids: Sequence[int]) -> None:
+    """Let the folders of the further nodes of this process lead to what the first has of its output."""
+    for uid in uids[1:]:
+        with contextlib.suppress(FileExistsError):  # of a process that was started again
+            os.symlink(f"../{node_dir(run_dir, uids[0]).name}/stderr.txt", node_dir(run_dir, uid) / "stderr.txt")
+
+
 def leave(work: Callable[[Pipe], int], connection: Connection) -> None:
     """End the process with the exit code of `work`, without waiting for threads that a library left behind.
 
@@ -97,15 +105,19 @@ def prepare(request: Request, connection: Connection) -> None:
 
 
 def node(task: Task, connection: Connection) -> None:
-    """Target of the child that runs one node, or all of them when the task says so."""
+    """Target of a child that runs nodes."""
     protect(task.request.forked)
     surround(task.request)
     if task.run_dir is not None:
         redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")
+        if not task.in_process:
+            share_output(task.run_dir, task.uids)
 
     def work(channel: Pipe) -> int:
         if task.in_process:
             from decentnode.launch.in_process import run_task
+        elif len(task.uids) > 1:
+            from decentnode.launch.several_nodes import run_task
         else:
             from decentnode.launch.node_process import run_task
         return run_task(task, channel)

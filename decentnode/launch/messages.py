@@ -61,6 +61,8 @@ class Facts:
     """Host of each machine."""
     threads: dict[str, int]
     """uid -> threads, where the mapping says so."""
+    processes: list[list[int]] = field(default_factory=list)
+    """The uids of this machine by process."""
     regroup: bool = False
     """Whether the others go on when a node dies."""
     restarts: int = 0
@@ -96,7 +98,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one child: one node, or all nodes of the run in one process."""
+    """The work of one child: one node, several of this machine, or all nodes of the run without a network."""
 
     request: Request
     uids: list[int]
@@ -107,14 +109,14 @@ class Task:
     run_id: str
     """The run's id in hex; "" where another machine draws it."""
     in_process: bool
-    """Whether all `uids` run in one process, stepped in turn."""
+    """Whether `uids` are all nodes of the run, which hand everything to each other."""
     progress_seconds: float
     """Least time between two reports of rounds; evaluations are always reported."""
     socket_dir: str
     join: bool = False
     """Whether the run has begun already."""
-    endpoints: list[str] = field(default_factory=list)
-    """Endpoints of the node before it was started again; empty the first time."""
+    endpoints: dict[str, list[str]] = field(default_factory=dict)
+    """uid -> endpoints of the node before it was started again; empty the first time."""
     resume: list[str] | None = None
     """As `Facts.resume`."""
     resume_runs: list[str] = field(default_factory=list)
@@ -190,6 +192,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Closed:
+    """A node that failed has let go of its sockets and files, and its process goes on with others: the node may be
+    started again."""
+
+    uid: int
+
+
+@dataclass(frozen=True)
 class Peers:
     """uid -> (control, bulk) endpoints of the nodes on this machine."""
 
@@ -210,14 +220,14 @@ class PeerFailure:
 
 
 ChildMessage = (
-    Facts | Header | Bound | NodeJoined | Engine | NodesAbsent | Progress | Finished | Failed | Peers | StopRun |
-    PeerFailure
+    Facts | Header | Bound | NodeJoined | Engine | NodesAbsent | Progress | Finished | Failed | Closed | Peers |
+    StopRun | PeerFailure
 )
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Facts, Header, Bound, NodeJoined, Engine, NodesAbsent, Progress, Finished, Failed, Peers, StopRun),
-        PeerFailure,
+        *(Facts, Header, Bound, NodeJoined, Engine, NodesAbsent, Progress, Finished, Failed, Closed, Peers),
+        *(StopRun, PeerFailure),
     )
 }

@@ -137,10 +137,10 @@ class NodeRecords:
         if node.uid in self._events:
             self._events[node.uid](end, None, f"{node.round} rounds")
 
-    def failed(self, uid: int, error: BaseException) -> None:
-        """Node `uid` raised: it failed, and the others of this process lost it."""
+    def failed(self, uid: int, error: BaseException, *, alone: bool = False) -> None:
+        """Node `uid` raised: it failed, and, unless it did so alone, the others of this process lost it."""
         for each, log in self._events.items():
-            if each not in self._ends:
+            if each not in self._ends and (each == uid or not alone):
                 self._ends[each] = "failed"
                 _log_failure(log, error if each == uid else PeerLost(f"node {uid} failed: {error}", [uid]))
 

@@ -23,6 +23,7 @@ from decentnode.build import build, device_of
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import BindPlan, Schema, TransportParts
+from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import load_class
 from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment
@@ -66,8 +67,9 @@ class Commands:
         concern it."""
         self._channel, self._join = channel, join
         self._peers: queue.SimpleQueue[Peers | PeerFailure | StopRun] = queue.SimpleQueue()
-        self._node: Node | None = None
-        self._early: list[ChildMessage] = []
+        self._nodes: dict[int, Node] = {}
+        self._early: list[PeerFailure | StopRun] = []
+        """What has come so far, for nodes that are attached later."""
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
 
@@ -77,30 +79,35 @@ class Commands:
                 message = self._channel.receive()
             except (EOFError, OSError):
                 os._exit(1)
-            outside = self._join and self._node is None
+            outside = self._join and not self._nodes
             if isinstance(message, PeerFailure) and outside:
                 continue
             if isinstance(message, Peers | PeerFailure | StopRun):
                 self._peers.put(message)
             with self._lock:
-                if self._node is None:
+                if isinstance(message, PeerFailure | StopRun):
                     self._early.append(message)
-                else:
-                    self._obey(self._node, message)
+                for node in self._nodes.values():
+                    self._obey(node, message)
 
     @staticmethod
     def _obey(node: Node, message: ChildMessage) -> None:
         if isinstance(message, StopRun):
             node.ask_stop()
-        elif isinstance(message, PeerFailure):
+        elif isinstance(message, PeerFailure) and message.uid != node.uid:
             node.communication.fail(message.uid, message.reason)
 
     def attach(self, node: Node) -> None:
         """Pass stops and failures to the node from now on, and those that came before."""
         with self._lock:
-            self._node = node
+            self._nodes[node.uid] = node
             for message in self._early:
                 self._obey(node, message)
+
+    def detach(self, uid: int) -> None:
+        """Pass nothing more to this node, which has ended."""
+        with self._lock:
+            self._nodes.pop(uid, None)
 
     def peers(self) -> dict[str, list[str]]:
         """Wait for the endpoints of the local nodes: uid -> [control, bulk]. Blocking. Raises PeerLost when one of them
@@ -143,9 +150,10 @@ def limits_of(experiment: Experiment) -> Limits:
 
 
 def transport_maker(
-    experiment: Experiment, task: Task, uid: int
+    experiment: Experiment, task: Task, uid: int, process: SharedProcess | None = None
 ) -> Callable[[tuple[Schema, ...]], Communication]:
-    """Returns a function that makes the node's transport from the schemas of its sharing rule."""
+    """Returns a function that makes the node's transport from the schemas of its sharing rule. process: what it shares
+    with others of this process."""
     mapping = experiment.make_mapping()
     config = experiment.communication
     transport: type[Communication] = load_class(config.name, COMMUNICATIONS, "communication")
@@ -158,8 +166,9 @@ def transport_maker(
             uid=uid, schemas=schemas, digest=experiment.digest(), base_dir=experiment.base_dir, device=device,
             machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
-            bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints),
+            bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints.get(str(uid), [])),
             limits=limits_of(experiment) if experiment.node.missing == "regroup" else None,
+            process=process,
         ))
 
     return make
@@ -257,7 +266,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     link.attach(node)
     joined = threading.Event()
     if node.uid == 0:
-        threading.Thread(target=_tell_absent, args=(transport, send, joined), daemon=True).start()
+        threading.Thread(target=tell_absent, args=(transport, send, joined), daemon=True).start()
     started = clock.now()
     try:
         transport.start(transport.config.start_timeout_seconds)
@@ -267,7 +276,8 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     send(NodeJoined(node.uid))
 
 
-def _tell_absent(transport: Communication, send: Callable[[ChildMessage], None], joined: threading.Event) -> None:
+def tell_absent(transport: Communication, send: Callable[[ChildMessage], None], joined: threading.Event) -> None:
+    """Tell the supervisor now and then who has not joined, until `joined`. Blocking."""
     while not joined.wait(ABSENT_SECONDS):
         with contextlib.suppress(OSError):
             send(NodesAbsent(list(transport.absent), {str(uid): why for uid, why in transport.refusals.items()}))
@@ -280,19 +290,25 @@ def _fail(
     failed = describe_failure(uid, error)
     with contextlib.suppress(OSError):
         send(failed)
+    let_go(failed, error, node, reporter)
+    return failed.exit_code
+
+
+def let_go(failed: Failed, error: BaseException, node: Node | None, reporter: Reporter | None) -> None:
+    """Tell the log and the other nodes that a node failed, and let go of its sockets and files. Blocking for some
+    seconds."""
     cause = error.__cause__ if isinstance(error, DecentnodeError) else None  # such as what the user's own code raised
     logger.error("%s", failed.text, exc_info=cause)
     with contextlib.suppress(Exception):
         if node is not None:
             if not failed.follower:
-                node.communication.fail(uid, failed.title)
+                node.communication.fail(failed.uid, failed.title)
             node.communication.close()
         if node is not None and node.checkpoints is not None:
             node.checkpoints.close(CLOSE_SECONDS)
         if reporter is not None:
             reporter.close()
     traceback.print_exception(error)  # last: the terminal of a node in the foreground may take none
-    return failed.exit_code
 
 
 def describe_failure(uid: int, error: BaseException) -> Failed:

@@ -43,6 +43,7 @@ MODULES = (
     "decentnode.build",
     "decentnode.launch.node_process",
     "decentnode.launch.in_process",
+    "decentnode.launch.several_nodes",
     "decentnode.launch.prepare",
     *components(),
     "torch.profiler",

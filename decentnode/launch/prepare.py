@@ -10,7 +10,7 @@ import psutil
 import torch
 import yaml
 
-from decentnode.build import device_of, threads_of
+from decentnode.build import device_of, processes_of, threads_of
 from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
@@ -131,6 +131,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         regroup=experiment.node.missing == "regroup" and not in_process,
         restarts=experiment.node.restarts,
         task=experiment.measured().plain(),
+        processes=[machines[0]] if in_process else [list(uids) for uids in processes_of(experiment, machine)],
         inputs=inputs,
         resume=None if request.resume is None else [] if found is None else [str(each) for each in found.folders],
         resume_runs=[] if found is None else list(found.runs),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -17,6 +17,7 @@ from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interru
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
+    Closed,
     Engine,
     Facts,
     Failed,
@@ -105,18 +106,19 @@ class Run:
         """Fork the local nodes. Returns before they are ready."""
         self._context = context
         self._run_id = entropy.word(8) if 0 in self.facts.local and not self.request.join else ""
-        groups = [list(self.facts.local)] if self.facts.in_process else [[uid] for uid in self.facts.local]
-        self.workers += [start_node(context, self._task(uids, self.request.join)) for uids in groups]
+        processes = self.facts.processes
+        self.workers += [start_node(context, self._task(uids, self.request.join)) for uids in processes]
         self._enter("joining" if self.facts.in_process else "starting")
 
     def _task(self, uids: list[int], join: bool) -> Task:
         facts, local = self.facts, self.facts.local
-        share = max(1, usable_cores() // len(local))
+        share = max(1, usable_cores() // max(1, len(facts.processes)))
         return Task(
             request=self.request, uids=uids, machine=facts.machine,
             run_dir=str(self.directory) if self.directory else None, threads=facts.threads.get(str(uids[0]), share),
             run_id=self._run_id, in_process=facts.in_process, progress_seconds=max(0.25, len(local) / 50),
-            socket_dir=self._sockets.path, join=join, endpoints=self.endpoints.get(str(uids[0]), []),
+            socket_dir=self._sockets.path, join=join,
+            endpoints={str(uid): self.endpoints[str(uid)] for uid in uids if str(uid) in self.endpoints},
             resume=None if join else facts.resume, resume_runs=facts.resume_runs,
         )  # fmt: skip
 
@@ -203,8 +205,11 @@ class Run:
                 # also where another machine was asked: a node that is on its way back into the run hears it here
                 self._tell_all(StopRun())
         elif isinstance(message, Failed):
-            worker.failed, worker.leaving_since = True, clock.now()
+            worker.failed.add(message.uid)
+            worker.leaving_since = clock.now() if worker.over else None
             self._on_death(message)
+        elif isinstance(message, Closed) and not worker.over:
+            self._start_apart(worker, message.uid)
 
     def _on_all_joined(self) -> None:
         self._enter("running")
@@ -215,14 +220,17 @@ class Run:
 
     def _on_exit(self, worker: Worker) -> None:
         if not worker.over and not self._killed_by_user and self._kill_at is None:
-            uid = worker.uids[0] if not self.facts.in_process else min(set(worker.uids) - worker.finished)
-            title = f"node {uid} {worker.ending()}"
-            worker.failed = True
-            self._on_death(Failed(uid, 8, title, title))
+            lost = worker.left[:1] if self.facts.in_process else worker.left
+            title = f"node {names(lost)} {worker.ending()}"
+            worker.failed.update(worker.left)
+            for uid in lost:
+                self._on_death(Failed(uid, 8, title, title), told=uid != lost[0])
         elif worker.finished.issuperset(worker.uids) and worker.exit_code not in (0, Interrupted.exit_code):
             uid = worker.uids[0]
             self._on_failure(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
-        self._start_again(worker)
+        started = self._start_again(worker.uids)
+        if started is not None:
+            self.workers[self.workers.index(worker)] = started
 
     def _tell_all(self, message: ChildMessage) -> None:
         for worker in self.workers:
@@ -231,8 +239,9 @@ class Run:
 
     # -- generations of members -------------------------------------------------------------------------------
 
-    def _on_death(self, failed: Failed) -> None:
-        """A node died: the others go on without it where the config allows it, else the run fails."""
+    def _on_death(self, failed: Failed, told: bool = False) -> None:
+        """A node died: the others go on without it where the config allows it, else the run fails. told: whether the
+        observer has heard of it, with others of its process."""
         begun = any(worker.joined for worker in self.workers)
         may = self.facts.regroup and begun and self._kill_at is None
         comes_back = failed.uid in self.ledger.lost  # what ends a node on its way back in ends nothing else
@@ -245,17 +254,26 @@ class Run:
             return
         self.ledger.lost[failed.uid] = failed
         never_in = self.request.join and not self.ledger.members
-        self.observer.notice(failed.title if never_in else f"{failed.title}: the others go on")
+        if not told:
+            self.observer.notice(failed.title if never_in else f"{failed.title}: the others go on")
 
-    def _start_again(self, worker: Worker) -> None:
-        """Start a node again that the others go on without, as often as the config says."""
-        uid = worker.uids[0]
-        count = self.ledger.restarts.get(uid, 0)
-        if uid not in self.ledger.lost or count >= self.facts.restarts or self.signals.received or self._first_finish:
-            return
-        self.ledger.restarted(uid)
-        self.observer.notice(f"node {uid} is started again ({count + 1} of {self.facts.restarts} times)")
-        self.workers[self.workers.index(worker)] = start_node(self._context, self._task([uid], join=True))
+    def _start_again(self, uids: Sequence[int]) -> Worker | None:
+        """Start those of `uids` again that the others go on without, as often as the config says, in one process."""
+        restarts, lost = self.ledger.restarts, self.ledger.lost
+        again = [uid for uid in uids if uid in lost and restarts.get(uid, 0) < self.facts.restarts]
+        if not again or self.signals.received or self._first_finish:
+            return None
+        for uid in again:
+            self.ledger.restarted(uid)
+            self.observer.notice(f"node {uid} is started again ({restarts[uid]} of {self.facts.restarts} times)")
+        return start_node(self._context, self._task(again, join=True))
+
+    def _start_apart(self, worker: Worker, uid: int) -> None:
+        """Start a node again that failed alone, while the others of its process go on: in a process of its own."""
+        started = self._start_again([uid])
+        if started is not None:
+            self.workers.append(started)
+            worker.uids = tuple(each for each in worker.uids if each != uid)
 
     def _on_generation(self, record: Mapping[str, Any]) -> None:
         """A node entered a generation: the observer hears of it once, from whichever node says it first."""
@@ -354,10 +372,12 @@ class Run:
 
     def _leave_behind(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:
         for worker in self.workers:
-            if worker.alive and worker.uids[0] in late:
-                title = f"node {worker.uids[0]}: {what}"
-                worker.failed = True
-                self._on_death(Failed(worker.uids[0], exit_code, title, title))
+            gone = [uid for uid in worker.left if uid in late] if worker.alive else []
+            for uid in gone:
+                title = f"node {uid}: {what}"
+                worker.failed.add(uid)
+                self._on_death(Failed(uid, exit_code, title, title))
+            if gone and worker.over:
                 worker.kill()
 
     def _only_they_are_left(self, late: list[int], now: float) -> bool:
@@ -370,13 +390,15 @@ class Run:
             self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
             return
         for worker in self.workers:
-            if worker.alive and worker.uids[0] in late:
-                uid, before = worker.uids[0], self.ledger.lost.get(worker.uids[0])
+            gone = [uid for uid in worker.left if uid in late] if worker.alive else []
+            for uid in gone:
+                before = self.ledger.lost.get(uid)
                 since = f"node {uid}: left behind" if before is None else f"{before.title}; started again"
                 title = f"{since}, it was not back in time before the run was over"
-                worker.failed = True
+                worker.failed.add(uid)
                 self.ledger.lost[uid] = Failed(uid, PeerLost.exit_code, title, title)
                 self.observer.notice(title)
+            if gone and worker.over:
                 worker.kill()
 
     def _give_up(self, late: list[int], exit_code: int, what: str) -> None:
@@ -416,6 +438,7 @@ class Run:
                 exit_code = exit_code or EnvironmentFault.exit_code
             for notice in self.records.notices:
                 self.observer.notice(notice)
-        ended = {cause.uid if cause else -1, *self.ledger.finished}
+        together = {each.uid for each in self.ledger.failures if cause is not None and each.title == cause.title}
+        ended = {*together, *self.ledger.finished}
         followers = tuple(uid for uid in self.facts.local if uid not in ended) if cause else ()
         return Outcome(exit_code, self.directory, found, cause, followers, tuple(self.silent))

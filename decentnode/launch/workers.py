@@ -40,7 +40,7 @@ class Worker:
     bound: set[int] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
-    failed: bool = False
+    failed: set[int] = field(default_factory=set)
     leaving_since: float | None = None
     """When its last message came; `clock.now()`."""
     open: bool = True
@@ -54,7 +54,12 @@ class Worker:
     @property
     def over(self) -> bool:
         """Whether only the end of the process is still to come."""
-        return self.failed or self.finished.issuperset(self.uids)
+        return (self.failed | self.finished).issuperset(self.uids)
+
+    @property
+    def left(self) -> list[int]:
+        """Its nodes that have neither finished nor failed, ascending."""
+        return sorted({*self.uids} - self.finished - self.failed)
 
     def send(self, message: ChildMessage) -> None:
         """Send a message, or drop it where the child is gone: its own messages are still to be read."""
@@ -132,7 +137,7 @@ def late_nodes(workers: Sequence[Worker], phase: str) -> list[int]:
         return [uid for w in workers for uid in w.uids if uid not in w.bound]
     if phase == "joining":
         return [uid for w in workers for uid in w.uids if uid not in w.joined]
-    return [uid for w in workers if w.alive for uid in w.uids if uid not in w.finished and not w.failed]
+    return [uid for w in workers if w.alive for uid in w.left]
 
 
 def end_all(workers: list[Worker]) -> None:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from decentnode.config.component import Component
+from pydantic import Field
+
+from decentnode.config.component import Component, Config
+
+
+class MappingConfig(Config):
+    """Keys that every mapping has."""
+
+    nodes_per_process: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """How many nodes of a machine share a process, which steps them in turn: they take less memory and fewer threads,
+    and the results are the same. auto: a process per core where a machine has more than 4 nodes per core, on CPUs and
+    with a model of at most 16 MiB; else one per node."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import ClassVar
 from pydantic import Field
 
 from decentnode.config import component
-from decentnode.config.component import Config
 from decentnode.mapping.addresses import Addresses, hosts
+from decentnode.mapping.base import MappingConfig
 from decentnode.mapping.table import MachineConfig, Table
 
 
-class LinearConfig(Config):
+class LinearConfig(MappingConfig):
     machines: int = Field(1, ge=1)
     """Number of machines. With several, the command of the run is given on each."""
     nodes_per_machine: int = Field(ge=1)

@@ -9,10 +9,9 @@ import pydantic
 from pydantic import Field
 
 from decentnode.config import component
-from decentnode.config.component import Config
 from decentnode.errors import MappingError
 from decentnode.mapping.addresses import find
-from decentnode.mapping.base import Mapping, Place
+from decentnode.mapping.base import Mapping, MappingConfig, Place
 from decentnode.mapping.hosts import address, checked
 
 PORTS_PER_NODE = 2
@@ -41,7 +40,7 @@ class MachineConfig(pydantic.BaseModel):
     """Threads with which a node computes. Default: the machine's cores divided by its nodes, at least 1."""
 
 
-class TableConfig(Config):
+class TableConfig(MappingConfig):
     machines: list[MachineConfig] = Field(min_length=1)
     """One entry per machine, in order. Nodes get their uids in this order, from 0 on."""
 

@@ -285,7 +285,7 @@ class Node:
 
     def _begin_round(self, round: int) -> Steps[None]:
         self.doing = "local steps"
-        self._started = clock.now()
+        self._started, self._idle = clock.now(), self.communication.idle_seconds or 0.0
         views, self._buffer_view = self._planners.views(round, self.generation, self.training.learning_rate)
         self._missing: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
@@ -310,6 +310,9 @@ class Node:
             self.schedule.dump(round, self.dumps)
         self._account_missing(self.sharing.requirements.phases - 1, mixed)
         times, update = self.schedule.times, self._update
+        idle = self.communication.idle_seconds
+        if idle is not None:  # while it waited, the thread stepped other nodes: no time was lost but what it slept
+            times.wait = min(times.wait, idle - self._idle)
         seconds = clock.now() - self._started
         self._totals.add(seconds, times, self._lost)
         self.record({

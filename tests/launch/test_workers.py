@@ -73,7 +73,7 @@ def test_a_child_with_several_nodes_is_over_when_all_of_them_are() -> None:
     worker.finished = {0, 1}
     assert worker.over
     failed = made(2)[0]
-    failed.failed = True
+    failed.failed = {2}
     assert failed.over and failed.alive
 
 
@@ -87,7 +87,7 @@ def test_who_is_late_depends_on_the_phase() -> None:
     assert late_nodes(everybody, "starting") == [1]
     assert late_nodes(everybody, "joining") == [2]
     assert late_nodes(everybody, "running") == [0, 2], "of those that live"
-    second.failed = True
+    second.failed = {2}
     assert late_nodes(everybody, "running") == [0]
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ class WaitingExchange(InprocExchange):
 class Waiting(Inproc):
     """Takes in arrivals in any thread, as the transports between processes do."""
 
-    concurrent: ClassVar[bool] = True
+    concurrent: bool = True
 
     def exchange(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,

@@ -22,6 +22,11 @@ CHOICES = ("shared_memory", "collective", "zeromq")
 class TorchConfig(ZeroMQConfig, TorchKeys):
     """Keys of the transports that may have cliques."""
 
+    @property
+    def steps_nodes(self) -> bool:
+        """Not in cliques: a process has one rank in a communicator, and calls of it block."""
+        return self.name != "collective" and not getattr(self, "cliques", None)
+
     def looks_for_gpus(self, routing: Routing) -> bool:
         together = routing.memory and len(set(routing.machine_of.values())) < len(routing.machine_of)
         return together or bool(routing.cliques and self.backend != "gloo")

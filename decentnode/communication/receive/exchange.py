@@ -60,7 +60,12 @@ class InboxExchange(Exchange):
                 yield step
 
     def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
-        return self.arrivals(timeout_seconds) if isinstance(self._inbox, Inbox) else self._steps(timeout_seconds)
+        inbox, guard = self._inbox, self._state.guard
+        if isinstance(inbox, Inbox) and not inbox.status.stepped:
+            yield from self.arrivals(timeout_seconds)
+            return
+        for step in self._steps(timeout_seconds):
+            yield guard(step) if isinstance(step, ArrivalWait) else step
 
     def _steps(self, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
         """`arrivals`, and before each of them the wait for it. Not blocking."""

@@ -79,6 +79,17 @@ class DatagramDoorbell:
                     break
         self._rung = False
 
+    @property
+    def descriptor(self) -> int:
+        """Of the socket; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def take_in(self) -> None:
+        """Not blocking: take in all that is there, on a thread that does not `listen`."""
+        with contextlib.suppress(BlockingIOError):
+            while datagram := self._socket.recv(MAX_BYTES, socket.MSG_DONTWAIT):
+                self._on_datagram(datagram)
+
     def close(self) -> None:
         self._socket.close()
         with contextlib.suppress(OSError):

@@ -117,7 +117,11 @@ class SharedMemoryPath(Path):
         for lent, buffer in self._buffers.items():
             self._read_by[lent] = frozenset(uid for uid in self._wanted[lent] if buffer.attached(uid))
         self.readers = frozenset().union(*self._read_by.values())
-        self._status.doorbell = self._doorbell
+        process, doorbell = self.context.process, self._doorbell
+        if process is None:
+            self._status.doorbell = doorbell
+        elif doorbell is not None:
+            process.watch(doorbell.descriptor, doorbell.take_in)
         return self.readers
 
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:  # noqa: ARG002
@@ -258,6 +262,8 @@ class SharedMemoryPath(Path):
         if True in self._buffers:
             self._drain(self._buffers[True])
         if self._doorbell is not None:
+            if self.context.process is not None:
+                self.context.process.forget(self._doorbell.descriptor)
             self._doorbell.close()
         self.hide()
         self._buffers = {}

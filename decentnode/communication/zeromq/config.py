@@ -54,6 +54,10 @@ class ZeroMQConfig(CommunicationConfig):
         return self
 
     @property
+    def steps_nodes(self) -> bool:
+        return True
+
+    @property
     def secure(self) -> bool:
         return self.security != "off" and self.keys is not None
 

@@ -20,6 +20,7 @@ from decentnode.communication.routing import Routing
 from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.shared_memory.path import SharedMemoryPath
+from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.torch_distributed.communicator import gpu_number
 from decentnode.communication.zeromq.chunk_path import ChunkPath
 from decentnode.communication.zeromq.config import ZeroMQConfig
@@ -54,6 +55,8 @@ class RunParts:
     maker: MessageMaker
     state: RunState
     counters: Counters
+    process: SharedProcess | None = None
+    """What this node shares with others of its process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +102,7 @@ class GenerationPaths:
 
         context = self._context(routing, partners, leases, lease_of)
         self._made = {made: made(context) for made in classes}
-        owner = next((path for path in self._made.values() if path.leaves_chunks), None)
+        owner = next((path for path in self._made.values() if type(path).model_slots is not Path.model_slots), None)
         model_slots = ModelSlots(run.schemas[0], leases, owner, run.state, run.counters)
         wanted = {names[0]: frozenset().union(*(peers[name] for name in names)) for names in classes.values()}
         opened, reached = {}, {}
@@ -115,7 +118,8 @@ class GenerationPaths:
         routing = run.config.routing(run.machine_of)
         members = set(run.session.members)
         cliques = tuple(tuple(uid for uid in clique if uid in members) for clique in routing.cliques)
-        routing = dataclasses.replace(routing, cliques=cliques)
+        together = frozenset[int]() if run.process is None else frozenset(run.process.uids)
+        routing = dataclasses.replace(routing, cliques=cliques, together=together)
         if run.config.looks_for_gpus(routing):
             found = self._gather("cliques/gpus", gpu_number(run.inbox.device), timeout_seconds)
             routing = dataclasses.replace(routing, gpu={uid: gpu for uid, gpu in enumerate(found) if gpu})
@@ -136,7 +140,7 @@ class GenerationPaths:
             folder=run.folder, inbox=run.inbox, state=run.state, counters=run.counters, leases=leases,
             lease_of=lease_of, barrier=self._collectives.barrier, gather=self._gather,
             host_of=lambda uid: host_of(run.addresses[uid][CONTROL]), send=send, admit=session.admit,
-            refuse=run.driver.links.refuse,
+            refuse=run.driver.links.refuse, process=run.process,
         )  # fmt: skip
 
     def _gather(self, key: str, value: int, timeout_seconds: float) -> list[int]:

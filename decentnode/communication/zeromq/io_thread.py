@@ -19,15 +19,15 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from decentnode import clock
+from decentnode import clock, logs
 from decentnode.communication.parts import Endpoints
+from decentnode.communication.waker import Waker
 from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import Authenticator, Security
 from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner
-from decentnode.communication.zeromq.waker import Waker
 from decentnode.errors import NodeFailed
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 
@@ -102,14 +102,18 @@ class IoThread(threading.Thread):
     """Runs until `close`. Other threads reach it through `call` alone."""
 
     def __init__(
-        self, name: str, max_bulk_bytes: int, handler: Handler, security: Security | None = None,
+        self, uid: int, max_bulk_bytes: int, handler: Handler, security: Security | None = None,
         credentials: Mapping[int, BulkCredential] | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """credentials: what lets peers into the bulk socket where it does not use CURVE; filled as they ask."""
-        super().__init__(name=name, daemon=True)
+        """credentials: what lets peers into the bulk socket where it does not use CURVE; filled as they ask. context:
+        one that outlives this thread, which nodes of a process share; one of its own when None."""
+        super().__init__(name=f"io-{uid}", daemon=True)
+        self._uid = uid
         self.lock = handler.lock
         """Held by whoever uses a socket for sending, or any state of the handler."""
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context() if context is None else context
+        self._owns_context = context is None
         self.endpoints: dict[int, Endpoints] = {}
         """Where every peer listens; `connect_to` sets it."""
         self._by_ipv6: dict[str, bool] = {}
@@ -220,6 +224,10 @@ class IoThread(threading.Thread):
     # -- I/O thread, or training thread at the owner -----------------------------------------------------------
 
     def run(self) -> None:
+        with logs.of_node(self._uid):
+            self._run()
+
+    def _run(self) -> None:
         try:
             self._watched[self._waker.descriptor] = self._waker.clear
             self._poll.register(self._waker.descriptor, select.POLLIN)
@@ -425,5 +433,5 @@ class IoThread(threading.Thread):
         if self._door is not None:
             self._door.socket.close(linger=0)
         self._waker.close()
-        if not self.context.closed:
+        if self._owns_context and not self.context.closed:
             self.context.term()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import zmq
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
@@ -86,9 +87,11 @@ class LinkDriver:
     """The I/O shell of `ReliableLinks`: what `IoThread` calls as its handler, and what the links call as their port."""
 
     def __init__(
-        self, session: Session, counters: Counters, sizes: LinkSizes, security: Security | None
+        self, session: Session, counters: Counters, sizes: LinkSizes, security: Security | None,
+        sockets: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """Opens sockets; they are bound, and the thread is started, later, with `serve` before."""
+        """Opens sockets; they are bound, and the thread is started, later, with `serve` before. sockets: what they are
+        made in, where nodes of a process share it."""
         self.lock = threading.RLock()
         """Held around every call of the links."""
         self._counters = counters
@@ -98,7 +101,7 @@ class LinkDriver:
         self._credit_lock = threading.Lock()
         """Of the credits alone: payloads are used up with `RunState.changed` held, under which `lock` is not taken."""
         self.links = ReliableLinks(session, self, counters, self._credits, access)
-        self.io = IoThread(f"io-{session.uid}", sizes.max_bulk_bytes, self, security, access.given)
+        self.io = IoThread(session.uid, sizes.max_bulk_bytes, self, security, access.given, sockets)
         self.send, self.renew, self.received = self.io.send, self.io.renew, self.links.receive
         self._handshakes = Handshakes(session, self.io.endpoints)
         self._sending = Sending(self)

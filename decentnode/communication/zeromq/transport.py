@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import ClassVar, Self
 
 import torch
@@ -12,7 +13,7 @@ import zmq
 from torch import Tensor
 
 import decentnode
-from decentnode import clock, entropy
+from decentnode import clock, entropy, logs
 from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
@@ -20,7 +21,8 @@ from decentnode.communication.parts import BindPlan, Endpoints, Schema, Transpor
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.run_state import RunState
+from decentnode.communication.run_state import RunState, Steps
+from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.addresses import Addresses
 from decentnode.communication.zeromq.collective_state import CollectiveState, JoinWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
 CLOSE_SECONDS = 5.0
+THREAD_LOOK_SECONDS = 0.01
+"""How often a thread is looked after that said that it is about to end, as it still lives while it says so."""
 
 
 class NextGeneration(PendingGeneration):
@@ -56,6 +60,50 @@ class NextGeneration(PendingGeneration):
 
     def wait(self) -> Generation:
         return self._owner.next_generation()
+
+
+class NextGenerationApart(PendingGeneration):
+    """The same in a thread of its own: to agree with the others, and to open paths, blocks in many places, and the
+    thread that steps this node has others to step."""
+
+    def __init__(self, owner: ZeroMQ, wake: Callable[[], None]) -> None:
+        self._owner, self._wake = owner, wake
+        self._found: Generation | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"generation-{owner.uid}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with logs.of_node(self._owner.uid):
+                self._found = self._owner.next_generation()
+        except BaseException as error:  # whatever it is, the node has to hear of it
+            self._error = error
+        finally:
+            self._wake()
+
+    def steps(self) -> Steps[Generation]:
+        yield ThreadWait(self._thread)
+        return self.wait()
+
+    def wait(self) -> Generation:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None
+        return self._found
+
+
+class ThreadWait:
+    """The wait for the end of a thread that has deadlines of its own (`run_state.Wait`)."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+        self.deadline = 0.0
+
+    def step(self, now: float) -> bool:
+        self.deadline = now + THREAD_LOOK_SECONDS
+        return not self._thread.is_alive()
 
 
 class ZeroMQ(Communication[ZeroMQConfig]):
@@ -67,7 +115,6 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     """
 
     Config: ClassVar[type[component.Config]] = ZeroMQConfig
-    concurrent: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -82,6 +129,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         keyring: Keyring | None = None,
         device: torch.device | None = None,
         limits: Limits | None = None,
+        process: SharedProcess | None = None,
     ) -> None:
         """As `TransportParts`. keyring: the node's keys; required where the config is `secure`. Raises ValueError for
         cliques or edges that contradict the mapping."""
@@ -95,7 +143,11 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self.describe = self._addresses.describe
         for problem in config.routing(self._machine_of).problems():
             raise ValueError(problem)
+        self._process = process
+        self.concurrent = process is None
         self._status = RunState()
+        if process is not None:
+            self._status.wake_stepping = process.wake
         run = run_id or (entropy.draw(8) if uid == 0 else None)
         software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
         self._session = Session(uid, len(machine_of), digest, run, software=software, describe=self.describe)
@@ -103,7 +155,9 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             raise ValueError("keyring must be given exactly when the config is secure")
         self._security = None if keyring is None else Security(keyring, config.bulk_security)
         sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
-        self._driver = LinkDriver(self._session, self.counters, sizes, self._security)
+        # with keys each node asks at a door of its own who comes, and libzmq has one door in a context
+        sockets = process.sockets if process is not None and self._security is None else None
+        self._driver = LinkDriver(self._session, self.counters, sizes, self._security, sockets)
         self._links, self._io = self._driver.links, self._driver.io
         self._links.sender.max_payloads = max(MAX_PAYLOADS, 2 * len(schemas))  # a round's fragments are sent together
         self._maker = MessageMaker(self._session, config)
@@ -127,6 +181,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             uid=uid, config=config, machine_of=self._machine_of, schemas=schemas, folder=self._plan.ipc_dir,
             addresses=self._addresses.others, session=self._session, driver=self._driver, inbox=self._inbox,
             sender=self._sender, maker=self._maker, state=self._status, counters=self.counters,
+            process=process,
         )  # fmt: skip
         self._closed = False
         self._begin_generation()
@@ -150,7 +205,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         keyring = None if folder is None else load_keyring(parts.base_dir / folder, parts.uid, len(parts.machine_of))
         return cls(config, uid=parts.uid, machine_of=parts.machine_of, schemas=parts.schemas, digest=parts.digest,
                    run_id=parts.run_id, bind=parts.bind, keyring=keyring, device=parts.device,
-                   limits=parts.limits)  # fmt: skip
+                   limits=parts.limits, process=parts.process)  # fmt: skip
 
     def _begin_generation(self) -> None:
         """What a generation needs before its paths are open; `GenerationPaths.open` makes the rest of it."""
@@ -197,7 +252,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         while True:
             try:
                 self._parts = self._paths.open(self.partners, timeout_seconds)
-                self._status.doorbell = self._status.doorbell or self._io.doorbell
+                if self._process is None:
+                    self._status.doorbell = self._status.doorbell or self._io.doorbell
                 return
             except (PeerLost, AssemblyError) as error:
                 generations = self._generations
@@ -249,6 +305,31 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
         return self.parts.model_slots.acquire_slot(current, timeout_seconds)
+
+    # -- several nodes of one process --------------------------------------------------------------------------
+
+    @property
+    def idle_seconds(self) -> float | None:
+        return None if self._process is None else self._process.idle_seconds
+
+    def exchange_steps(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        group: AveragingGroup | None = None,
+    ) -> Steps[Exchange]:
+        status = self._status
+        while status.stepped and not status.regrouping and (full := self._full(outgoing)):
+            with status.changed:
+                room = self._sender.room(full[0], (round, phase), clock.now())
+            yield from status.until_over(room)  # `exchange` waits for nobody that it was in vain for
+        return self.exchange(round, outgoing, expected, phase, group)
+
+    def _full(self, uids: Iterable[int]) -> list[int]:
+        """Those of `uids` for which too many payloads wait already, and that are worth waiting for."""
+        silent, departed = self._status.silent, self._status.departed
+        return [uid for uid in uids if not (self._sender.takes(uid) or uid in silent or uid in departed)]
+
+    def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
+        return self._collectives.reports_steps(timeout_seconds)
 
     # -- means, barriers, reports -----------------------------------------------------------------------------
 
@@ -302,7 +383,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._generations.leave(f"node {self.uid} comes from outside")
 
     def regroup(self) -> PendingGeneration:
-        return NextGeneration(self)
+        process = self._process
+        return NextGeneration(self) if process is None else NextGenerationApart(self, process.wake)
 
     def next_generation(self) -> Generation:
         """What `PendingGeneration.wait` does."""

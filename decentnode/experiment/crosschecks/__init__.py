@@ -10,6 +10,7 @@ from decentnode.experiment.crosschecks.communication import (
     edges_have_their_ways,
     generations_can_be_had,
     inproc_is_one_machine,
+    nodes_can_be_stepped,
 )
 from decentnode.experiment.crosschecks.graph import (
     fragment_graphs_can_be_made,
@@ -61,6 +62,7 @@ CHECKS: tuple[Check, ...] = (
     losses_can_be_borne,
     step_brings_nodes_together,
     inproc_is_one_machine,
+    nodes_can_be_stepped,
     edges_have_their_ways,
     generations_can_be_had,
 )

@@ -21,6 +21,15 @@ def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("communication", "name"), message, other=("mapping",))
 
 
+def nodes_can_be_stepped(experiment: Experiment) -> Iterator[Problem]:
+    """mapping.nodes_per_process needs a transport whose nodes one thread can step."""
+    asked, config = getattr(experiment.mapping, "nodes_per_process", 1), experiment.communication
+    if asked not in (1, "auto") and config.networked and not config.steps_nodes:
+        message = f": {asked} nodes cannot share a process in cliques of torch.distributed, each of which blocks its " \
+                  "process: leave it out, or the cliques"  # fmt: skip
+        yield Problem(("mapping", "nodes_per_process"), message, other=("communication",))
+
+
 def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
     """Cliques and edges of communication hybrid name nodes of the mapping, on the right machines."""
     mapping, config = mapping_of(experiment), experiment.communication

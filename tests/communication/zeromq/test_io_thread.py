@@ -66,7 +66,7 @@ class Heard:
 def pair() -> Iterator[list[tuple[IoThread, Heard]]]:
     """Two threads at their sockets that know each other's; not started."""
     handlers = [Heard(), Heard()]
-    made = [IoThread(f"io-{uid}", 1 << 22, handler) for uid, handler in enumerate(handlers)]
+    made = [IoThread(uid, 1 << 22, handler) for uid, handler in enumerate(handlers)]
     try:
         ends = []
         for io in made:
