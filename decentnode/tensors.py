@@ -114,6 +114,11 @@ class FlatModel:
         self.buffers = self._flatten_buffers()
 
     @property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        """The parameters in the order of `parameters`."""
+        return tuple(self._trainable)
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the parameters in the order of `parameters`."""
         return [tuple(p.shape) for p in self._trainable]

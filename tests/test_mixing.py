@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentnode.mixing import KERNEL_ARRIVALS, cpu, mix_into, passes
+from decentnode.mixing.rows import RowWeights
 from decentnode.tensors import BLOCK_ELEMENTS
 
 SIZES = [0, 1, 1000, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 13]
@@ -112,3 +113,21 @@ def test_the_kernel_by_tritons_interpreter() -> None:
     command = [sys.executable, "-c", INTERPRETED]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("nodes", "width"), [(1, 5), (3, 64), (5, 1000), (7, 4099)])
+def test_rows_of_all_nodes_have_the_bits_of_each(nodes: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(nodes, width)
+    rows = [{j: 1.0 / (1 + min(i, 6)) for j in {(i + k) % nodes for k in range(1 + min(i, 6))}} for i in range(nodes)]
+    mixed = RowWeights(rows).mixed(x)
+    for uid, row in enumerate(rows):
+        own = torch.empty(width)
+        mix_into(own, x[uid], row[uid], [(x[j], w) for j, w in sorted(row.items()) if j != uid])
+        if width >= cpu.SMALLEST and cpu.library() is not None:
+            assert torch.equal(mixed[uid], own)
+        torch.testing.assert_close(mixed[uid], own)
+    torch.testing.assert_close(RowWeights(rows).mixed(x.double()).float(), mixed)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    torch.testing.assert_close(RowWeights(rows).mixed(x), mixed)
+    monkeypatch.setattr("decentnode.mixing.rows.DENSE_NODES", 0)
+    torch.testing.assert_close(RowWeights(rows).mixed(x), mixed)

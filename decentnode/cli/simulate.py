@@ -10,7 +10,7 @@ from decentnode.launch.messages import Request
 
 @click.command()
 @click.argument("config", type=click.Path(), required=False)
-@click.option("--engine", type=click.Choice(["stepped"]), help="Same as --set simulate.engine=NAME.")
+@click.option("--engine", type=click.Choice(["auto", "stepped", "batched"]), help="Same as --set simulate.engine=NAME.")
 @start.resuming
 @start.options
 @click.pass_context

@@ -134,10 +134,11 @@ def again(request: Request, outcome: Outcome) -> list[str]:
     folder, name = os.path.split(request.config)
     given = folder if name == RESOLVED and os.path.isdir(os.path.join(folder, "nodes")) else request.config
     config = [] if request.config == default_config() else [given]
+    command = "simulate" if request.simulate else "run"
     if outcome.summary.get("ended") == "early_stop":
-        return ["run", *config, *arguments(request, without="node.early_stop"), "--set", "node.early_stop=null"]
+        return [command, *config, *arguments(request, without="node.early_stop"), "--set", "node.early_stop=null"]
     rounds = max(1, 2 * outcome.summary["rounds_planned"])
-    return ["run", *config, *arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
+    return [command, *config, *arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
 
 
 def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False) -> int:

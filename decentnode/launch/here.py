@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -34,7 +34,7 @@ from decentnode.launch.prepare import facts, resumed
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.run_dir import Records, node_dir
 from decentnode.launch.signals import StopSignals
-from decentnode.node.node import Node
+from decentnode.launch.simulated import Stoppable
 
 PROGRESS_SECONDS = 0.25
 """Least time between two reports of a node's rounds."""
@@ -91,7 +91,7 @@ class _Run:
         self.ledger = Ledger(records.directory)
         self.start_seconds: float | None = None
         self.error: BaseException | None = None
-        self._nodes: list[Node] = []
+        self._nodes: Sequence[Stoppable] = []
         self._joined = 0
         self._stopping = False
 
@@ -116,7 +116,7 @@ class _Run:
             self.ledger.failures.append(failed)
             self.observer.failed(failed, node_dir(self.records.directory, failed.uid))
 
-    def begin(self, nodes: list[Node]) -> None:
+    def begin(self, nodes: Sequence[Stoppable]) -> None:
         """Takes the nodes when they are made."""
         self._nodes = nodes
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from decentnode import logs
 from decentnode.build import build_in_process
@@ -21,7 +23,9 @@ from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
+from decentnode.launch.simulated import Files, Stoppable, run_batched
 from decentnode.node.node import Node
+from decentnode.simulate.choice import choose
 from decentnode.simulate.virtual import VirtualTime, is_described, make_clock
 
 
@@ -55,7 +59,7 @@ def run_in_process(
 
 def run_nodes(
     task: Task, experiment: Experiment, send: Callable[[ChildMessage], None],
-    ready: Callable[[list[Node]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
+    ready: Callable[[Sequence[Stoppable]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
 ) -> int:
     """Run all nodes of a task to their end, write what they leave, and report them through `send`. Returns the exit
     code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
@@ -63,8 +67,13 @@ def run_nodes(
     records: list[NodeRecords] = []
     try:
         logs.set_level(experiment.run.log_level)
+        virtual = VirtualTime(make_clock(experiment)) if task.request.simulate and is_described(experiment) else None
         if task.request.simulate:
-            send(Engine("stepped", "every node by its own code"))
+            choice = choose(experiment, resume=task.resume is not None)
+            send(Engine(choice.name, choice.reason))
+            if choice.batched is not None:
+                return run_batched(choice.batched, Files(choice.batched, task, send, tick, virtual), ready)
+            torch.set_num_threads(task.threads)
         for uid in task.uids:
             path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
             reporters[uid] = Reporter(uid, path, send, task.progress_seconds)
@@ -78,8 +87,6 @@ def run_nodes(
                 attach(node, experiment, task, reporters[node.uid])
                 records[0].joined(node.uid)
                 send(NodeJoined(node.uid))
-
-        virtual = VirtualTime(make_clock(experiment)) if task.request.simulate and is_described(experiment) else None
 
         def record(uid: int, found: dict[str, Any]) -> None:
             reporters[uid].record(found if virtual is None else virtual.told(uid, found))
@@ -111,7 +118,7 @@ def run_task(task: Task, channel: Pipe) -> int:
     try:
         set_up(task, task.uids[0])
 
-        def listen(nodes: list[Node]) -> None:
+        def listen(nodes: Sequence[Stoppable]) -> None:
             threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()
 
         return run_nodes(task, load_request(task.request, check=False), channel.send, listen)
@@ -121,7 +128,7 @@ def run_task(task: Task, channel: Pipe) -> int:
         return failed.exit_code
 
 
-def _listen(channel: Pipe, nodes: list[Node]) -> None:
+def _listen(channel: Pipe, nodes: Sequence[Stoppable]) -> None:
     while True:
         try:
             message = channel.receive()

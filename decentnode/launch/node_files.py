@@ -203,6 +203,22 @@ def load_merged(model: FlatModel, merged: Tensor) -> None:
     model.buffers.copy_(merged[model.num_parameters :])
 
 
+def model_path(run_dir: Path, uid: int) -> Path:
+    """Returns where a node's model is kept."""
+    return run_dir / "models" / f"{uid:03d}.safetensors"
+
+
+def save_merged(module: nn.Module, run_dir: Path, kept: Collection[str]) -> None:
+    """Write models/merged.safetensors, and what follows from adapters, of a module that holds the merged model. kept:
+    names of parameters that are not shared."""
+    save(module, run_dir / "models" / "merged.safetensors", without=kept)
+    if adapter_names(module):
+        frozen = {name for name, each in module.named_parameters() if not each.requires_grad}
+        save(module, run_dir / "models" / "adapters.safetensors", without={*kept} | frozen)
+        if not kept:
+            save_tensors(folded(module), run_dir / "models" / "folded.safetensors")
+
+
 def save_node(node: Node, run_dir: Path) -> None:
     """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors, which has no parameters that the
     nodes kept to themselves; of a model with adapters also adapters.safetensors, what of the merged model was trained,
@@ -215,15 +231,10 @@ def save_node(node: Node, run_dir: Path) -> None:
         node.dumps.close()
     model, lowest = node.training.model, node.uid == node.generation.members[0]
     kept = set(model.names_from(node.shared))
-    save(model.module, run_dir / "models" / f"{node.uid:03d}.safetensors")
+    save(model.module, model_path(run_dir, node.uid))
     if lowest and node.merged is not None:
         load_merged(model, node.merged)
-        save(model.module, run_dir / "models" / "merged.safetensors", without=kept)
-        if adapter_names(model.module):
-            frozen = {name for name, each in model.module.named_parameters() if not each.requires_grad}
-            save(model.module, run_dir / "models" / "adapters.safetensors", without=kept | frozen)
-            if not kept:
-                save_tensors(folded(model.module), run_dir / "models" / "folded.safetensors")
+        save_merged(model.module, run_dir, kept)
     if node.averages is None:
         return
     own, merged = node.averages

@@ -25,6 +25,8 @@ def library() -> ctypes.CDLL | None:
         address, size = ctypes.c_void_p, ctypes.c_size_t
         loaded.weighted_sum.argtypes = [size, address, address, ctypes.c_float, size, address, address]
         loaded.weighted_sum.restype = None
+        loaded.weighted_rows.argtypes = [size, size, size, size, size, *[address] * 6]
+        loaded.weighted_rows.restype = None
     return loaded
 
 

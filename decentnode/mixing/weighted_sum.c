@@ -38,3 +38,26 @@ void weighted_sum(size_t n, float *out, const float *x, float own, size_t count,
             few(some, out + at, out + at, 1.0f, count - done < 4 ? count - done : 4, r + done, w + done, at);
     }
 }
+
+/* The same for all rows of x [rows, width], in the columns from `from` to `to`: row i of out is own[i] x_i plus the rows
+   sources[k] of x, k from starts[i] to starts[i + 1]. `tile` columns of all rows at a time stay in a cache. */
+void weighted_rows(size_t rows, size_t width, size_t from, size_t to, size_t tile, float *out, const float *x,
+                   const float *own, const size_t *starts, const size_t *sources, const float *w) {
+    for (size_t at = from; at < to; at += tile) {
+        size_t some = to - at < tile ? to - at : tile;
+        for (size_t i = 0; i < rows; i++) {
+            float *row = out + i * width + at;
+            const float *from_row = x + i * width + at;
+            float scale = own[i];
+            size_t k = starts[i], end = starts[i + 1];
+            do {
+                const float *r[4];
+                size_t count = end - k < 4 ? end - k : 4;
+                for (size_t j = 0; j < count; j++)
+                    r[j] = x + sources[k + j] * width + at;
+                few(some, row, from_row, scale, count, r, w + k, 0);
+                from_row = row, scale = 1.0f, k += count;
+            } while (k < end);
+        }
+    }
+}

@@ -66,10 +66,10 @@ class Evaluator:
         sent = own if average is None else torch.cat([own, self._of_shared(average)])
         pending = communication.mean(f"{key}/model", sent, closing)
         splits = training.evaluated
-        told = [_SplitFigures(split, training.task) for split in splits]
+        told = [SplitFigures(split, training.task) for split in splits]
         local = [training.evaluate(split.name) for split in splits]  # while the mean is on its way
         if average is not None:
-            told.append(_SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
+            told.append(SplitFigures(replace(splits[0], prefix=EMA.prefix), training.task))
             with self._holding(average):
                 local.append(training.evaluate(splits[0].name))
         mean, contributors = yield from mean_of(pending, self._phases, timeout)
@@ -84,7 +84,7 @@ class Evaluator:
         packed = [value for each, *both in zip(told, local, of_merged, strict=True) for value in each.packed(*both)]
         pending = communication.mean(f"{key}/figures", torch.tensor([distance, *packed], dtype=torch.float64), closing)
         mean, _ = yield from mean_of(pending, self._phases, timeout)
-        figures = _figures(told, local, mean.tolist(), contributors, norm)
+        figures = figures_of(told, local, mean.tolist(), contributors, norm)
         if training.has_validation:
             validation = training.evaluate("validation")
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
@@ -161,7 +161,7 @@ class Evaluator:
             model.buffers.copy_(buffers)
 
 
-class _SplitFigures:
+class SplitFigures:
     """The figures of one split: what each node gives to the mean over the nodes, and what is made of the mean."""
 
     def __init__(self, split: EvaluatedSplit, task: Task) -> None:
@@ -196,8 +196,8 @@ class _SplitFigures:
         return {f"{self._split.prefix}{name}{ending}": value for name, value in metrics.items()}
 
 
-def _figures(
-    told: Sequence[_SplitFigures], local: Sequence[Evaluation], mean: Sequence[float], nodes: int, norm: float
+def figures_of(
+    told: Sequence[SplitFigures], local: Sequence[Evaluation], mean: Sequence[float], nodes: int, norm: float
 ) -> dict[str, float]:
     """Returns the figures of an evaluation. mean: over so many nodes, the squared distance to the merged model, then
     what each of `told` packed. norm: of the merged model, squared."""

@@ -31,6 +31,7 @@ class D2(Tensors, Full):
     Config: ClassVar[type[component.Config]] = FullConfig
     requirements = replace(Full.requirements, sequential=True, tolerates_missing=False, static=True, symmetric=True,
                            doubly_stochastic=True, smallest_eigenvalue=-1 / 3)  # fmt: skip
+    STACKED = True
     TENSORS: ClassVar[tuple[str, ...]] = ("x", "old_x", "old_update")
 
     def __init__(self, config: component.Config) -> None:

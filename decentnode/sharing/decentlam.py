@@ -22,6 +22,7 @@ class DecentLaM(QuasiGlobalMomentum):
 
     Config: ClassVar[type[component.Config]] = MildMomentumConfig
     requirements = replace(QuasiGlobalMomentum.requirements, static=True, symmetric=True)
+    STACKED = True
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
         return

@@ -14,6 +14,7 @@ from decentnode.payload import Payload
 from decentnode.sharing.forces import elastic_pull_, toward
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.stacked import Mixing
 from decentnode.sharing.state import Tensors
 
 
@@ -41,6 +42,7 @@ class Elastic(Tensors, LocalSGD):
 
     Config: ClassVar[type[component.Config]] = ElasticConfig
     requirements = Requirements(sequential=True, doubly_stochastic=True)
+    STACKED = True
     TENSORS: ClassVar[tuple[str, ...]] = ("center", "x")
 
     def __init__(self, config: ElasticConfig) -> None:
@@ -75,6 +77,15 @@ class Elastic(Tensors, LocalSGD):
         assert self.center is not None
         elastic_pull_(model, (model if self.x is None else self.x) - self.center, self.pull)
         self.center, self.x = center, None
+
+    def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:
+        if not self.meets(view.round):
+            return models
+        center = mixing(self._pulled_center(models))
+        assert self.center is not None
+        elastic_pull_(models, (models if self.x is None else self.x) - self.center, self.pull)
+        self.center, self.x = center, None
+        return models
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         self.mix(out.copy_(model), received, view)

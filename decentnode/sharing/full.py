@@ -25,6 +25,7 @@ class Full(Sharing):
 
     Config: ClassVar[type[component.Config]] = FullConfig
     requirements = Requirements(elementwise=True, linear=True)
+    STACKED = True
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         payload = Payload({"x": model})

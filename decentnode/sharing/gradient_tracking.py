@@ -14,6 +14,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.stacked import Mixing
 from decentnode.sharing.state import Tensors
 
 
@@ -37,6 +38,7 @@ class GradientTracking(Tensors, Sharing):
 
     Config: ClassVar[type[component.Config]] = TrackingConfig
     requirements = Requirements(sequential=True, tolerates_missing=False, doubly_stochastic=True)
+    STACKED = True
     TENSORS: ClassVar[tuple[str, ...]] = ("tracked", "old_gradient", "x", "momentum")
 
     def __init__(self, config: TrackingConfig) -> None:
@@ -89,6 +91,19 @@ class GradientTracking(Tensors, Sharing):
         if self.form == "dsgt":  # x - lr y takes y before it is mixed
             model.sub_(tracked, alpha=view.lr)
         mix_named(tracked, "y", received, view)
+
+    def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:
+        tracked = torch.zeros_like(models) if self.tracked is None else self.tracked
+        if self.form == "atc" and view.phase == 0:
+            if self.tracked is not None:
+                self.tracked = tracked = mixing(tracked)
+            return models.sub_(tracked, alpha=view.lr)
+        models = mixing(models)
+        if self.form == "dsgt":
+            models.sub_(tracked, alpha=view.lr)
+        if self.form != "atc" and self.tracked is not None:
+            self.tracked = mixing(tracked)
+        return models
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         names = ("x",) if self.form == "atc" else ("x", "y")

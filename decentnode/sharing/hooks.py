@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from decentnode.payload import Payload
 from decentnode.sharing.requirements import Requirements
 
 if TYPE_CHECKING:
+    from decentnode.sharing.stacked import Mixing
     from decentnode.sharing.step_size import Search
 
 
@@ -148,6 +149,17 @@ class Hooks:
             torch.mul(total, other, out=out)
         else:
             mix_into(out, model, own - other, [(total, other)])
+
+    # -- the models of all nodes at once (stacked.py)
+
+    STACKED: ClassVar[bool] = False
+    """Whether `begin`, `adjust`, `finish` and `advance` may get the models of all nodes as one tensor [N, P], and
+    `mix_stacked` is the mixing of this rule. Of the view such a rule uses the round, the phase, the learning rate and
+    the seed alone, which all nodes have in common, and no loss. A subclass that adds methods says it again."""
+
+    def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:  # noqa: ARG002
+        """Returns the mixed models of all nodes, [N, P] as `models`, which may be changed. view: that of one node."""
+        return mixing(models)
 
     # -- checkpoints
 

@@ -20,6 +20,7 @@ class LocalSGD(Full):
     """Local steps for `every` rounds, then x_i <- sum_j W_ij x_j (Stich 2019, arXiv 1805.09767)."""
 
     Config: ClassVar[type[component.Config]] = LocalSGDConfig
+    STACKED = True
 
     def __init__(self, config: LocalSGDConfig) -> None:
         super().__init__(config)

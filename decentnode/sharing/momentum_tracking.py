@@ -26,6 +26,7 @@ class MomentumTracking(GradientTracking):
     """Gradient tracking of the momentum m <- b m + g instead of g (Takezawa et al., TMLR 2023, algorithm 1)."""
 
     Config: ClassVar[type[component.Config]] = MomentumTrackingConfig
+    STACKED = True
 
     def __init__(self, config: MomentumTrackingConfig) -> None:
         super().__init__(config)

@@ -27,6 +27,7 @@ class Moshpit(Full):
 
     Config: ClassVar[type[component.Config]] = MoshpitConfig
     requirements = replace(Full.requirements, overrides_topology=True)
+    STACKED = True
 
     def __init__(self, config: MoshpitConfig) -> None:
         super().__init__(config)

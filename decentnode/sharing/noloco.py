@@ -16,6 +16,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.stacked import Mixing
 from decentnode.sharing.state import Tensors
 
 
@@ -37,6 +38,7 @@ class NoLoCo(Tensors, LocalSGD):
 
     Config: ClassVar[type[component.Config]] = NoLoCoConfig
     requirements = Requirements(sequential=True, overrides_topology=True)
+    STACKED = True
     TENSORS: ClassVar[tuple[str, ...]] = ("slow", "momentum")
 
     def __init__(self, config: NoLoCoConfig) -> None:
@@ -79,6 +81,16 @@ class NoLoCo(Tensors, LocalSGD):
         self.momentum.mul_(self.beta).add_(change, alpha=self.pull).add_(slow.sub_(self.slow), alpha=self.pull)
         self.slow.add_(self.momentum)
         model.copy_(self.slow)
+
+    def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:
+        if not self.meets(view.round):
+            return models
+        self.begin(models, view)
+        assert self.slow is not None and self.momentum is not None
+        change, slow = mixing(models - self.slow), mixing(self.slow)
+        self.momentum.mul_(self.beta).add_(change, alpha=self.pull).add_(slow - self.slow, alpha=self.pull)
+        self.slow.add_(self.momentum)
+        return models.copy_(self.slow)
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         self.mix(out.copy_(model), received, view)

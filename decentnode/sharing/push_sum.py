@@ -14,6 +14,7 @@ from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import FullConfig
 from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.stacked import Mixing
 
 
 class PushSum(Sharing):
@@ -27,10 +28,13 @@ class PushSum(Sharing):
 
     Config: ClassVar[type[component.Config]] = FullConfig
     requirements = Requirements(column_stochastic=True, scalars={"w": ScalarSpec(float, low=0.0)})
+    STACKED = True
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)
         self.weight = 1.0
+        self._weights: Tensor | None = None
+        """[N, 1] float64: w of all nodes, where this object holds them."""
         self._back: list[Payload] = []
         self._start: Tensor | None = None
 
@@ -39,12 +43,18 @@ class PushSum(Sharing):
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
         """The update belongs to x, not to z: z <- z_0 + (z - z_0) / w."""
-        if self._start is not None and self.weight != 1.0:
-            model.sub_(self._start).div_(self.weight).add_(self._start)
+        if self._start is not None and (self._weights is not None or self.weight != 1.0):
+            model.sub_(self._start).div_(self._weight_of(model)).add_(self._start)
         self._start = None
 
     def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        model.add_(update, alpha=1.0 / self.weight)
+        if self._weights is None:
+            model.add_(update, alpha=1.0 / self.weight)
+        else:
+            model.add_(update / self._weight_of(model))
+
+    def _weight_of(self, model: Tensor) -> Tensor | float:
+        return self.weight if self._weights is None else self._weights.to(model.dtype)
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         found: dict[float, Payload] = {}
@@ -65,6 +75,13 @@ class PushSum(Sharing):
             self.weight += float(payload.scalars["w"])
         self._back = []
         model.div_(self.weight)
+
+    def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:  # noqa: ARG002
+        if self._weights is None:
+            self._weights = torch.ones(len(models), 1, dtype=torch.float64, device=models.device)
+        mixed = mixing.shares(models.mul_(self._weight_of(models)))
+        self._weights = mixing.shares(self._weights)
+        return mixed.div_(self._weight_of(models))
 
     def undelivered(self, uid: int, payload: Payload) -> None:  # noqa: ARG002
         self._back.append(payload)

@@ -32,6 +32,7 @@ class QuasiGlobalMomentum(Tensors, Full):
 
     Config: ClassVar[type[component.Config]] = MomentumConfig
     requirements = replace(Full.requirements, sequential=True, doubly_stochastic=True)
+    STACKED = True
     TENSORS: ClassVar[tuple[str, ...]] = ("x", "momentum")
 
     def __init__(self, config: MomentumConfig) -> None:

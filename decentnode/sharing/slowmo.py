@@ -35,6 +35,7 @@ class SlowMo(Tensors, LocalSGD):
     nesterov: ClassVar[bool] = False
     gradient_units: ClassVar[bool] = True
     """Whether the change between two exchanges is divided by the learning rate."""
+    STACKED = True
     TENSORS: ClassVar[tuple[str, ...]] = ("start", "momentum")
 
     def __init__(self, config: OuterConfig) -> None:

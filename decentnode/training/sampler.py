@@ -65,9 +65,11 @@ class Sampler:
 
     def _epoch_order(self) -> np.ndarray:
         if self._order[0] != self.epoch:
-            if self._shuffle:
-                order = rng.stream(self._seed, self._uid, "order of samples", self.epoch).permutation(self.num_samples)
-            else:
-                order = np.arange(self.num_samples)
-            self._order = (self.epoch, order)
+            self._order = (self.epoch, self.order_of(self.epoch))
         return self._order[1]
+
+    def order_of(self, epoch: int) -> np.ndarray:
+        """Returns the order [num_samples] int64 of an epoch; its last places may be left out (`usable`)."""
+        if not self._shuffle:
+            return np.arange(self.num_samples)
+        return rng.stream(self._seed, self._uid, "order of samples", epoch).permutation(self.num_samples)

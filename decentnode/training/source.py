@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -58,6 +60,36 @@ class Source:
             self._inputs.tensor = self._normalize(self._inputs.tensor)
             self._scale, self._offset = 1.0, 0.0
 
+    @classmethod
+    def joined(cls, sources: Sequence[Source]) -> Source | None:
+        """Returns a source with the samples of all `sources` behind each other. Their own arrays are views of it from
+        then on, so that nothing is held twice. None where they cannot be joined: samples that are made when they are
+        taken, or rows of a longer sequence."""
+        first = sources[0]
+        if any(each._lazy is not None or not each._plain or each._way != first._way for each in sources):
+            return None
+        joined = copy.copy(first)
+        joined.kept, joined._length = None, sum(map(len, sources))
+        for name in ("_inputs", "_targets"):
+            arrays = [getattr(each, name) for each in sources]
+            whole = torch.cat([each.tensor for each in arrays])
+            setattr(joined, name, arrays[0].holding(whole))
+            start = 0
+            for array in arrays:
+                stop = start + len(array.tensor)
+                array.tensor, start = whole[start:stop], stop
+        return joined
+
+    @property
+    def _plain(self) -> bool:
+        return self._inputs.plain and self._targets.plain
+
+    @property
+    def _way(self) -> tuple[object, ...]:
+        """What must be alike of samples that are taken together."""
+        shapes = [(each.tensor.dtype, each.tensor.shape[1:]) for each in (self._inputs, self._targets)]
+        return self._scale, self._offset, self._ids, *shapes
+
     def __len__(self) -> int:
         return self._length
 
@@ -103,6 +135,17 @@ class _Array:
             self._starts = torch.from_numpy(np.asarray(self._rows.starts, np.int64)).to(device)
             fixed = isinstance(self._rows.lengths, int)
             self._lengths = None if fixed else torch.from_numpy(np.asarray(self._rows.lengths, np.int64)).to(device)
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is an array, and not rows."""
+        return self._rows is None
+
+    def holding(self, tensor: Tensor) -> _Array:
+        """Returns another array with the values of `tensor`."""
+        found = copy.copy(self)
+        found.tensor = tensor
+        return found
 
     def take(self, indices: Tensor) -> Tensor:
         if self._rows is None:

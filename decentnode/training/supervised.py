@@ -144,6 +144,15 @@ class Supervised(Training):
     def learning_rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
+    def samples_of(self, split: str) -> tuple[Source, Tensor]:
+        """Returns a split's source and the indices [M] into it. Raises KeyError."""
+        return self._splits[split]
+
+    @property
+    def sampler(self) -> Sampler:
+        """The order of the training samples, and the place in it."""
+        return self._sampler
+
     # -- local steps ------------------------------------------------------------------------------------------
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:

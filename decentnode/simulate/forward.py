@@ -1,0 +1,126 @@
+"""One module applied with the parameters of many nodes at once."""
+
+from __future__ import annotations
+
+import abc
+import warnings
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from decentnode.tensors import FlatModel
+
+ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid, nn.ELU, nn.SiLU, nn.LeakyReLU, nn.Softplus, nn.Identity)
+"""Layers without parameters that treat every number alone."""
+
+
+class Unsuitable(Exception):
+    """This way does not compute the model at hand; the text says why."""
+
+
+class Forward(abc.ABC):
+    """Computes the outputs of N nodes, each from its own row of the parameters alone."""
+
+    name: ClassVar[str]
+
+    def __init__(self, model: FlatModel) -> None:
+        """Raises Unsuitable."""
+        if model.buffers.numel():
+            raise Unsuitable("the model has float buffers, as batch normalization has")
+        if draws := random_part(model.module):
+            raise Unsuitable(f"{draws} draws at random")
+        self.model = model
+
+    @abc.abstractmethod
+    def __call__(self, parameters: Sequence[Tensor], inputs: Tensor) -> Tensor:
+        """Returns outputs [N, B, ...]. parameters: [N, *shape] each, in the order of the flat model. inputs:
+        [N, B, ...], or [1, B, ...] where all nodes have the same."""
+
+    def check(self, inputs: Tensor) -> None:
+        """Raises Unsuitable where the outputs are not those of the module. inputs: some samples [B, ...]."""
+        module, stacked = self.model.module, [p.detach()[None].expand(2, *p.shape) for p in self.model.trainable]
+        try:
+            with torch.no_grad():
+                wanted = module(inputs)
+                for given in (inputs[None], inputs[None].expand(2, *inputs.shape)):
+                    found = self(stacked, given)
+                    if not torch.allclose(found[1], wanted, rtol=1e-3, atol=1e-4):
+                        raise Unsuitable("its outputs are not those of the model")
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            raise Unsuitable(str(error).split("\n")[0][:200]) from error
+
+
+class Layers(Forward):
+    """Linear layers as batched matrix products, and what treats numbers one by one between them."""
+
+    name = "layers"
+
+    def __init__(self, model: FlatModel) -> None:
+        super().__init__(model)
+        known = {id(p): place for place, p in enumerate(model.trainable)}
+        module = model.module
+        self._layers: list[nn.Module] = [*module] if isinstance(module, nn.Sequential) else [module]
+        self._places: list[tuple[int, ...]] = []
+        """By layer, where its weight and bias are among the parameters."""
+        for layer in self._layers:
+            kind = type(layer)
+            if isinstance(layer, nn.Linear) and kind is nn.Linear:
+                own = [p for p in (layer.weight, layer.bias) if p is not None]
+                if not all(id(p) in known for p in own):
+                    raise Unsuitable("a part of a linear layer is not trained")
+                self._places.append(tuple(known[id(p)] for p in own))
+            elif kind in ACTIVATIONS or (isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1)):
+                self._places.append(())
+            else:
+                raise Unsuitable(f"{kind.__name__} is no linear layer")
+        if len({place for places in self._places for place in places}) != len(model.trainable):
+            raise Unsuitable("parameters are used twice")
+
+    def __call__(self, parameters: Sequence[Tensor], inputs: Tensor) -> Tensor:
+        count, x = len(parameters[0]), inputs
+        for layer, places in zip(self._layers, self._places, strict=True):
+            if places:
+                weight = parameters[places[0]].transpose(1, 2)
+                x = x.expand(count, *x.shape[1:])
+                x = torch.baddbmm(parameters[places[1]].unsqueeze(1), x, weight) if len(places) > 1 else x @ weight
+            else:
+                x = x.flatten(2) if isinstance(layer, nn.Flatten) else layer(x)
+        return x
+
+
+class Vmap(Forward):
+    """Any module by torch.func.vmap; its convolutions become grouped ones."""
+
+    name = "vmap"
+
+    def __init__(self, model: FlatModel) -> None:
+        super().__init__(model)
+        self._names = [name for name, _ in model.named_shapes]
+
+    def __call__(self, parameters: Sequence[Tensor], inputs: Tensor) -> Tensor:
+        module, names = self.model.module, self._names
+
+        def one(given: Sequence[Tensor], x: Tensor) -> Tensor:
+            found: Tensor = torch.func.functional_call(module, dict(zip(names, given, strict=True)), (x,))
+            return found
+
+        shared = len(inputs) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # operations without a batching rule are slow, which the timing shows
+            return torch.func.vmap(one, in_dims=(0, None if shared else 0))(
+                list(parameters), inputs[0] if shared else inputs
+            )
+
+
+def random_part(module: nn.Module) -> str:
+    """Returns the class of a part of the module that may draw at random in training; "" where none does, as far as
+    the classes of torch.nn and of this project tell."""
+    for part in module.modules():
+        kind = type(part)
+        draws = isinstance(part, nn.modules.dropout._DropoutNd | nn.RReLU) and getattr(part, "p", True)
+        if draws or (isinstance(part, nn.RNNBase | nn.MultiheadAttention) and part.dropout) \
+                or not kind.__module__.startswith(("torch.nn.", "decentnode.")):  # fmt: skip
+            return kind.__name__
+    return ""

@@ -1,0 +1,290 @@
+"""The engine `batched` computes what nodes compute that are stepped one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from decentnode.build import build_in_process, step_all
+from decentnode.communication.inproc import Inproc
+from decentnode.config.component import load_class
+from decentnode.experiment import Experiment, load
+from decentnode.metrics.writer import encode
+from decentnode.node.node import Node
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.d2 import D2
+from decentnode.sharing.full import Full
+from decentnode.sharing.stacked import has_stacked_form
+from decentnode.simulate import choice
+from decentnode.simulate.batched import Batched, RoundOfAll, Sink
+from decentnode.simulate.choice import WAYS, choose
+from decentnode.simulate.forward import Layers, Unsuitable, Vmap
+from decentnode.simulate.population import Population
+from decentnode.tensors import FlatModel
+from tests.conftest import scale
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+ROUNDS = scale(6, 200)
+IMAGES = "data={name: synthetic, input_shape: [1, 12, 12], train_samples: 100, test_samples: 20}"
+STACKED = [
+    "full", "ac", "d2", "decentlam", "diloco", "elastic", "exact_diffusion", "gradient_tracking", "local_sgd",
+    "momentum_tracking", "moshpit", "noloco", "push_sum", "qg_momentum", "slowmo",
+]  # fmt: skip
+RULES = [
+    *STACKED, "{name: gradient_tracking, form: dsgt}", "{name: gradient_tracking, form: atc}",
+    "{name: elastic, force: after, every: 2}", "{name: diloco, every: 3}",
+]  # fmt: skip
+OPTIONS = {
+    "uneven epochs": ["training={name: supervised, batch_size: 7, local_steps: 4}"],
+    "epochs": ["training={name: supervised, batch_size: 16, local_epochs: 1}", "data.partition=iid"],
+    "clipped adam": ["training={name: supervised, batch_size: 8, local_steps: 2, clip_norm: 0.5, optimizer: "
+                     "{name: adam, lr: 0.005}, lr_schedule: {name: exponential, gamma: 0.9, every: step}}"],
+    "momentum, fresh": ["training={name: supervised, batch_size: 8, local_steps: 2, reset_optimizer: true, optimizer: "
+                        "{name: sgd, lr: 0.05, momentum: 0.9, nesterov: true}, label_smoothing: 0.1}"],
+    "accumulated": ["training={name: supervised, batch_size: 4, accumulate: 3, local_steps: 2}"],
+    "validation": ["training={name: supervised, batch_size: 8, validation: {fraction: 0.2}, evaluate_train: 20}"],
+    "overlapped": ["node.schedule=overlapped"],
+    "overlapped push-sum": ["node.schedule=overlapped", "sharing=push_sum"],
+    "changing graph": ["graph={name: random_matching, nodes: 5}"],
+    "periodic graph": ["graph={name: alternating_ring, nodes: 6}", "mapping.nodes_per_machine=6"],
+    "own test samples": ["data.test=both"],
+    "sharded test set": ["data.shard_test=true"],
+    "compressed": ["sharing={name: full, compression: qsgd}"],
+    "two phases of rows": ["sharing={name: hierarchical, groups: [[0, 1], [2, 3]]}", "graph={name: complete, nodes: 4}",
+                           "mapping.nodes_per_machine=4"],
+    "fragments": ["parameters={fragments: {name: random, count: 2, degree: 1}}"],
+    "kept parameters": ["parameters={keep: ['3.*']}"],
+    "early stop": ["node.early_stop={figure: accuracy_merged, patience: 1, min_delta: 0.9}"],
+}  # fmt: skip
+
+
+class Kept(Sink):
+    """Keeps what a run tells."""
+
+    def __init__(self) -> None:
+        self.rounds: list[RoundOfAll] = []
+        self.records: list[tuple[int, dict[str, Any]]] = []
+
+    def take_round(self, found: RoundOfAll) -> None:
+        self.rounds.append(found)
+
+    def take_record(self, uid: int, record: dict[str, Any]) -> None:
+        self.records.append((uid, record))
+
+    def tick(self) -> None:
+        pass
+
+
+def experiment(*overrides: str) -> Experiment:
+    return load(QUICKSTART, [
+        "graph={name: regular, nodes: 5, degree: 2}", "mapping={name: linear, nodes_per_machine: 5, threads: 1}",
+        "training={name: supervised, batch_size: 8, local_steps: 2, optimizer: {name: sgd, lr: 0.05}}",
+        f"node={{rounds: {ROUNDS}, evaluate_every: 4}}", "model={name: mlp, hidden: [12]}", *overrides,
+    ], check=False)  # fmt: skip
+
+
+def stepped(config: Experiment) -> tuple[list[Node], dict[int, list[dict[str, Any]]]]:
+    records: dict[int, list[dict[str, Any]]] = {}
+    nodes = build_in_process(config, lambda uid, record: records.setdefault(uid, []).append(record))
+    step_all(nodes)
+    return nodes, records
+
+
+def batched(config: Experiment, way: str, workers: int = 1) -> tuple[Batched, Kept]:
+    population = Population(config, workers)
+    engine, kept = Batched(population, WAYS[way](population)), Kept()
+    engine.run(kept)
+    population.close()
+    return engine, kept
+
+
+def compare(config: Experiment, way: str, workers: int = 1, atol: float = 1e-5) -> Batched:
+    """All models, figures and records of both engines are the same."""
+    nodes, records = stepped(config)
+    engine, kept = batched(config, way, workers)
+    for node, row in zip(nodes, engine.population.parameters, strict=True):
+        np.testing.assert_allclose(row, node.training.model.parameters.detach(), rtol=0, atol=atol)
+    for node in nodes:
+        close(engine.figures(node.uid), node.figures())
+        own = [record for uid, record in kept.records if uid == node.uid]
+        theirs = [record for record in records[node.uid] if record["kind"] != "round"]
+        for record, wanted in zip(own, theirs, strict=True):
+            close(record, wanted)
+        rounds = [record for record in records[node.uid] if record["kind"] == "round"]
+        for found, wanted in zip(kept.rounds, rounds, strict=True):
+            assert found.local.losses[node.uid] == pytest.approx(wanted["loss"], abs=1e-4)
+            assert (found.round, found.local.steps[node.uid], found.local.samples[node.uid], found.local.lr) == (
+                wanted["round"], wanted["steps"], wanted["samples"], pytest.approx(wanted["lr"]))
+            assert (found.data[node.uid], found.metadata[node.uid], found.evaluation[node.uid]) == tuple(
+                wanted[f"{purpose}_bytes_sent"] for purpose in ("data", "metadata", "evaluation"))
+            assert json.loads(found.edges[node.uid]) == json.loads(encode(wanted["edges"]))
+    return engine
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        if isinstance(value, str):
+            assert found[key] == value, key
+        elif "seconds" not in key and key != "time":
+            # an accuracy may differ by a sample whose two likeliest classes are equally likely
+            assert found[key] == pytest.approx(value, rel=1e-3, abs=6e-3 if "accuracy" in key else 1e-4), key
+
+
+def test_the_rules_with_a_form_for_all_nodes_at_once() -> None:
+    config = experiment()
+    for name in SHARINGS:
+        rule = load_class(name, SHARINGS, "sharing")
+        made = rule(rule.Config.model_validate({"name": name}))
+        assert has_stacked_form(made) == (name in STACKED), name
+    assert config.simulate.engine == "auto"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_with_such_a_form_gives_the_models_of_stepped_nodes(rule: str) -> None:
+    engine = compare(experiment(f"sharing={rule}"), "layers")
+    assert engine.exchange.name == "stacked"
+
+
+@pytest.mark.parametrize("rule", ["choco", "leader", "topk", "powergossip"])
+def test_other_rules_are_mixed_row_by_row_in_the_same_run(rule: str) -> None:
+    engine = compare(experiment(f"sharing={rule}"), "layers")
+    assert engine.exchange.name == "rows" and rule in engine.rows_because
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_a_run(option: str) -> None:
+    compare(experiment(*OPTIONS[option]), "layers")
+
+
+@pytest.mark.parametrize(("way", "model"), [
+    ("vmap", "{name: mlp, hidden: [6]}"), ("vmap", "{name: lenet}"), ("rows", "{name: gn_lenet}"),
+    ("rows", "{name: gn_lenet, norm: batch}"), ("layers", "logistic"),
+])  # fmt: skip
+def test_ways_to_make_the_steps(way: str, model: str) -> None:
+    images = [IMAGES] if "lenet" in model else []
+    config = experiment(f"model={model}", *images, "node.rounds=3")
+    engine = compare(config, way, workers=2 if way == "rows" else 1, atol=1e-5)
+    assert engine.steps.name == way
+
+
+def test_rows_have_the_bits_of_stepped_nodes() -> None:
+    config = experiment("node.rounds=3")
+    nodes, _ = stepped(config)
+    engine, _ = batched(config, "rows", workers=2)
+    for node, row in zip(nodes, engine.population.parameters, strict=True):
+        assert torch.equal(row, node.training.model.parameters)
+
+
+def test_blocks_of_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = batched(experiment("node.rounds=3"), "layers")
+    monkeypatch.setattr("decentnode.simulate.stacked_steps.CPU_BLOCK_BYTES", 60000)
+    monkeypatch.setattr("decentnode.simulate.evaluation.CPU_BYTES", 1)
+    blocks, _ = batched(experiment("node.rounds=3"), "layers")
+    assert len(blocks.steps._leaves) > 1  # type: ignore[attr-defined]
+    torch.testing.assert_close(blocks.population.parameters, whole.population.parameters, rtol=0, atol=1e-6)
+    assert whole.found is not None and blocks.found is not None
+    for one, other in zip(whole.found.figures, blocks.found.figures, strict=True):
+        close(one, other)
+
+
+class Peculiar(D2):
+    def adjust(self, model: torch.Tensor, view: Any, loss: float) -> None:
+        super().adjust(model, view, loss)
+
+
+class Renamed(D2):
+    """Adds nothing."""
+
+
+class Linear(Full):
+    def plan(self, view: Any) -> Any:
+        return view
+
+
+def test_a_subclass_has_the_form_of_its_parent_only_if_it_adds_nothing() -> None:
+    config = D2.Config.model_validate({"name": "d2"})
+    assert has_stacked_form(Renamed(config)) and not has_stacked_form(Peculiar(config))
+    assert has_stacked_form(Linear(config))
+
+
+@pytest.mark.parametrize(("module", "reason"), [
+    (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), "Dropout draws at random"),
+    (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), "float buffers"),
+    (nn.Sequential(nn.Conv1d(1, 2, 3)), "Conv1d is no linear layer"),
+])  # fmt: skip
+def test_what_layers_cannot_compute_is_named(module: nn.Module, reason: str) -> None:
+    with pytest.raises(Unsuitable, match=reason):
+        Layers(FlatModel(module))
+
+
+class Wrong(Vmap):
+    def __call__(self, parameters: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return super().__call__(parameters, inputs) + 1
+
+
+def test_a_way_whose_outputs_are_not_the_models_is_refused() -> None:
+    model = FlatModel(nn.Linear(4, 3))
+    Vmap(model).check(torch.randn(2, 4))
+    with pytest.raises(Unsuitable, match="outputs are not those"):
+        Wrong(model).check(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(("overrides", "reason"), [
+    (["node.checkpoint={every: 2}"], "node.checkpoint"), (["training.ema=0.9"], "training.ema"),
+    (["simulate.steps=layers", "training.amp=bf16"], "amp"),
+    (["sharing=choco", "node.schedule=overlapped"], "overlapped"),
+    (["simulate.steps=layers", "model={name: lenet}", IMAGES], "Conv2d is no linear layer"),
+])  # fmt: skip
+def test_what_batched_cannot_compute_is_stepped_and_named(overrides: list[str], reason: str) -> None:
+    found = choose(experiment("simulate={engine: batched, steps: rows}", *overrides))
+    assert found.name == "stepped" and found.batched is None and reason in found.reason
+
+
+def test_auto_takes_the_faster_and_says_what_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"layers": 3.0, "vmap": 2.0, "rows": 4.0, "stepped": 5.0}
+    monkeypatch.setattr(choice, "timed", lambda _, name: {choice.Way(name, 1): times[name]})
+    found = choose(experiment())
+    assert found.batched is not None and found.batched.steps.name == "vmap"
+    assert "local steps by vmap" in found.reason and "stepped 5000000 us" in found.reason
+    times["stepped"] = 1.0
+    found = choose(experiment())
+    assert found.name == "stepped" and "vmap 2000000 us" in found.reason
+    assert choose(experiment("simulate.engine=batched")).name == "batched"
+    assert choose(experiment(), resume=True).reason == "batched cannot compute --resume"
+
+
+def test_steps_are_really_timed() -> None:
+    found = choice.timed(experiment(), "layers")
+    assert all(seconds > 0 and way.name == "layers" for way, seconds in found.items())
+
+
+def test_a_stop_ends_the_run_after_the_round_under_way() -> None:
+    config = experiment("node.rounds=100")
+    population = Population(config)
+
+    class Stops(Kept):
+        def tick(self) -> None:
+            if len(self.rounds) == 2:
+                engine.ask_stop()
+
+    engine, kept = Batched(population, WAYS["layers"](population)), Stops()
+    engine.run(kept)
+    assert engine.round == 2 and not engine.over and engine.evaluated == 2
+
+
+def test_a_node_that_diverges_is_named() -> None:
+    with pytest.raises(Exception, match=r"node \d: the training loss is nan|holds NaN") as raised:
+        batched(experiment("training.optimizer.lr=1e30", "node.rounds=4"), "layers")
+    assert raised.value.uid in range(5)  # type: ignore[attr-defined]
+
+
+def test_no_transport_is_used_where_rules_have_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inproc, "exchange", None)
+    batched(experiment("node.rounds=1"), "layers")

@@ -1,0 +1,106 @@
+"""The folder of a batched run is that of a stepped one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from decentnode.cli import main
+from decentnode.cli.start import again
+from decentnode.launch.messages import Request
+from decentnode.launch.observer import Observer
+from decentnode.launch.outcome import Outcome
+from decentnode.launch.supervisor import supervise
+from decentnode.metrics import reader
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+COMMON = [
+    "graph={name: regular, nodes: 4, degree: 2}", "mapping={name: linear, nodes_per_machine: 4, threads: 1}",
+    "node={rounds: 5, evaluate_every: 2}",
+]  # fmt: skip
+BATCHED = "simulate={engine: batched, steps: layers}"
+
+
+class Notices(Observer):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def ran(folder: Path, *overrides: str) -> tuple[Outcome, Path, list[str]]:
+    observer = Notices()
+    request = Request(QUICKSTART, [f"run.dir={folder}", *COMMON, *overrides], in_process=True, simulate=True)
+    outcome = supervise(request, observer)
+    assert outcome.run_dir is not None
+    return outcome, outcome.run_dir, observer.texts
+
+
+def told(folder: Path, name: str) -> list[list[dict[str, Any]]]:
+    nodes = sorted((folder / "nodes").iterdir())
+    return [list(reader.read(node / name)) for node in nodes]
+
+
+def shape(value: Any) -> Any:
+    """Keys and kinds of values, of dicts with keys that are uids too."""
+    if isinstance(value, dict):
+        return {key: shape(each) for key, each in value.items()}
+    return "number" if isinstance(value, float | int) else type(value).__name__
+
+
+def test_files_and_figures_are_those_of_stepped_nodes(tmp_path: Path) -> None:
+    stepped, wanted, _ = ran(tmp_path / "stepped", "simulate.engine=stepped")
+    batched, found, notices = ran(tmp_path / "batched", BATCHED)
+    assert (stepped.exit_code, batched.exit_code) == (0, 0)
+    assert batched.summary["engine"]["name"] == "batched" and "layers" in batched.summary["engine"]["reason"]
+    assert any(text.startswith("simulated, batched") for text in notices)
+    kinds = [[record["kind"] for record in each] for each in told(wanted, "metrics.jsonl")]
+    assert kinds == [[record["kind"] for record in each] for each in told(found, "metrics.jsonl")]
+    for theirs, own in zip(told(wanted, "metrics.jsonl"), told(found, "metrics.jsonl"), strict=True):
+        for record, other in zip(theirs, own, strict=True):
+            assert shape(other) == shape(record)
+            for key in ("round", "loss", "data_bytes_sent", "evaluation_bytes_sent", "edges", "accuracy_merged"):
+                assert other.get(key) == (pytest.approx(record[key], rel=1e-4) if isinstance(record.get(key), float)
+                                          else record.get(key)), key  # fmt: skip
+    events = [[(event["kind"], event["peer"], event["detail"]) for event in each]
+              for folder in (wanted, found) for each in told(folder, "events.jsonl")]  # fmt: skip
+    assert events[:4] == events[4:]
+    for folder in (wanted, found):
+        status = json.loads((folder / "nodes" / "003" / "status.json").read_text())
+        assert (status["round"], status["doing"], status["uid"]) == (5, "finished", 3)
+    assert shape(batched.summary["nodes"]) == shape(stepped.summary["nodes"])
+    assert batched.summary.keys() == stepped.summary.keys() and batched.summary["digest"] == stepped.summary["digest"]
+    names = [path.name for path in sorted((wanted / "models").iterdir())]
+    assert names == [path.name for path in sorted((found / "models").iterdir())]
+    for name in names:
+        theirs, own = load_file(wanted / "models" / name), load_file(found / "models" / name)
+        assert all((own[key] - value).abs().max() < 1e-5 for key, value in theirs.items()), name
+
+
+def test_a_batched_run_that_diverges_fails_as_a_run_does(tmp_path: Path) -> None:
+    outcome, folder, _ = ran(tmp_path, BATCHED, "training.optimizer.lr=1e30")
+    assert outcome.exit_code == 6 and outcome.failure is not None
+    last = [each[-1]["kind"] for each in told(folder, "events.jsonl")]
+    assert last.count("diverged") == 1 and last.count("peer_lost") == 3
+    assert json.loads((folder / "nodes" / "000" / "status.json").read_text())["doing"] == "failed"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    words = ["simulate", QUICKSTART, "--run-dir", str(tmp_path), "--plain", "--engine", "batched", "--json"]
+    for override in [*COMMON, "simulate.steps=layers"]:
+        words += ["--set", override]
+    result = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["engine"]["name"] == "batched"
+
+
+def test_the_next_command_is_a_simulation_too() -> None:
+    outcome = Outcome(0, None, {"rounds_planned": 5})
+    assert again(Request("a.yaml", simulate=True), outcome)[0] == "simulate"
+    assert again(Request("a.yaml"), outcome)[0] == "run"
