@@ -15,7 +15,7 @@ from decentnode.build import schemas_of
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.graph.base import RoundView
 from decentnode.mixing.rows import RowWeights
-from decentnode.node.fragment_exchange import FragmentExchange, RoundTimes
+from decentnode.node.fragment_exchange import FragmentExchange, RoundTimes, Slice
 from decentnode.node.plan import Planner, Planners
 from decentnode.payload import SCALAR_BYTES
 from decentnode.sharing.base import Sharing
@@ -310,6 +310,7 @@ class _Node:
         for fragment in self.due:
             part = fragment.part(row)
             for each in fragment.slices(self._communication.config.timeout_seconds, self._times):
+                assert isinstance(each, Slice), "all payloads are there: every node has sent"
                 each.mix(fragment.rule, part)
             fragment.settle(self._times)
 
