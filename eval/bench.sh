@@ -9,14 +9,15 @@
 # bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel;
 #                                        AccumAdam, slow links, stragglers
 # bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other ways
+# bash eval/bench.sh simulate [CASE...]  node-updates per second of simulated runs, beside bare loops; --gossipy PATH
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 what=${1:-rounds}
 [ $# -gt 0 ] && shift
 script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
-  [ "$what" = digits_reference ]; then
-  echo "unknown benchmark '$what'; there is: collective, ddp, digits_table, link, overlap, pairs, rounds, sharing, virtual" >&2
+  [ "$what" = digits_reference ] || [ "$what" = beside_gossipy ]; then
+  echo "unknown benchmark '$what'; there is: collective, ddp, digits_table, link, overlap, pairs, rounds, sharing, simulate, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

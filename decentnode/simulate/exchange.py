@@ -260,7 +260,8 @@ class RowExchange(Exchange):
                 if phase:
                     node.mix(row)
                 for fragment in node.due:
-                    fragment.send(row, phase)
+                    for wait in fragment.send(row, phase):
+                        raise AssertionError(f"nothing waits in one process, got {wait}")
         for node, row in zip(self._nodes, rows, strict=True):
             node.mix(row)
             for fragment in node.due:

@@ -1,0 +1,60 @@
+"""PATH CASE NODES BATCH SECONDS: prints the node-updates per second of the package gossipy in the folder PATH.
+
+One process: gossipy has no more. Every node sends its model once per round to a random peer, which merges and makes one
+step, as `MERGE_UPDATE` does; nothing is evaluated in the rounds that count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+import types
+from typing import Any
+
+
+def main() -> None:
+    path, case, *numbers = sys.argv[1:]
+    nodes, batch, seconds = int(numbers[0]), int(numbers[1]), float(numbers[2])
+    sys.path[:0] = path.split(":")
+    if importlib.util.find_spec("torchvision") is None:  # imported for its downloads alone
+        sys.modules["torchvision"] = types.ModuleType("torchvision")
+    import torch
+    from gossipy import LOG
+    from gossipy.core import AntiEntropyProtocol, CreateModelMode, StaticP2PNetwork
+    from gossipy.data import DataDispatcher
+    from gossipy.data.handler import ClassificationDataHandler
+    from gossipy.model.handler import TorchModelHandler
+    from gossipy.model.nn import LogisticRegression, TorchMLP
+    from gossipy.node import GossipNode
+    from gossipy.simul import GossipSimulator
+
+    LOG.setLevel("ERROR")
+    torch.set_num_threads(1)
+    data = DataDispatcher(
+        ClassificationDataHandler(torch.randn(40 * nodes, 64), torch.randint(10, (40 * nodes,)), test_size=0.1),
+        n=nodes, eval_on_user=False, auto_assign=True,
+    )  # fmt: skip
+    model: Any = LogisticRegression(64, 10) if case == "logistic" else TorchMLP(64, 10, (100,))
+    handler = TorchModelHandler(
+        net=model, optimizer=torch.optim.SGD, optimizer_params={"lr": 0.05}, criterion=torch.nn.CrossEntropyLoss(),
+        local_epochs=0, batch_size=batch, create_model_mode=CreateModelMode.MERGE_UPDATE,
+    )  # fmt: skip
+    made = GossipNode.generate(data_dispatcher=data, p2p_net=StaticP2PNetwork(nodes), model_proto=handler,
+                               round_len=nodes, sync=True)  # fmt: skip
+    simulator = GossipSimulator(nodes=made, data_dispatcher=data, delta=nodes,
+                                protocol=AntiEntropyProtocol.PUSH, sampling_eval=0.0)  # fmt: skip
+    for node in made.values():
+        node.has_test, node.evaluate = lambda: False, lambda *_: {}
+    simulator.notify_evaluation = lambda *_: None
+    simulator.init_nodes(seed=1)
+    simulator.start(n_rounds=1)
+    rounds, started = 0, time.perf_counter()
+    while (taken := time.perf_counter() - started) < seconds:
+        simulator.start(n_rounds=1)
+        rounds += 1
+    sys.stdout.write(f"\n{rounds * nodes / taken}\n")
+
+
+if __name__ == "__main__":
+    main()

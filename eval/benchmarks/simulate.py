@@ -1,0 +1,209 @@
+"""bash eval/bench.sh simulate [--gossipy PATH] [--rounds-seconds S] [CASE...]: node-updates per second of simulations.
+
+100 nodes on a random regular graph of degree 4, batch 8, one local step per round, all cores. A node-update is one
+local step and one mixing of one node. `engine` is whole rounds of the engine batched with its records written to files,
+`steps` its local steps alone, `W X` its mixing alone, `rest` what is neither. Beside it in the same run, in turns:
+`vmap`, a bare loop of torch.func.vmap(grad) and plain SGD over the stacked parameters; `bare`, a bare loop of forward,
+backward and SGD, one process per core.
+
+--gossipy PATH: folders, with colons between them, that hold the package gossipy and what it imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import cores, machine
+
+from decentnode.experiment import Experiment, load
+from decentnode.experiment.initial_model import make_model
+from decentnode.launch.messages import Request, Task
+from decentnode.launch.run_dir import node_dir
+from decentnode.launch.simulated import Files
+from decentnode.simulate.batched import Batched
+from decentnode.simulate.choice import choose
+from decentnode.simulate.exchange import StackedExchange
+from decentnode.tensors import keep_freed_memory
+
+NODES, BATCH, TURNS = 100, 8, 5
+CASES: dict[str, list[str]] = {
+    "logistic": ["model=logistic", "data.input_shape=[64]"],
+    "mlp": ["model={name: mlp, hidden: [100]}", "data.input_shape=[64]"],
+    "gn_lenet": ["model=gn_lenet", "data.input_shape=[3, 32, 32]"],
+}
+NAMES = {"logistic": "logistic regression (650)", "mlp": "MLP (7,510)", "gn_lenet": "GN-LeNet (89,834)"}
+HERE = Path(__file__).resolve().parent
+
+
+def experiment(case: str) -> Experiment:
+    return load(None, [
+        "graph={name: regular, nodes: 100, degree: 4}", "mapping={name: linear, nodes_per_machine: 100}",
+        "data={name: synthetic, train_samples: 50000, test_samples: 1000, partition: iid}", *CASES[case],
+        f"training={{name: supervised, batch_size: {BATCH}, local_steps: 1, optimizer: {{name: sgd, lr: 0.05}}}}",
+        "node={rounds: 1000000, evaluate_every: 0, check_finite: false}", "simulate.engine=batched",
+    ], environ={}, check=False)  # fmt: skip
+
+
+class Engine:
+    """Whole rounds of the engine, with their records."""
+
+    def __init__(self, case: str, folder: Path) -> None:
+        choice = choose(experiment(case))
+        assert choice.batched is not None, choice.reason
+        self.engine: Batched = choice.batched
+        self.reason = choice.reason
+        self.threads = choice.threads
+        for uid in range(NODES):
+            node_dir(folder, uid).mkdir(parents=True)
+        task = Task(Request(""), [*range(NODES)], 0, str(folder), 1, "00" * 8, True, 2.0, "")
+        self._sink = Files(self.engine, task, lambda _: None, lambda: None)
+
+    def round(self) -> None:
+        torch.set_num_threads(self.threads)
+        self._sink.take_round(self.engine.step())
+
+    def parts(self, seconds: float) -> tuple[float, float]:
+        """Seconds of a round's local steps alone, and of W X alone."""
+        torch.set_num_threads(self.threads)
+        exchange, at = self.engine.exchange, self.engine.round
+        assert isinstance(exchange, StackedExchange)
+        exchange.begin(at, 0.05)
+        plan = exchange._planned()[0][0]
+        with torch.no_grad():
+            mixing = rate(lambda: plan(self.engine.population.rows), seconds)
+        return rate(lambda: self.engine.steps.run(at), seconds), mixing
+
+
+def rate(work: Callable[[], object], seconds: float) -> float:
+    """Returns the mean seconds of `work`, called for so long."""
+    work()
+    count, started = 0, time.perf_counter()
+    while (taken := time.perf_counter() - started) < seconds or not count:
+        work()
+        count += 1
+    return taken / count
+
+
+def vmap_loop(case: str) -> Callable[[], object] | None:
+    """A bare loop: gradients of all nodes by torch.func, plain SGD, no data to gather, nothing mixed or written."""
+    config = experiment(case)
+    spec = config.open_data().spec
+    module = make_model(config, spec)
+    names = [name for name, _ in module.named_parameters()]
+    stacked = {name: p.detach().expand(NODES, *p.shape).clone() for name, p in module.named_parameters()}
+    inputs, targets = torch.randn(NODES, BATCH, *spec.input_shape), torch.randint(10, (NODES, BATCH))
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        outputs = torch.func.functional_call(module, parameters, (x,))
+        return torch.nn.functional.cross_entropy(outputs, y)
+
+    gradient = torch.func.vmap(torch.func.grad(loss))
+
+    def work() -> None:
+        found = gradient(stacked, inputs, targets)
+        for name in names:
+            stacked[name].sub_(found[name], alpha=0.05)
+
+    try:
+        work()
+    except RuntimeError:
+        return None
+    return work
+
+
+def bare_share(case: str, nodes: int, seconds: float, ready: Any, results: Any) -> None:
+    """One process of the bare loop: these nodes' steps, one after the other, on one thread."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    config = experiment(case)
+    spec = config.open_data().spec
+    modules = [make_model(config, spec) for _ in range(nodes)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.05, fused=True) for module in modules]
+    inputs, targets = torch.randn(nodes, BATCH, *spec.input_shape), torch.randint(10, (nodes, BATCH))
+
+    def work() -> None:
+        for module, optimizer, x, y in zip(modules, optimizers, inputs, targets, strict=True):
+            torch.nn.functional.cross_entropy(module(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    work()
+    ready.wait(120)
+    results.put(nodes / rate(work, seconds))
+
+
+def bare_rate(case: str, seconds: float) -> float:
+    """Node-updates per second of the bare loop on all cores."""
+    context = multiprocessing.get_context("spawn")
+    ready, results = context.Barrier(cores()), context.Queue()
+    started = [context.Process(target=bare_share, args=(case, NODES // cores(), seconds, ready, results))
+               for _ in range(cores())]  # fmt: skip
+    for process in started:
+        process.start()
+    found = sum(results.get(timeout=300) for _ in started)
+    for process in started:
+        process.join(60)
+    return found
+
+
+def gossipy_rate(case: str, path: str, seconds: float) -> float:
+    """Node-updates per second that the package gossipy makes; 0 for a model that it has not."""
+    if case == "gn_lenet":
+        return 0.0
+    words = [sys.executable, str(HERE / "beside_gossipy.py"), path, case, str(NODES), str(BATCH), str(seconds)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise SystemExit(f"gossipy did not run:\n{done.stderr[-2000:]}")
+    return float(done.stdout.split()[-1])
+
+
+def measure(case: str, seconds: float, gossipy: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        engine, loop = Engine(case, Path(folder)), vmap_loop(case)
+        found: dict[str, list[float]] = {name: [] for name in ("engine", "steps", "W X", "vmap", "bare", "gossipy")}
+        for _ in range(TURNS):
+            found["engine"].append(rate(engine.round, seconds))
+            for name, each in zip(("steps", "W X"), engine.parts(seconds / 2), strict=True):
+                found[name].append(each)
+            if loop is not None:
+                torch.set_num_threads(cores())
+                found["vmap"].append(rate(loop, seconds))
+            found["bare"].append(NODES / bare_rate(case, seconds))
+            if gossipy and case != "gn_lenet":
+                found["gossipy"].append(NODES / gossipy_rate(case, gossipy, seconds))
+        engine.engine.population.close()
+    medians = {name: statistics.median(each) for name, each in found.items() if each}
+    print(f"{NAMES[case]}: {engine.reason}")
+    whole = medians["engine"]
+    rest = max(0.0, whole - medians["steps"] - medians["W X"]) / whole
+    for name, each in medians.items():
+        beside = statistics.median(a / b for a, b in zip(found[name], found["engine"], strict=True))
+        share = "" if name in ("engine", "steps", "W X") else f"; engine / {name}: {beside:.2f}"
+        print(f"  {name:8} {NODES / each:10,.0f} node-updates/s  {1e3 * each:8.3f} ms per round of {NODES}{share}")
+    print(f"  W X is {medians['W X'] / whole:.1%} of a round, the rest {rest:.1%}", flush=True)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("cases", nargs="*", metavar="CASE", default=[*CASES])
+    arguments.add_argument("--gossipy", default="", metavar="PATH")
+    arguments.add_argument("--rounds-seconds", type=float, default=2.0, metavar="S")
+    chosen = arguments.parse_args()
+    keep_freed_memory()
+    print(machine())
+    for case in chosen.cases:
+        measure(case, chosen.rounds_seconds, chosen.gossipy)
+
+
+if __name__ == "__main__":
+    main()
