@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.report.plots import COLORS, DASHES, SUFFIXES
-from decentnode.sweeps.results import Results, Row
+from decentnode.sweeps.results import ALPHA, Results, Row
 from decentnode.sweeps.space import Settings, short_names
 
 if TYPE_CHECKING:
@@ -37,10 +37,12 @@ def draw(results: Results) -> Figure:
         figure = Figure(figsize=(7.0, 1.4 + 0.32 * min(len(rows), MOST_ROWS)), layout="constrained")
         FigureCanvasAgg(figure)
         _rows(figure.subplots(), results, rows[:MOST_ROWS])
+        _title(figure, results, rows, any(each.worse for each in rows[:MOST_ROWS]))
     else:
         figure = Figure(figsize=(7.0, 4.2), layout="constrained")
         FigureCanvasAgg(figure)
         _lines(figure, results, rows, key)
+        _title(figure, results, rows, False)
     return figure
 
 
@@ -97,7 +99,7 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         panel.minorticks_off()
     panel.set_xlabel(key)
     panel.set_ylabel(results.metric.title or results.metric.name)
-    _finish(panel, results, rows)
+    _finish(panel)
     if len(drawn) > 1:
         figure.legend(loc="outside lower center", ncols=min(3, len(drawn)), frameon=False, fontsize="small")
 
@@ -110,7 +112,7 @@ def _rows(panel: Any, results: Results, rows: Sequence[Row]) -> None:
     scale = results.metric.scale
     for index, each in enumerate(rows):
         values = [scale * value for value in each.values.values()]
-        color = COLORS[0] if index == 0 or each.tied else "#808080"
+        color = "#808080" if each.worse else COLORS[0]
         panel.plot(values, [index] * len(values), ".", color=color, alpha=0.5)
         panel.errorbar([scale * (each.mean or 0.0)], [index], xerr=[statistics.stdev(values)] if len(values) > 1
                        else None, fmt="o", color=color, capsize=3)  # fmt: skip
@@ -118,13 +120,18 @@ def _rows(panel: Any, results: Results, rows: Sequence[Row]) -> None:
                                         for each in rows])  # fmt: skip
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.set_xlabel(results.metric.title or results.metric.name)
-    _finish(panel, results, rows)
+    _finish(panel)
 
 
-def _finish(panel: Any, results: Results, rows: Sequence[Row]) -> None:
+def _finish(panel: Any) -> None:
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _title(figure: Figure, results: Results, rows: Sequence[Row], gray: bool) -> None:
+    """gray: whether rows are drawn in gray."""
     most = max(len(each.values) for each in rows)
     bars = f": mean of {most} seeds, bars of one standard deviation" if most > 1 else ""
     cut = " (cut off)" if results.partial else ""
-    panel.set_title(f"{results.name}{cut}{bars}", fontsize="medium")
+    meaning = f"\ngray: worse than the best (paired t-test, p < {ALPHA:g})" if gray else ""
+    figure.suptitle(f"{results.name}{cut}{bars}{meaning}", fontsize="medium")

@@ -66,6 +66,11 @@ class Row:
         """Whether seeds alone may have made it worse than the best row."""
         return self.p is not None and self.p > ALPHA
 
+    @property
+    def worse(self) -> bool:
+        """Whether seeds alone hardly made it worse than the best row."""
+        return self.p is not None and self.p <= ALPHA
+
 
 @dataclass(frozen=True)
 class Results:

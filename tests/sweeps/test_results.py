@@ -62,7 +62,8 @@ def test_rows_stand_by_their_means_and_are_set_off_from_the_best(tmp_path: Path)
     best, near, far = results.rows[:3]
     assert results.best is best and best.against is None and best.mean == pytest.approx(0.91)
     assert near.against is not None and near.p is not None and near.against.mean == pytest.approx(-0.002 / 3, abs=1e-9)
-    assert near.tied and not far.tied and far.p is not None and far.p < 0.01
+    assert near.tied and not near.worse and far.worse and not far.tied and not best.worse
+    assert far.p is not None and far.p < 0.01
     assert near.against.low < near.against.mean < near.against.high
     failed = next(row for row in results.rows if row.label == "lr=1 graph=star")
     assert failed.mean is None and [each.outcome.title for each in failed.not_finished] == ["a bug"]
@@ -115,7 +116,7 @@ def test_the_figure_has_a_line_per_combination_of_the_other_keys(tmp_path: Path)
     figure = picture.draw(results)
     axes, = figure.axes
     assert axes.get_xlabel() == "training.optimizer.lr" and axes.get_ylabel() == "accuracy %"
-    assert axes.get_xscale() == "log" and "3 seeds" in axes.get_title()
+    assert axes.get_xscale() == "log" and "3 seeds" in figure.get_suptitle()
     assert sorted(text.get_text() for text in figure.legends[0].get_texts()) == ["graph=ring", "graph=star"]
     assert picture.numeric_key([(("a", "x"), ("b", "1")), (("a", "y"), ("b", "1"))]) is None
     assert picture.numeric_key([(("a", "1"), ("b", "1")), (("a", "2"), ("b", "1"))]) == "a"
