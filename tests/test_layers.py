@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "decentnode"
 
 FLOORS: list[list[str]] = [
-    ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system"],
+    ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system",
+     "words"],
     ["config", "mixing", "metrics"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks", "faults"],
     ["sharing", "training", "communication", "checkpoint"],

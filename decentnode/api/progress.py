@@ -24,7 +24,7 @@ from decentnode.launch.outcome import Outcome
 from decentnode.report.closing import closing
 from decentnode.report.measured import measured_in
 from decentnode.report.progress import RunProgress
-from decentnode.report.words import duration
+from decentnode.words import duration
 
 REFRESH_SECONDS = 0.25
 """Least time between two drawings of the bar."""

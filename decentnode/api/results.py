@@ -15,7 +15,7 @@ from decentnode.launch.run_dir import resolve
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.reader import read
 from decentnode.report.measured import measured_in
-from decentnode.report.words import duration, plural
+from decentnode.words import duration, plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ from decentnode.report.closing import closing
 from decentnode.report.measured import measured_in
 from decentnode.report.progress import RunProgress
 from decentnode.report.table import live_table
-from decentnode.report.words import duration, plural
+from decentnode.words import duration, plural
 
 LINE_SECONDS = 10.0
 """Longest time without a line in the plain form."""

@@ -18,6 +18,7 @@ from decentnode import clock
 from decentnode.launch.messages import Request
 
 if TYPE_CHECKING:
+    from decentnode.cli.output import Output
     from decentnode.launch.outcome import Outcome
 
 RESOLVED = "config.resolved.yaml"
@@ -168,9 +169,17 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
             result.put(json.dumps(outcome.summary) + "\n", OutputKind.RESULT)
     finally:
         observer.end()
-        # Nothing runs any more: the reader may take its time, and Ctrl-C ends the wait with the run's own exit code.
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.signal(signal.SIGINT, interrupted)
-            output.drain()
-            result.drain()
+        drain(interrupted, output, result)
     return outcome.exit_code
+
+
+def drain(interrupted: Any, *outputs: Output) -> None:
+    """Wait until all is printed. Nothing runs any more: the reader may take its time, and Ctrl-C ends the wait with the
+    command's own exit code.
+
+    interrupted: the handler of Ctrl-C from now on.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGINT, interrupted)
+        for output in outputs:
+            output.drain()

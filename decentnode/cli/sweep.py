@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import sys
@@ -105,8 +104,5 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
             watcher.say(f"written  {shown(sweep.folder)}/: {', '.join(path.name for path in written)}")
     finally:
         watcher.end()
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.signal(signal.SIGINT, interrupted)
-            output.drain()
-            result.drain()
+        start.drain(interrupted, output, result)
     return state.exit_code

@@ -11,10 +11,10 @@ from rich.markup import escape
 from decentnode import clock
 from decentnode.cli.console import REFRESH_SECONDS, REFRESH_SHARE, SUSPEND_SECONDS, shown
 from decentnode.cli.output import Output, OutputKind
-from decentnode.report.words import duration, plural
 from decentnode.sweeps.conduct import Ended, State, Watcher
 from decentnode.sweeps.plan import Sweep
 from decentnode.sweeps.progress import left, line, live_table
+from decentnode.words import duration, plural
 
 LINE_SECONDS = 60.0
 """Longest time without a line in the plain form."""

@@ -24,6 +24,7 @@ from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
 from decentnode.tensors import FlatModel
+from decentnode.words import size
 
 LEAST_SECONDS = 1.0
 """Least time-out at which no healthy node was missed at a load of 19 on two cores; at .5 s some were."""
@@ -142,15 +143,6 @@ def _section(config: object) -> str:
     """"dirichlet alpha 0.5" for a section."""
     values = {key: value for key, value in dict(config or {}).items() if key != "name"}  # type: ignore[call-overload]
     return " ".join([str(getattr(config, "name", "iid")), *(f"{key} {value}" for key, value in values.items())])
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
 
 
 def other_code(experiment: Experiment) -> list[list[str]]:

@@ -16,7 +16,7 @@ from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph.file import format_edges
 from decentnode.launch import resume
-from decentnode.launch.header import header, other_code, size
+from decentnode.launch.header import header, other_code
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import Facts, Failed, Header, Request
 from decentnode.launch.pipe import Pipe
@@ -26,6 +26,7 @@ from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
 from decentnode.mapping.hosts import unreachable
 from decentnode.tensors import training_bytes
+from decentnode.words import size
 
 
 def answer(request: Request, channel: Pipe) -> int:

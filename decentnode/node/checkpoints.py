@@ -19,8 +19,9 @@ from decentnode.checkpoint.writer import Writer, Written
 from decentnode.communication.base import Pending
 from decentnode.communication.run_state import Steps
 from decentnode.errors import CheckpointError, PeerLost
+from decentnode.node.checkpoint_mean import mean_unless_ending
 from decentnode.node.course import Best
-from decentnode.node.due_by_minutes import DueByMinutes, mean_unless_ending
+from decentnode.node.due_by_minutes import DueByMinutes
 from decentnode.node.handover import agree_on_course, give_models
 from decentnode.node.resumable import Resumable
 from decentnode.node.resume_agreement import ResumeFrom, agreed_cut, gathered, no_common_cut
@@ -165,7 +166,7 @@ class Checkpoints:
         self._told = self.node.communication.mean(f"checkpoint/whole-{self.node.round}", mean), before
         if told is not None:
             pending, cut = told
-            found = yield from mean_unless_ending(self.node, pending)
+            found = yield from mean_unless_ending(self.node, pending, "which checkpoint all of them have")
             if found is not None and cut is not None and float(found[0]) * found[1] > found[1] - 0.5:
                 self._known_to_all = cut  # all contributors have it whole
 

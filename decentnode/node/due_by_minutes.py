@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
-from torch import Tensor
 
 from decentnode import clock
 from decentnode.checkpoint import agreement
 from decentnode.communication.base import Pending
 from decentnode.communication.run_state import Steps
-from decentnode.errors import Interrupted, PeerLost
-from decentnode.node.evaluation import steps_until_ready
+from decentnode.node.checkpoint_mean import mean_unless_ending
 from decentnode.node.resumable import Resumable
-
-logger = logging.getLogger(__name__)
 
 POLLS_PER_PERIOD = 32
 """The lowest node looks at its clock at least so many times between two checkpoints, where rounds allow."""
@@ -53,7 +47,7 @@ class DueByMinutes:
         poll, self._poll = self._poll, None
         if poll is None:
             return False
-        found = yield from mean_unless_ending(self._node, poll)
+        found = yield from mean_unless_ending(self._node, poll, "when a checkpoint is due by minutes any more")
         if found is None:
             self._ask_at = None
             return False
@@ -81,19 +75,3 @@ class DueByMinutes:
             self._polled = now, node.round
             word[0], word[1] = float(due), min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
         self._poll = node.communication.mean(f"checkpoint/due-{node.round}", word)
-
-
-def mean_unless_ending(node: Resumable, pending: Pending) -> Steps[tuple[Tensor, int] | None]:
-    """Returns a mean and how many nodes contributed, as steps; None where the run is stopping, or goes on without a
-    node that did not contribute. Blocking for `timeout_seconds` at most; raises PeerLost."""
-    if not pending.ready:
-        yield from steps_until_ready(pending, node.sharing.requirements.phases)
-    try:
-        return (yield from pending.steps(node.communication.config.timeout_seconds))
-    except Interrupted:
-        return None
-    except PeerLost as lost:
-        if node.config.missing != "return_weight":
-            raise
-        logger.warning("nodes agree on no checkpoint by minutes any more: %s", lost)
-        return None

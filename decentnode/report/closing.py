@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decentnode.report.measured import measured_in
-from decentnode.report.words import duration, number, plural, size
+from decentnode.words import duration, number, plural, size
 
 
 def closing(summary: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.figures import VIRTUAL_AXES, Curve
 from decentnode.report.runs import Line, chosen_curves
-from decentnode.report.words import plural
+from decentnode.words import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

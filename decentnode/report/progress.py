@@ -8,7 +8,7 @@ from typing import Any
 
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.report.measured import BEFORE
-from decentnode.report.words import duration, number, size
+from decentnode.words import duration, number, size
 
 
 @dataclass

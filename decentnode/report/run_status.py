@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decentnode import clock
-from decentnode.report.words import duration, size
+from decentnode.words import duration, size
 
 SILENT_SECONDS = 5.0
 """A node on this machine that has not written for so long and whose process is gone has died."""

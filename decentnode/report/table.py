@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decentnode.report.progress import RunProgress
-from decentnode.report.words import duration, number, size
+from decentnode.words import duration, number, size
 
 COLUMNS = ("node", "round", "loss", "{metric} (after)", "sent", "round time", "waiting", "longest for")
 

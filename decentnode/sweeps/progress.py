@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from decentnode.metrics.figures import Figure
-from decentnode.report.words import duration, plural
 from decentnode.sweeps.conduct import Ended, State
+from decentnode.words import duration, plural
 
 BEST = 5
 """Points that the table shows as the best so far."""

@@ -21,7 +21,7 @@ from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read_kind
 from decentnode.report.closing import closing
 from decentnode.report.runs import lines
-from decentnode.report.words import size
+from decentnode.words import size
 from tests.conftest import scale
 from tests.launch.faults import experiment
 

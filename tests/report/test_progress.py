@@ -10,7 +10,7 @@ from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
 from decentnode.report.closing import closing
 from decentnode.report.progress import RunProgress
 from decentnode.report.table import live_table
-from decentnode.report.words import duration, number, plural, size
+from decentnode.words import duration, number, plural, size
 
 
 def test_numbers_for_people() -> None:

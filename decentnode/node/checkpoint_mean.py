@@ -1,0 +1,34 @@
+"""The means by which nodes agree on their checkpoints: when one is due, and which one all of them have."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor
+
+from decentnode.communication.base import Pending
+from decentnode.communication.run_state import Steps
+from decentnode.errors import Interrupted, PeerLost
+from decentnode.node.evaluation import steps_until_ready
+from decentnode.node.resumable import Resumable
+
+logger = logging.getLogger(__name__)
+
+
+def mean_unless_ending(node: Resumable, pending: Pending, what: str) -> Steps[tuple[Tensor, int] | None]:
+    """Returns a mean and how many nodes contributed, as steps; None where the run is stopping, or goes on without a
+    node that did not contribute. Blocking for `timeout_seconds` at most; raises PeerLost.
+
+    what: what nodes agree on by it, for the warning.
+    """
+    if not pending.ready:
+        yield from steps_until_ready(pending, node.sharing.requirements.phases)
+    try:
+        return (yield from pending.steps(node.communication.config.timeout_seconds))
+    except Interrupted:
+        return None
+    except PeerLost as lost:
+        if node.config.missing != "return_weight":
+            raise
+        logger.warning("nodes do not agree %s: %s", what, lost)
+        return None
