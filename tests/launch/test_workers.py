@@ -119,7 +119,7 @@ def test_all_are_killed_and_waited_for_in_one_deadline() -> None:
 
 def loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Any, Pipe]:
     worker, process, child = made()
-    monkeypatch.setattr(workers, "_start", lambda *_: worker)
+    monkeypatch.setattr(workers, "start_child", lambda *_: worker)
     return Loader(None, Request("ring.yaml")), process, child  # type: ignore[arg-type]
 
 
@@ -193,7 +193,7 @@ def slow_loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Worker, Any, P
         assert ready.wait(60.0)
         return worker
 
-    monkeypatch.setattr(workers, "_start", start)
+    monkeypatch.setattr(workers, "start_child", start)
     return Loader(Slow(), Request("ring.yaml")), worker, process, child, ready
 
 
@@ -227,7 +227,7 @@ def test_a_server_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object) -> Worker:
         raise EOFError("unexpected EOF")
 
-    monkeypatch.setattr(workers, "_start", start)
+    monkeypatch.setattr(workers, "start_child", start)
     loading = Loader(Slow(), Request("ring.yaml"))
     with pytest.raises(NodeFailed, match=r"could not be started: EOFError\('unexpected EOF'\)"):
         loading.facts(Observer(), StopSignals())
