@@ -34,8 +34,8 @@ def ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def hosts(gbit: float) -> Iterator[list[tuple[str, str]]]:
-    """(namespace, address) of two hosts with a link between them."""
+def hosts(gbit: float, burst: str = "1mb") -> Iterator[list[tuple[str, str]]]:
+    """(namespace, address) of two hosts with a link between them. burst: what it passes at once after a rest."""
     mark = f"dn{os.getpid() % 100000}"
     made = [(f"{mark}{side}", f"10.77.{os.getpid() % 250}.{number}") for number, side in enumerate("ab", 1)]
     try:
@@ -49,7 +49,7 @@ def hosts(gbit: float) -> Iterator[list[tuple[str, str]]]:
             ip("-n", name, "link", "set", cable, "up")
             ip("-n", name, "link", "set", "lo", "up")
             ip("netns", "exec", name, "tc", "qdisc", "add", "dev", cable, "root", "tbf",
-               "rate", f"{int(1000 * gbit)}mbit", "burst", "1mb", "latency", "20ms")  # fmt: skip
+               "rate", f"{int(1000 * gbit)}mbit", "burst", burst, "latency", "20ms")  # fmt: skip
         yield made
     finally:
         for name, _ in made:

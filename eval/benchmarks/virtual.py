@@ -2,14 +2,14 @@
 
 Machines are two network namespaces, joined by a cable that passes so much in each direction (tc's token bucket); needs
 root, ip and tc. Local steps take a given time (paced.py), so that nodes do not wait for each other's cores. Virtual
-time is told that pace, the bandwidth, and what a round takes beside it without a bound on the cable; all else it
-predicts.
-Seconds are means over the nodes and all rounds but the first two.
+time is told that pace, the bandwidth, and the speed at which payloads are moved and mixed, from what a round takes
+beside the pace without a bound on the cable; all else it predicts. Seconds are medians over all rounds but the first two.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -29,6 +29,7 @@ from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.network import Network, Transfers
 from decentnode.simulate.timeline.rounds import Clock, time_line
+from decentnode.simulate.traffic import Traffic
 from decentnode.simulate.virtual import time_line_of
 
 EFFICIENCY = 1448 / 1514
@@ -58,7 +59,7 @@ def settings(case: argparse.Namespace, where: list[tuple[str, str]], options: ar
 
 
 def real_seconds(where: list[tuple[str, str]], overrides: list[str]) -> float:
-    """Returns the seconds of a round, mean over nodes and all rounds but the first two."""
+    """Returns the seconds of a round: of each node the median over all rounds but the first two, mean over nodes."""
     with tempfile.TemporaryDirectory() as folder:
         sets = [part for override in overrides for part in ("--set", override)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
@@ -77,15 +78,17 @@ def real_seconds(where: list[tuple[str, str]], overrides: list[str]) -> float:
         for path in Path(folder).glob("*/*/latest/nodes/*/metrics.jsonl"):
             records = [json.loads(line) for line in path.read_text().splitlines()]
             times = [record["time"] for record in records if record["kind"] == "round"][1:]
-            found.append((times[-1] - times[0]) / (len(times) - 1))
+            found.append(statistics.median(b - a for a, b in itertools.pairwise(times)))
         return statistics.mean(found)
 
 
 def predicted_seconds(overrides: list[str], case: argparse.Namespace, pace: float, overhead: float,
                       factor: float) -> float:  # fmt: skip
     stragglers = f", stragglers: [{{nodes: [0], factor: {factor:g}}}]" if case.straggler else ""
+    experiment = load(str(CONFIG), overrides, check=False)
+    mixing = Traffic(experiment).bytes_per_node(1) / max(overhead, 1e-4)
     world = [
-        f"simulate.compute={{step_seconds: {pace:g}, overhead_seconds: {overhead:.6f}{stragglers}}}",
+        f"simulate.compute={{step_seconds: {pace:g}, mixing_bytes_per_second: {mixing:.0f}{stragglers}}}",
         f"simulate.links={{between_machines: {{mbit_per_second: {1000 * case.gbit:g}}}, efficiency: {EFFICIENCY:.4f}}}",
     ]
     experiment = load(str(CONFIG), [*overrides, *world], check=False)
@@ -146,7 +149,7 @@ def main() -> None:
             with hosts(FAST) as where:
                 without = real_seconds(where, settings(free, where, options))
             overheads[key] = max(0.0, without - options.pace)
-        with hosts(case.gbit) as where:
+        with hosts(case.gbit, "1mb" if case.gbit > 1 else "256kb") as where:
             overrides = settings(case, where, options)
             real = real_seconds(where, overrides)
         found = predicted_seconds(overrides, case, options.pace, overheads[key], options.factor)

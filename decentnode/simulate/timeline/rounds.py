@@ -74,13 +74,17 @@ class Clock:
 
     def __init__(
         self, compute: Compute, network: Network, transfers: TransfersOf, *, overlapped: bool = False,
-        mixes_in_background: bool = True, exchanges: Callable[[int], bool] = lambda _: True,
+        mixes_in_background: bool = True, leaves_after: float | None = None,
     ) -> None:
         """transfers: the same objects for the same transfers make it fast. mixes_in_background: with `overlapped`,
-        whether arrivals are mixed beside the steps. exchanges: whether a round exchanges at all."""
+        whether arrivals are mixed beside the steps. leaves_after: share of the local steps after which the first
+        payloads leave, where it is not that of the schedule: 1, with `overlapped` 0. In between they leave piece by piece
+        and their last byte with the last step: gradients that are reduced while the backward pass goes on begin to
+        leave after 1/3."""
         self.compute, self.network = compute, network
-        self._transfers, self._exchanges = transfers, exchanges
+        self._transfers = transfers
         self.overlapped, self._background = overlapped, mixes_in_background
+        self._leaves_after = (0.0 if overlapped else 1.0) if leaves_after is None else leaves_after
         self.now = np.zeros(compute.num_nodes)
         """[N] when each node begins its next round."""
         self.round = 0
@@ -95,12 +99,14 @@ class Clock:
         begin = self.now.copy()
         seconds = np.where(present, compute.seconds(round), 0.0)
         computed = compute.ends(begin, seconds)
-        phases = [each for each in self._transfers(round) if each.source.size] if self._exchanges(round) else []
-        ready = begin if self.overlapped else computed
+        phases = [each for each in self._transfers(round) if each.source.size]
+        ready = computed if self._leaves_after == 1 else begin + self._leaves_after * (computed - begin)
         end, waits_for, waited = computed, np.full(begin.size, -1, np.int32), np.zeros(begin.size)
         for number, transfers in enumerate(phases):
             sent = ready if number == 0 else end
             arrived = self._exchange(transfers, sent, number)
+            if number == 0 and 0 < self._leaves_after < 1:
+                arrived = np.maximum(arrived, computed[transfers.source])
             end, late, wait = self._mixed(transfers, arrived, end if number else computed)
             waited += wait
             waits_for = np.where(wait > 0, late, waits_for)
