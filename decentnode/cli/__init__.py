@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "evaluate": "Evaluate the models that a run has left, on its test data or on other data.",
     "compare": "Run experiments over several seeds and tabulate them side by side.",
     "sweep": "Run an experiment with many values of some keys, and tabulate what they make of it.",
+    "plan": "Predict time, bytes and consensus of graphs, rules and codecs on given links, and choose.",
     "timeline": "Compute when nodes begin and end their rounds in a described world, and who waits for whom.",
     "plot": "Draw test metrics, loss and consensus distance of runs.",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
@@ -15,8 +16,11 @@ from decentnode.errors import EnvironmentFault
 @click.option("--machine", "-m", help="Number of this machine in the mapping, or auto.")
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
 @click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for the other machines' doctors.")
+@click.option("--links", type=click.Path(path_type=Path),
+              help="YAML file to write: what was measured to the other machines, for decentnode plan --links.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per check.")
-def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: float, as_json: bool) -> None:
+def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: float, links: Path | None,
+            as_json: bool) -> None:  # fmt: skip
     """Check that this machine can run its share of CONFIG: cores, memory, /dev/shm, addresses, ports, files, keys.
 
     With several machines run it on each at the same time: they measure latency, bandwidth and clock differences.
@@ -25,6 +29,7 @@ def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: 
     from decentnode.experiment import load
     from decentnode.launch import doctor
     from decentnode.launch.prepare import choose_machine
+    from decentnode.system import write_atomic
 
     experiment = load(config, overrides)
     mapping = experiment.make_mapping()
@@ -39,8 +44,10 @@ def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: 
         if mapping.num_machines > 1 and free.ok:
             yield from doctor.remote(experiment, here, wait)
 
-    failed = []
+    failed, measured = [], []
     for finding in checks():
+        if finding.link is not None:
+            measured.append(finding.link)
         if finding.ok is False:
             failed.append(finding.what)
         if as_json:
@@ -48,5 +55,9 @@ def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: 
         else:
             mark = {True: "ok", None: "warning", False: "FAILED"}[finding.ok]
             click.echo(f"{mark:8} {finding.what}: {finding.detail}")
+    if links is not None:
+        write_atomic(links, "".join(["machines:\n" if measured else "machines: []\n",
+                                     *(f"- {json.dumps(each)}\n" for each in measured)]))  # fmt: skip
+        click.echo(str(links), err=as_json)
     if failed:
         raise EnvironmentFault(f"{config} would fail on machine {here}: {', '.join(failed)}")

@@ -118,7 +118,7 @@ class MachineLinkConfig(LinkConfig):
     """The connection of two machines, shared by all edges between their nodes."""
 
     machines: tuple[int, int]
-    """Numbers of the two machines."""
+    """Numbers of the two machines. What is said of [0, 1] holds for [1, 0], too, where no entry names that."""
     interface: str | None = None
     """Network interface of the first of them, as `decentnode doctor` found it; for people."""
 

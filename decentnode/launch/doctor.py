@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import socket
 import statistics
 import threading
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ class Finding:
     what: str
     ok: bool | None
     detail: str
+    link: dict[str, Any] | None = None
+    """Of a connection to another machine: an entry of simulate.links.machines."""
 
 
 def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
@@ -242,7 +245,7 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
         try:
             for other, patient in patients.items():
                 where = f"machine {other} ({address_of(first[other].host, first[other].port)})"
-                yield from _examine(patient, other, where, deadline)
+                yield from _examine(patient, (machine, other), (where, interface_to(first[other].host)), deadline)
             for other, patient in patients.items():
                 patient.ask("done", machine, 0.5 if other not in desk.done else ASK_SECONDS)
             while not set(others) <= desk.done and clock.now() < deadline:
@@ -252,7 +255,25 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
                 patient.close()
 
 
-def _examine(patient: Patient, other: int, where: str, deadline: float) -> Iterator[Finding]:
+def interface_to(host: str) -> str | None:
+    """Returns the name of the network interface by which this machine reaches a host, as its routes say; None where
+    there is no way. Sends nothing."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: chooses the way, and no more
+            own = probe.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+    return next((name for name, addresses in sorted(psutil.net_if_addrs().items())
+                 if any(each.address.partition("%")[0] == own for each in addresses)), None)  # fmt: skip
+
+
+def _examine(
+    patient: Patient, pair: tuple[int, int], way: tuple[str, str | None], deadline: float
+) -> Iterator[Finding]:
+    """pair: this machine and the other. way: the other's name in messages, and the interface that leads to it."""
+    (own, other), (where, interface) = pair, way
     hello = None
     while hello is None and clock.now() < deadline:
         hello = patient.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - clock.now())))
@@ -271,7 +292,11 @@ def _examine(patient: Patient, other: int, where: str, deadline: float) -> Itera
         yield Finding(where, False, "answers, but not every time: packets get lost")
         return
     skew = told[0] - (before + told[1] / 2)
-    speed = MAX_PAYLOAD / max(1e-9, statistics.median(blocks) - statistics.median(trips))
-    yield Finding(where, True, f"round trip {1e3 * statistics.median(trips):.2f} ms "
-                               f"(worst {1e3 * max(trips):.2f}), about {size(speed)}/s")  # fmt: skip
+    trip = statistics.median(trips)
+    speed = MAX_PAYLOAD / max(1e-9, statistics.median(blocks) - trip)
+    link = {"machines": [own, other], "mbit_per_second": round(8e-6 * speed, 3), "latency_seconds": round(trip / 2, 7),
+            "interface": interface}  # fmt: skip
+    by = f" by {interface}" if interface else ""
+    yield Finding(where, True, f"round trip {1e3 * trip:.2f} ms (worst {1e3 * max(trips):.2f}), "
+                               f"about {size(speed)}/s{by}", link)  # fmt: skip
     yield Finding(f"clock of machine {other}", abs(skew) < MAX_SKEW_SECONDS or None, f"{1e3 * skew:+.1f} ms from ours")

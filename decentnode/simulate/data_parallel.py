@@ -1,8 +1,9 @@
-"""Seconds of an iteration of data-parallel training on a cluster: all-reduce of gradients beside averages over a graph.
+"""Seconds of an iteration of data-parallel training: all-reduce of gradients beside averages over a graph.
 
-From link data alone: machines of a few accelerators each, joined by links of one bandwidth. Gradients are reduced by all
-nodes while the backward pass goes on. Over a graph whose rounds are groups that average (alternating_exponential_ring),
-the average of the models is under way for a whole iteration (docs/explanation/round.rst, "Overlapped").
+From link data alone: machines of a few accelerators each, joined by links of one bandwidth. Gradients are reduced by
+all nodes while the backward pass goes on. Over a graph whose rounds are groups that average
+(alternating_exponential_ring), the average of the models is under way for a whole iteration
+(docs/explanation/round.rst, "Overlapped").
 """
 
 from __future__ import annotations

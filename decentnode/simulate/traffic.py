@@ -35,13 +35,15 @@ class Exchanged:
 class Traffic:
     """The transfers of every round of an experiment. A pure function of the experiment and the round."""
 
-    def __init__(self, experiment: Experiment) -> None:
-        """Makes the rule and measures its payloads, which takes as long as a few rounds of one node's rule. Raises what
-        the experiment's parts raise."""
+    def __init__(self, experiment: Experiment, module: torch.nn.Module | None = None) -> None:
+        """Makes the rule and measures its payloads, which takes as long as a few rounds of one node's rule. module: the
+        experiment's model, on any device; made when not given. Raises what the experiment's parts raise."""
         self._experiment = experiment
         graph = experiment.make_graph()
         self.num_nodes = graph.num_nodes
-        shared = shared_model(experiment, module_without_values(experiment, experiment.open_data().spec))
+        if module is None:
+            module = module_without_values(experiment, experiment.open_data().spec)
+        shared = shared_model(experiment, module)
         self.model_elements = shared.model.num_parameters
         self.model_bytes = shared.model.num_parameters * shared.model.dtype.itemsize
         self.buffer_bytes = float(shared.model.buffers.numel() * shared.model.buffers.dtype.itemsize)

@@ -3,7 +3,8 @@
 Machines are two network namespaces, joined by a cable that passes so much in each direction (tc's token bucket); needs
 root, ip and tc. Local steps take a given time (paced.py), so that nodes do not wait for each other's cores. Virtual
 time is told that pace, the bandwidth, and the speed at which payloads are moved and mixed, from what a round takes
-beside the pace without a bound on the cable; all else it predicts. Seconds are medians over all rounds but the first two.
+beside the pace without a bound on the cable; all else it predicts. Seconds are medians over all rounds but the first
+two.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -14,9 +15,10 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import load
-from decentnode.launch.doctor import Desk, Patient
+from decentnode.launch.doctor import Desk, Patient, interface_to
 from decentnode.launch.messages import Request
 from decentnode.launch.prepare import doubts, facts
+from decentnode.simulate.links_file import read_links
 from tests.commands import ROOT, started
 from tests.conftest import free_ports, needs_ipv6
 
@@ -51,13 +53,14 @@ def test_what_would_fail_is_an_error() -> None:
     pytest.param("127.0.0.1, 127.0.0.2", id="IPv4"),
     pytest.param("'::1', localhost", id="IPv6 and a name", marks=needs_ipv6),
 ])  # fmt: skip
-def test_two_machines_examine_each_other(hosts: str) -> None:
+def test_two_machines_examine_each_other(hosts: str, tmp_path: Path) -> None:
     port = free_ports(16)
     config = str(ROOT / "configs" / "two_machines.yaml")
     machines = mapping(port, hosts)
     with contextlib.ExitStack() as stack:
         processes = [
-            stack.enter_context(started(ROOT, "doctor", config, "-m", str(m), "-s", machines, "--json", merged=True))
+            stack.enter_context(started(ROOT, "doctor", config, "-m", str(m), "-s", machines, "--json",
+                                       "--links", str(tmp_path / f"{m}.yaml"), merged=True))
             for m in (0, 1)
         ]
         outputs = [process.communicate()[0] for process in processes]
@@ -67,6 +70,9 @@ def test_two_machines_examine_each_other(hosts: str) -> None:
         other = 1 - machine
         assert any(what.startswith(f"machine {other} (") and f["ok"] for what, f in found.items())
         assert found["addresses"]["ok"] is True
+        link = read_links(tmp_path / f"{machine}.yaml").machines[0]
+        assert link.machines == (machine, other) and link.interface == "lo"
+        assert link.mbit_per_second is not None and link.mbit_per_second > 1 and 0 < link.latency_seconds < 1
         assert abs(float(str(found[f"clock of machine {other}"]["detail"]).split()[0])) < 1000
 
 
@@ -120,3 +126,7 @@ def test_a_name_that_cannot_be_resolved_is_told_before_the_start(monkeypatch: py
     result = CliRunner().invoke(main, ["doctor", config, "-m", "0", "-s", chosen, "--json", "--wait", "0.1"])
     told = findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
     assert result.exit_code == 3 and told["addresses"]["ok"] is False
+
+
+def test_the_interface_to_a_host_is_named() -> None:
+    assert interface_to("127.0.0.1") == "lo" and interface_to("no-such-host.invalid") is None

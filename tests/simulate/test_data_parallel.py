@@ -10,7 +10,7 @@ from decentnode.simulate.timeline.collectives import crossing_bytes, group_trans
 MODEL_BYTES = 4 * 63e6
 """Transformer base with a vocabulary of 37,120, in float32."""
 SPREAD = 0.1
-"""Of compute times from iteration to iteration: batches of 25,000 tokens differ in their lengths. One number for all."""
+"""Of compute times from iteration to iteration, as batches of 25,000 tokens differ in their lengths. One for all."""
 FIXED_SECONDS = 0.03
 """Of an iteration that more nodes do not shorten, by the published times on 8 and 16 A100."""
 

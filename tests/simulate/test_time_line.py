@@ -92,6 +92,9 @@ def test_bandwidth_is_shared_by_what_crosses_between_two_machines() -> None:
     assert over.steady_seconds() == pytest.approx(1.0)
     slow = run(n, everybody, 5, {}, {"between_machines": {"mbit_per_second": 10}}, [0, 0, 1, 1], overlapped=True)
     assert slow.steady_seconds() == pytest.approx(4 * size / (10 * MBIT))
+    both = {"machines": [{"machines": [0, 1], "mbit_per_second": 100}, {"machines": [1, 0], "mbit_per_second": 50}]}
+    assert run(n, everybody, 5, {}, both, [0, 0, 1, 1]).end[0].tolist() == pytest.approx(
+        [1 + 4 * size / (50 * MBIT)] * 2 + [1 + 4 * size / (100 * MBIT)] * 2)  # fmt: skip
     uplink = run(n, everybody, 5, {}, {"uplink_mbit_per_second": 100, "efficiency": 0.5}, [0, 0, 1, 1])
     assert uplink.steady_seconds() == pytest.approx(1 + 8 * size / (100 * MBIT))
     own = run(n, everybody, 5, {}, {"edges": [{"nodes": [2, 0], "mbit_per_second": 8}]}, [0, 0, 1, 1])

@@ -64,7 +64,9 @@ class Network:
         self._matrix = None if config.matrix is None else traces.matrix(base_dir / config.matrix)
         self._prepared: dict[int, tuple[Transfers, FairSharing, np.ndarray, np.ndarray]] = {}
         self._check()
+        # An entry holds for both directions, unless another one names the pair the other way round.
         self._machines = {pair: each for each in config.machines for pair in _both(each.machines)}
+        self._machines |= {each.machines: each for each in config.machines}
         self._edges = {pair: each for each in config.edges for pair in _both(each.nodes)}
         uplinks = {each.machine: each.mbit_per_second for each in config.uplinks}
         every = {m: uplinks.get(m, config.uplink_mbit_per_second) for m in np.unique(self.machine_of).tolist()}

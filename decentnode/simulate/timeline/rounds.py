@@ -78,9 +78,9 @@ class Clock:
     ) -> None:
         """transfers: the same objects for the same transfers make it fast. mixes_in_background: with `overlapped`,
         whether arrivals are mixed beside the steps. leaves_after: share of the local steps after which the first
-        payloads leave, where it is not that of the schedule: 1, with `overlapped` 0. In between they leave piece by piece
-        and their last byte with the last step: gradients that are reduced while the backward pass goes on begin to
-        leave after 1/3."""
+        payloads leave, where it is not that of the schedule: 1, with `overlapped` 0. In between they leave piece by
+        piece and their last byte with the last step: gradients that are reduced while the backward pass goes on begin
+        to leave after 1/3."""
         self.compute, self.network = compute, network
         self._transfers = transfers
         self.overlapped, self._background = overlapped, mixes_in_background

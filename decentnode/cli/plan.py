@@ -1,0 +1,136 @@
+"""`decentnode plan`: what graphs, rules, codecs, local steps and batches would cost, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from decentnode.errors import UsageError
+
+if TYPE_CHECKING:
+    from decentnode.simulate.planner.predict import Prediction
+
+FIGURES = ("balanced", "round_seconds", "consensus_seconds", "samples_per_second", "bytes_per_node", "consensus_rate",
+           "busiest_seconds", "memory_bytes")  # fmt: skip
+SUFFIXES = (".png", ".pdf", ".svg")
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.option("--links", "links", multiple=True, type=click.Path(path_type=Path),
+              help="YAML file with the keys of simulate.links, as `decentnode doctor --links` writes it; may be given "
+                   "for several machines.")  # fmt: skip
+@click.option("--graph", "-g", "graphs", multiple=True, metavar="GRAPH",
+              help="A family or a section without nodes, such as '{name: random_regular, degree: 4}'; own is the "
+                   "config's. Default: own and the families that suit the number of nodes.")  # fmt: skip
+@click.option("--sharing", "sharings", multiple=True, metavar="RULE", help="A rule or a section; default: own.")
+@click.option("--compression", "-c", "compressions", multiple=True, metavar="CODEC",
+              help="A codec or a section, own, or none; default: own.")  # fmt: skip
+@click.option("--local-steps", "-H", "steps", multiple=True, type=click.IntRange(1), help="Default: the config's.")
+@click.option("--batch-size", "-b", "batches", multiple=True, type=click.IntRange(1), help="Default: the config's.")
+@click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True),
+              help="Of one local step of the config's batch; measured here when nothing says it.")  # fmt: skip
+@click.option("--target", default=1e-3, show_default=True, help="Distance to the mean, by that at the begin.")
+@click.option("--by", type=click.Choice(FIGURES), default="balanced", show_default=True, help="What ranks.")
+@click.option("--choose", type=click.IntRange(1), default=1, show_default=True, help="Which rank -o writes.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="YAML file to write: the chosen experiment.")
+@click.option("--picture", type=click.Path(path_type=Path), help="File for the picture: .png, .pdf or .svg.")
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    config: str, links: tuple[Path, ...], graphs: tuple[str, ...], sharings: tuple[str, ...],
+    compressions: tuple[str, ...], steps: tuple[int, ...], batches: tuple[int, ...], step_seconds: float | None,
+    target: float, by: str, choose: int, output: Path | None, picture: Path | None, overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Predict the rounds of CONFIG with other graphs, rules, codecs, local steps and batches, and rank them.
+
+    All combinations of the options are tried; what cannot run is said with the reason. A local step takes what
+    simulate.compute or --step-seconds says, or is measured here; links are those of --links or simulate.links. Rows
+    with a star are not beaten by any other in both throughput and time to consensus.
+    """
+    if picture is not None and picture.suffix not in SUFFIXES:
+        raise UsageError(f"the picture's name must end in {', '.join(SUFFIXES)}, got {picture.name}")
+    from decentnode.simulate.links_file import read_links
+    from decentnode.simulate.planner.candidates import OWN, Choices, Plan, pareto, ranked, usual_graphs
+
+    plan = Plan(config, overrides, links=read_links(*links) if links else None, step_seconds=step_seconds,
+                target=target)  # fmt: skip
+    choices = Choices(graphs or usual_graphs(plan.experiment), sharings or (OWN,), compressions or (OWN,), steps,
+                      batches)  # fmt: skip
+    found, skipped = plan.predictions(choices)
+    if not found:
+        raise UsageError("no candidate can run: " + "; ".join(f"{each.name}: {each.reason}" for each in skipped))
+    found = ranked(found, by)
+    best = pareto(found)
+    if choose > len(found):
+        raise UsageError(f"--choose must be at most {len(found)}, got {choose}")
+    if as_json:
+        rows = [{**each.plain(), "name": each.name, "pareto": star} for each, star in zip(found, best, strict=True)]
+        click.echo(json.dumps({"target": target, "candidates": rows,
+                               "skipped": [vars(each) for each in skipped]}))  # fmt: skip
+    else:
+        click.echo(table(found, best, target))
+        for each in skipped:
+            click.echo(f"left out {each.name}: {each.reason}")
+    if picture is not None:
+        from decentnode.report.plan import plot
+
+        plot([(each.name, each.samples_per_second, each.consensus_seconds, star)
+              for each, star in zip(found, best, strict=True)], target, picture)  # fmt: skip
+        click.echo(str(picture), err=as_json)
+    if output is not None:
+        _write(output, config, [*overrides, *found[choose - 1].overrides], found[choose - 1].name)
+        click.echo(str(output), err=as_json)
+
+
+def table(found: Sequence[Prediction], best: Sequence[bool], target: float) -> str:
+    """A row per candidate; a tilde stands before measured consensus."""
+    heads = ["", "graph", "sharing", "codec", "H", "batch", "round", "steps", "sent/node", "samples/s", "rate",
+             "rounds", f"to {target:g}", "memory", "busiest link"]  # fmt: skip
+    rows = [heads]
+    for number, (each, star) in enumerate(zip(found, best, strict=True), 1):
+        told = "~" if each.consensus_measured else ""
+        never = each.consensus_rounds is None
+        busiest = f"{each.busiest_link} {each.busiest_seconds / each.round_seconds:.0%}" if each.busiest_link else "-"
+        rows.append([
+            f"{number}{'*' if star else ''}", each.graph, each.sharing, each.compression, str(each.local_steps),
+            str(each.batch_size), _seconds(each.round_seconds), _seconds(each.compute_seconds),
+            _bytes(each.bytes_per_node), f"{each.samples_per_second:,.0f}", f"{told}{each.consensus_rate:.3f}",
+            "never" if never else f"{told}{each.consensus_rounds:,}",
+            "never" if each.consensus_seconds is None else told + _seconds(each.consensus_seconds),
+            _bytes(each.memory_bytes), busiest,
+        ])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {0, 1, 2, 3, len(heads) - 1}
+    return "\n".join("  ".join(cell.ljust(w) if i in left else cell.rjust(w)
+                               for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+                     for row in rows)  # fmt: skip
+
+
+def _seconds(value: float) -> str:
+    if value < 1:
+        return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e3 * value:.2g} ms"
+    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def _bytes(value: float) -> str:
+    if value < 1:
+        return "0 B"
+    power = min(int(math.log10(value) / 3), 3)
+    return f"{value / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def _write(path: Path, config: str, overrides: list[str], name: str) -> None:
+    """Write the experiment with its candidate's keys, which `load` reads from any folder."""
+    from decentnode.experiment import load
+    from decentnode.system import write_atomic
+
+    experiment = load(config, overrides)
+    places = {key: str(place) for key, place in experiment.paths().items()}
+    write_atomic(path, f"# {name}, chosen by decentnode plan\n{experiment.written_yaml(places)}")

@@ -1,0 +1,189 @@
+"""The candidates of a plan: an experiment with other graphs, rules, codecs, local steps and batches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from decentnode.errors import DecentnodeError, UsageError
+from decentnode.experiment import Experiment, load
+from decentnode.experiment.crosschecks.graph import graph_can_be_made, mapping_holds_the_graph
+from decentnode.experiment.crosschecks.sharing import (
+    everybody_hears_of_everybody,
+    groups_suit_the_graph,
+    sharing_is_a_rule,
+    sharing_suits_the_graph,
+)
+from decentnode.experiment.initial_model import module_without_values
+from decentnode.experiment.virtual_time import LinksConfig
+from decentnode.simulate.planner.predict import Prediction, predict
+from decentnode.simulate.virtual import local_steps, measured_step_seconds
+
+CHECKS = (
+    graph_can_be_made, mapping_holds_the_graph, sharing_is_a_rule, sharing_suits_the_graph, groups_suit_the_graph,
+    everybody_hears_of_everybody,
+)  # fmt: skip
+"""Those of an experiment's checks that a candidate may fail although the experiment does not."""
+OWN = "own"
+"""The config's own choice."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is combined; each entry is `own`, a name, or a section such as "{name: regular, degree: 4}"."""
+
+    graphs: tuple[str, ...] = (OWN,)
+    sharings: tuple[str, ...] = (OWN,)
+    compressions: tuple[str, ...] = (OWN,)
+    local_steps: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A candidate that cannot run."""
+
+    name: str
+    reason: str
+
+
+def usual_graphs(experiment: Experiment) -> tuple[str, ...]:
+    """Returns the config's graph and the families that suit its number of nodes and machines."""
+    mapping = experiment.make_mapping()
+    n, machines = mapping.num_nodes, mapping.num_machines
+    found = [OWN, "ring", "complete", "{name: base_k_plus_1, peers: 1}"]
+    if n > 4:
+        found += ["exponential", f"{{name: random_regular, degree: {4 if n > 5 else 2}}}"]
+    if n > 2 and not n & (n - 1):
+        found.append("one_peer_exponential")
+    if machines > 1 and not machines & (machines - 1) and n // machines > 1:
+        found.append(f"{{name: alternating_exponential_ring, nodes_per_machine: {n // machines}}}")
+    return tuple(found)
+
+
+def _section(text: str, more: str = "") -> str:
+    """Returns a name or a section as a section, with more keys."""
+    inside = text.strip()[1:-1] if text.strip().startswith("{") else f"name: {text.strip()}"
+    return f"{{{inside}{more}}}"
+
+
+def _label(text: str, own: str) -> str:
+    if text == OWN:
+        return own
+    return text.strip("{} ").removeprefix("name:").strip()
+
+
+class Plan:
+    """Predicts all combinations of some choices for one experiment file."""
+
+    def __init__(
+        self, config: str | Path, overrides: Sequence[str] = (), *, links: LinksConfig | None = None,
+        step_seconds: float | None = None, target: float = 1e-3,
+    ) -> None:
+        """links: in place of the config's. step_seconds: of one local step of the config's batch size; None: as
+        simulate.compute says, or measured. Raises ConfigError, and UsageError where the file is no experiment."""
+        if not 0 < target < 1:
+            raise UsageError(f"the target must be more than 0 and less than 1, got {target:g}")
+        self._config, self._overrides = config, list(overrides)
+        self._links, self._step_seconds, self._target = links, step_seconds, target
+        self.experiment = load(config, overrides)
+        self._module: torch.nn.Module = module_without_values(self.experiment, self.experiment.open_data().spec)
+        self._seconds: dict[int, float | None] = {}
+
+    def _step(self, experiment: Experiment) -> float | None:
+        """Returns the seconds of a step with the batch of a candidate: measured once for each size. What was given for
+        one size is taken to grow with it."""
+        batch = int(getattr(experiment.training, "batch_size", 1))
+        if self._step_seconds is not None:
+            own = int(getattr(self.experiment.training, "batch_size", batch))
+            return self._step_seconds * batch / own
+        compute = experiment.simulate.compute
+        if compute is not None and (compute.step_seconds != "measured" or compute.trace is not None):
+            return None
+        if batch not in self._seconds:
+            self._seconds[batch] = measured_step_seconds(experiment)
+        return self._seconds[batch]
+
+    def candidates(self, choices: Choices) -> Iterator[tuple[dict[str, str], list[str]]]:
+        """Yields (labels, overrides) of every combination."""
+        own = self.experiment
+        nodes = own.make_mapping().num_nodes
+        steps = choices.local_steps or (local_steps(own),)
+        batches = choices.batch_sizes or (int(getattr(own.training, "batch_size", 1)),)
+        for graph, sharing, codec, h, batch in itertools.product(
+            choices.graphs, choices.sharings, choices.compressions, steps, batches
+        ):
+            found = []
+            if graph != OWN:
+                found.append(f"graph={_section(graph, f', nodes: {nodes}')}")
+                if own.weights is not None and "exponential" in graph:
+                    found.append("weights=null")  # they average exactly, or send one way, with weights of their own
+            if sharing != OWN:
+                found.append(f"sharing={_section(sharing)}")
+            if codec not in (OWN, "none"):
+                found.append(f"sharing.compression={_section(codec)}")
+            elif codec == "none" and getattr(own.sharing, "compression", None) is not None and sharing == OWN:
+                found.append("sharing.compression=null")
+            if h != local_steps(own):
+                found.append(f"training.local_steps={h}")
+            if batch != getattr(own.training, "batch_size", batch):
+                found.append(f"training.batch_size={batch}")
+            kept = getattr(own.sharing, "compression", None)
+            labels = {
+                "graph": _label(graph, own.graph.name), "sharing": _label(sharing, own.sharing.name),
+                "compression": _label(codec, kept.name if kept is not None and sharing == OWN else "none"),
+            }  # fmt: skip
+            yield labels, found
+
+    def predictions(
+        self, choices: Choices, tell: Callable[[str], None] = lambda _: None
+    ) -> tuple[list[Prediction], list[Skipped]]:
+        """Returns (predictions of all that can run, what cannot). tell: called with the name of each before it."""
+        found, skipped = [], []
+        known: set[tuple[str, ...]] = set()
+        for labels, overrides in self.candidates(choices):
+            name = " ".join([*labels.values(), *(each for each in overrides if each.startswith("training."))])
+            tell(name)
+            try:
+                experiment = load(self._config, [*self._overrides, *overrides], check=False)
+                problems = [each for check in CHECKS for each in check(experiment)]
+                if problems:
+                    raise UsageError(problems[0].message)
+                key = (str(experiment.graph), str(experiment.sharing), str(experiment.training))
+                if key in known:  # the config's own graph under its name, for example
+                    continue
+                known.add(key)
+                found.append(predict(experiment, links=self._links, step_seconds=self._step(experiment),
+                                     target=self._target, module=self._module, overrides=overrides,
+                                     labels=labels))  # fmt: skip
+            except DecentnodeError as error:
+                skipped.append(Skipped(name, str(error).splitlines()[-1].strip(": ")))
+        return found, skipped
+
+
+def pareto(found: Sequence[Prediction]) -> list[bool]:
+    """Returns which predictions come to consensus and are beaten by no other one: in the samples trained in a second
+    and in the seconds to consensus, at least as good in both and better in one."""
+    def key(each: Prediction) -> tuple[float, float]:
+        return -each.samples_per_second, each.consensus_seconds if each.consensus_seconds is not None else math.inf
+
+    every = [key(each) for each in found]
+    return [k[1] < math.inf and not any(o[0] <= k[0] and o[1] <= k[1] and o != k for o in every) for k in every]
+
+
+def ranked(found: Sequence[Prediction], by: str = "balanced") -> list[Prediction]:
+    """Returns the predictions, best first. by: a figure of `Prediction`, or balanced: the product of seconds per sample
+    and seconds to consensus, so that twice the throughput is worth twice the time to agree."""
+    def key(each: Prediction) -> tuple[bool, float]:
+        if by == "balanced":
+            slow = each.consensus_seconds
+            return slow is None, (slow or each.round_seconds) / max(each.samples_per_second, 1e-12)
+        value = getattr(each, by)
+        return value is None, -value if by == "samples_per_second" else value if value is not None else 0.0
+
+    return sorted(found, key=key)

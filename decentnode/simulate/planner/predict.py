@@ -1,0 +1,129 @@
+"""The prediction of one candidate: what its rounds take, send and do for consensus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from decentnode.experiment import Experiment
+from decentnode.experiment.virtual_time import LinksConfig
+from decentnode.simulate.planner.consensus import Consensus, of_graph, of_rule
+from decentnode.simulate.timeline.rounds import time_line
+from decentnode.simulate.traffic import Traffic
+from decentnode.simulate.virtual import local_steps, make_clock
+
+LEAST_ROUNDS, MOST_ROUNDS = 16, 128
+"""Rounds of virtual time of which a candidate's are the mean: at least four periods of its graph, if that is not more
+than the latter."""
+OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "accum_adam": 3, "accum_adamw": 3}
+"""Copies of the parameters that optimizers keep; 1 for those with momentum, 0 for others."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a candidate is expected to do."""
+
+    graph: str
+    sharing: str
+    compression: str
+    local_steps: int
+    batch_size: int
+    round_seconds: float
+    compute_seconds: float
+    """Of a round's local steps, mean over the nodes."""
+    bytes_per_node: float
+    """Sent per round, mean over the nodes."""
+    busiest_link: str
+    """The connection that is busy for the largest share of the rounds; empty where none has a bound."""
+    busiest_seconds: float
+    """For which it is busy in a round, mean."""
+    busiest_bytes: float
+    """That pass it in a round, mean."""
+    consensus_rate: float
+    """Factor per round by which the distance to the mean shrinks."""
+    consensus_rounds: int | None
+    consensus_seconds: float | None
+    """Until the distance is `target` of what it was; None for never."""
+    consensus_measured: bool
+    memory_bytes: float
+    """Of a node: parameters, gradients, optimizer, payloads under way. Activations and data come on top."""
+    samples_per_second: float
+    """That all nodes train on together."""
+    overrides: tuple[str, ...] = ()
+    """What makes the config this candidate, as for `--set`."""
+
+    @property
+    def name(self) -> str:
+        parts = [self.graph, self.sharing, *([self.compression] if self.compression != "none" else [])]
+        return f"{' '.join(parts)} H={self.local_steps} batch={self.batch_size}"
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def memory_of(experiment: Experiment, traffic: Traffic) -> float:
+    """Returns the bytes of a node's tensors: parameters, gradients and optimizer, two publish slots (one of them the
+    parameters themselves), the update that an overlapped schedule keeps, and what neighbors may have sent."""
+    model = traffic.model_bytes
+    optimizer = getattr(getattr(experiment.training, "optimizer", None), "name", "")
+    momentum = getattr(getattr(experiment.training, "optimizer", None), "momentum", 0.0)
+    copies = 3 + OPTIMIZER_STATES.get(optimizer, 1 if momentum else 0)
+    copies += experiment.node.schedule == "overlapped"
+    window = getattr(experiment.communication, "window_bytes", 64 << 20)
+    received = 0.0
+    for transfers in traffic(next(r for r in range(4096) if traffic.due(r))):
+        for uid in set(transfers.target.tolist()[:64]):
+            sizes = transfers.sizes[transfers.target == uid]
+            received = max(received, float(sum(min(size, window) for size in sizes.tolist())))
+    return float(copies * model + received)
+
+
+def consensus_of(experiment: Experiment, traffic: Traffic, target: float) -> Consensus:
+    """Returns how fast nodes agree: by the spectrum for linear rules that exchange every round, else measured, and for
+    graphs too large for that by the spectrum all the same."""
+    rule = traffic.exchanged[0].rule
+    graph = experiment.make_graph()
+    needs = rule.requirements
+    plain = needs.linear and not needs.overrides_topology and all(rule.exchange_number(r) == r for r in range(4))
+    machines = experiment.make_mapping().nodes_by_machine()
+    measured = None if plain else of_rule(experiment.sharing, machines, graph, target, experiment.seed)
+    return measured or of_graph(graph, target)
+
+
+def predict(
+    experiment: Experiment, *, links: LinksConfig | None, step_seconds: float | None, target: float,
+    module: torch.nn.Module | None = None, overrides: Sequence[str] = (), labels: Mapping[str, str] | None = None,
+) -> Prediction:
+    """Returns the prediction of one experiment. step_seconds: of a local step with its batch; None: as the experiment
+    says. module: its model, on any device. labels: names of graph, sharing and compression. Raises what its parts
+    raise."""
+    traffic = Traffic(experiment, module)
+    made = make_clock(experiment, links=links, step_seconds=step_seconds, traffic=traffic)
+    period = experiment.make_graph().period or 4
+    rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, 4 * period))
+    found = time_line(made, rounds)
+    loads: dict[str, list[float]] = {}
+    for r in range(rounds):
+        for transfers in traffic(r):
+            for name, (size, seconds) in made.network.loads(transfers).items():
+                total = loads.setdefault(name, [0.0, 0.0])
+                total[0] += size / rounds
+                total[1] += seconds / rounds
+    busiest = max(loads, key=lambda name: loads[name][1], default="")
+    consensus = consensus_of(experiment, traffic, target)
+    round_seconds, steps = found.steady_seconds(), local_steps(experiment)
+    batch = int(getattr(experiment.training, "batch_size", 1))
+    compression = getattr(experiment.sharing, "compression", None)
+    names = labels or {}
+    return Prediction(
+        names.get("graph", experiment.graph.name), names.get("sharing", experiment.sharing.name),
+        names.get("compression", compression.name if compression is not None else "none"), steps, batch,
+        round_seconds, float((found.computed - found.begin).mean()), traffic.bytes_per_node(rounds),
+        busiest, loads[busiest][1] if busiest else 0.0, loads[busiest][0] if busiest else 0.0,
+        consensus.rate, consensus.rounds, None if consensus.rounds is None else consensus.rounds * round_seconds,
+        consensus.measured, memory_of(experiment, traffic),
+        traffic.num_nodes * steps * batch / round_seconds if round_seconds else 0.0, tuple(overrides),
+    )  # fmt: skip

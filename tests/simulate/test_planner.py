@@ -1,0 +1,121 @@
+"""Plans: consensus against theory and against rules that mix, predictions, ranks, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from decentnode.experiment import load
+from decentnode.graph.spectrum import contraction, rounds_to_consensus
+from decentnode.simulate.planner import consensus
+from decentnode.simulate.planner.candidates import Choices, Plan, pareto, ranked
+from decentnode.simulate.planner.consensus import of_graph, of_rule
+
+ROOT = Path(__file__).parents[2]
+TWO_MACHINES = str(ROOT / "configs" / "two_machines.yaml")
+CABLE = "machines: [{machines: [0, 1], mbit_per_second: 10, latency_seconds: 0.001}]\n"
+
+
+def graph_of(text: str, *more: str) -> Any:
+    return load(ROOT / "configs" / "quickstart.yaml", [f"graph={text}", *more], check=False).make_graph()
+
+
+@pytest.mark.parametrize("text", [
+    "{name: ring, nodes: 9}", "{name: complete, nodes: 6}", "{name: base_k_plus_1, nodes: 6}",
+    "{name: one_peer_exponential, nodes: 16}", "{name: alternating_ring, nodes: 8}",
+])  # fmt: skip
+def test_consensus_of_graphs_is_that_of_their_products(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(text, "weights=null")
+    found = of_graph(graph, 1e-3)
+    assert found.rate == pytest.approx(contraction(graph)) and not found.measured
+    worst = rounds_to_consensus(graph)
+    assert worst is not None and found.rounds is not None and found.rounds <= worst <= found.rounds + 4 * graph.period
+    monkeypatch.setattr(consensus, "SPECTRAL_NODES", 1)
+    assert of_graph(graph, 1e-3).rate <= found.rate + 0.02
+
+
+def test_graphs_that_are_drawn_anew_and_graphs_in_parts() -> None:
+    drawn = of_graph(graph_of("{name: random_matching, nodes: 16}", "weights=null"), 1e-3)
+    assert drawn.rounds is not None and 10 < drawn.rounds < 80
+    assert drawn.rate**drawn.rounds == pytest.approx(1e-3, rel=0.9)
+    lonely = graph_of("{name: alternating_ring, nodes: 4}", "weights=null")
+    lonely.period, lonely._out = 1, {}  # only its first round, again and again
+    assert of_graph(lonely, 1e-3) == consensus.Consensus(1.0, None, False)
+
+
+@pytest.mark.parametrize("text", ["{name: full}", "{name: local_sgd, every: 2}"])
+def test_rules_that_mix_agree_with_the_spectrum(text: str) -> None:
+    experiment = load(ROOT / "configs" / "quickstart.yaml", ["graph={name: ring, nodes: 8}", f"sharing={text}"],
+                      check=False)  # fmt: skip
+    found = of_rule(experiment.sharing, [tuple(range(8))], experiment.make_graph(), 1e-2, 1)
+    spectral = of_graph(experiment.make_graph(), 1e-2)
+    assert found is not None and found.measured and found.rounds is not None and spectral.rounds is not None
+    rests = 2 if "every" in text else 1
+    assert found.rounds == pytest.approx(rests * spectral.rounds, rel=0.25)
+
+
+def test_coarse_codecs_agree_slowly_or_never() -> None:
+    def measured(text: str) -> consensus.Consensus:
+        experiment = load(ROOT / "configs" / "quickstart.yaml", ["graph={name: ring, nodes: 8}", f"sharing={text}"],
+                          check=False)  # fmt: skip
+        found = of_rule(experiment.sharing, [tuple(range(8))], experiment.make_graph(), 1e-6, 1)
+        assert found is not None
+        return found
+
+    assert measured("{name: full, compression: {name: int8}}").rounds is None
+    error_feedback = measured("{name: choco, fraction: 0.1, step_size: 0.1}")
+    assert error_feedback.rounds is None or error_feedback.rounds > 300
+
+
+def test_a_plan_ranks_by_what_links_cost() -> None:
+    plan = Plan(TWO_MACHINES, ["simulate.links={machines: [{machines: [0, 1], mbit_per_second: 10}]}"],
+                step_seconds=0.01)  # fmt: skip
+    found, skipped = plan.predictions(Choices(("ring", "complete"), compressions=("none", "int8"), local_steps=(1, 4)))
+    assert len(found) == 8 and not skipped
+    by = {(p.graph, p.compression, p.local_steps): p for p in found}
+    model = 19_240
+    ring, complete = by["ring", "none", 1], by["complete", "none", 1]
+    assert ring.bytes_per_node == 2 * model and complete.bytes_per_node == 7 * model
+    assert complete.busiest_link.startswith("machine ") and complete.busiest_bytes == 16 * model
+    assert complete.round_seconds == pytest.approx(0.01 + 16 * model / 1.25e6)
+    assert complete.busiest_seconds == pytest.approx(16 * model / 1.25e6)
+    assert complete.consensus_rounds == 1 and ring.consensus_rounds is not None and ring.consensus_rounds > 20
+    assert by["ring", "none", 4].compute_seconds == pytest.approx(0.04)
+    assert by["complete", "int8", 1].round_seconds < 0.5 * complete.round_seconds
+    assert complete.memory_bytes > ring.memory_bytes > 3 * model
+    assert ranked(found, "round_seconds")[0].round_seconds == min(p.round_seconds for p in found)
+    assert ranked(found, "samples_per_second")[0].samples_per_second == max(p.samples_per_second for p in found)
+    for each, star in zip(found, pareto(found), strict=True):
+        beaten = any(o.samples_per_second > each.samples_per_second and (o.consensus_seconds or np.inf)
+                     < (each.consensus_seconds or np.inf) for o in found)  # fmt: skip
+        assert not (star and beaten)
+
+
+def test_what_cannot_run_is_left_out_with_its_reason() -> None:
+    plan = Plan(TWO_MACHINES, step_seconds=0.01)
+    found, skipped = plan.predictions(Choices(("own", "{name: regular, degree: 20}"), ("own", "relaysgd")))
+    assert [each.graph for each in found] == ["regular"]
+    assert len(skipped) == 3 and all(each.reason for each in skipped)
+
+
+def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:
+    links, chosen, picture = tmp_path / "links.yaml", tmp_path / "chosen.yaml", tmp_path / "plan.pdf"
+    links.write_text(CABLE)
+    arguments = ["plan", TWO_MACHINES, "--links", str(links), "--step-seconds", "0.01", "-g", "ring", "-g",
+                 "one_peer_exponential", "-H", "2", "-H", "8", "--by", "samples_per_second"]  # fmt: skip
+    result = CliRunner().invoke(main, [*arguments, "-o", str(chosen), "--picture", str(picture)])
+    assert result.exit_code == 0, result.output
+    assert "machine 0 -> machine 1" in result.output or "machine 1 -> machine 0" in result.output
+    assert picture.stat().st_size > 5_000
+    experiment = load(chosen)
+    assert experiment.graph.name == "one_peer_exponential" and getattr(experiment.training, "local_steps", 0) == 8
+    told = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).output)
+    assert len(told["candidates"]) == 4 and told["candidates"][0]["graph"] == "one_peer_exponential"
+    refused = CliRunner().invoke(main, [*arguments, "--choose", "9", "-o", str(chosen)])
+    assert refused.exit_code == 2 and "--choose must be at most 4" in refused.output
