@@ -17,10 +17,11 @@ from decentnode.errors import EnvironmentFault
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
 @click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for the other machines' doctors.")
 @click.option("--links", type=click.Path(path_type=Path),
-              help="YAML file to write: what was measured to the other machines, for decentnode plan --links.")  # fmt: skip
+              help="YAML file to write: the links that were measured, for decentnode plan --links.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per check.")
-def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: float, links: Path | None,
-            as_json: bool) -> None:  # fmt: skip
+def command(
+    config: str, machine: str | None, overrides: tuple[str, ...], wait: float, links: Path | None, as_json: bool
+) -> None:
     """Check that this machine can run its share of CONFIG: cores, memory, /dev/shm, addresses, ports, files, keys.
 
     With several machines run it on each at the same time: they measure latency, bandwidth and clock differences.
@@ -58,6 +59,7 @@ def command(config: str, machine: str | None, overrides: tuple[str, ...], wait: 
     if links is not None:
         write_atomic(links, "".join(["machines:\n" if measured else "machines: []\n",
                                      *(f"- {json.dumps(each)}\n" for each in measured)]))  # fmt: skip
-        click.echo(str(links), err=as_json)
+        if not as_json:
+            click.echo(str(links))
     if failed:
         raise EnvironmentFault(f"{config} would fail on machine {here}: {', '.join(failed)}")
