@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
+from decentnode.communication.shared_process import SharedProcess
 from decentnode.errors import Regrouping
 
 STOPPING_TIMEOUT_SECONDS = 10.0
@@ -81,18 +82,34 @@ def _refuse(wait: Wait) -> None:
     raise RuntimeError(f"{type(wait).__name__} must be waited for by whoever steps the node")
 
 
+class PostponableWait(Wait, Protocol):
+    """A wait whose time may be made longer."""
+
+    def postpone(self, seconds: float) -> None:
+        """So many of the seconds that have passed do not count."""
+
+
 class GuardedWait:
     """A wait of one of several nodes that a thread steps in turn: a `Wait` whose steps take the lock of what they look
-    at."""
+    at. Time in which the thread stepped other nodes does not count: those that are waited for share the machine with
+    them, and a process with many nodes takes as many times as long for what each computes."""
 
-    def __init__(self, state: RunState, wait: Wait) -> None:
-        self._state, self._wait = state, wait
+    def __init__(self, state: RunState, process: SharedProcess, wait: PostponableWait) -> None:
+        self._state, self._process, self._wait = state, process, wait
+        self._looked, self._idle = clock.now(), process.idle_seconds
         self.deadline = -math.inf
 
     def step(self, now: float) -> bool:
         """As `Wait.step`."""
+        idle = self._process.idle_seconds
+        busy = now - self._looked - (idle - self._idle)
+        self._looked, self._idle = now, idle
         with self._state.lock:
+            if busy > 0:
+                self._wait.postpone(busy)
             over = self._wait.step(now)
+            if over:
+                self._state.waited_seconds = 0.0  # of the time-out that a round has: the other nodes may have used it
             self.deadline = self._wait.deadline
             return over
 
@@ -231,8 +248,8 @@ class RunState(RunFacts):
     changed: threading.Condition = field(init=False)
     doorbell: Doorbell | None = None
     """Where neighbors on this host ring; without one arrivals are waited for on `changed`."""
-    wake_stepping: Callable[[], None] | None = None
-    """Where one thread steps several nodes: wakes it. Not blocking."""
+    process: SharedProcess | None = None
+    """What the node shares with others of its process, where one thread steps several."""
     _sleeping: bool = False
 
     def __post_init__(self) -> None:
@@ -241,19 +258,19 @@ class RunState(RunFacts):
 
     @property
     def stepped(self) -> bool:
-        return self.wake_stepping is not None
+        return self.process is not None
 
-    def until_over(self, wait: Wait) -> Steps[None]:
+    def until_over(self, wait: PostponableWait) -> Steps[None]:
         """Yields the wait where a thread steps several nodes; blocking until it is over elsewhere."""
-        if self.stepped:
-            yield GuardedWait(self, wait)
-        else:
+        if self.process is None:
             self.block(wait)
+        else:
+            yield GuardedWait(self, self.process, wait)
 
     def notify(self) -> None:
         """With `changed` held: wake whoever waits."""
-        if self.wake_stepping is not None:
-            self.wake_stepping()
+        if self.process is not None:
+            self.process.wake()
         if self._sleeping and self.doorbell is not None:
             self.doorbell.ring()
         self.changed.notify_all()

@@ -65,6 +65,7 @@ class Evaluator:
         own = self._of_shared(torch.cat([model.parameters, model.buffers.to(model.dtype)]))
         sent = own if average is None else torch.cat([own, self._of_shared(average)])
         pending = communication.mean(f"{key}/model", sent, closing)
+        yield None  # nodes of this process begin it, too, before one of them takes its time to evaluate
         splits = training.evaluated
         told = [SplitFigures(split, training.task) for split in splits]
         local = [training.evaluate(split.name) for split in splits]  # while the mean is on its way

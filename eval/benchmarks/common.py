@@ -91,6 +91,14 @@ def _floors(overrides: list[str], shares: list[tuple[int, int]], rounds: int) ->
     return seconds
 
 
+def node_processes(overrides: list[str]) -> int:
+    """In how many processes the nodes of a run are (`mapping.nodes_per_process`)."""
+    from decentnode.build import processes_of
+    from decentnode.experiment import load
+
+    return len(processes_of(load(str(CONFIG), overrides), 0))
+
+
 def planned_mb(overrides: list[str]) -> float:
     """What a node's memory is planned to be, beside Python's and torch's own: model, gradient, two publish slots."""
     import torch
@@ -112,20 +120,21 @@ class Run:
     wait_share: float
     bytes_per_node_round: float
     pss_mb: float
-    """Proportional set size per node process, the median of the samples taken while rounds were turned."""
+    """Proportional set size of all node processes, per node: the median of the samples taken while rounds were
+    turned."""
     peak_mb: float
     """The largest sample of the whole run, with start and closing evaluation."""
     threads: int
     descriptors: int
-    """Most threads and open descriptors of the median node in any sample."""
+    """Most threads and open descriptors of the median node process in any sample."""
 
 
 class _Memory(threading.Thread):
     """Samples the memory of the nodes of a run."""
 
-    def __init__(self, pid: int, nodes: int) -> None:
+    def __init__(self, pid: int, nodes: int, processes: int) -> None:
         super().__init__(daemon=True)
-        self._root, self._nodes = psutil.Process(pid), nodes
+        self._root, self._nodes, self._processes = psutil.Process(pid), nodes, processes
         self.samples: list[tuple[float, float]] = []
         """Seconds since the epoch, MB per node."""
         self.threads = self.descriptors = 0
@@ -140,8 +149,8 @@ class _Memory(threading.Thread):
             except psutil.NoSuchProcess:
                 return
             began = time.time()
-            found = sorted(((self._pss(pid), pid) for pid in pids), reverse=True)[: self._nodes]
-            if len(found) == self._nodes:  # which takes seconds where many nodes keep the cores busy
+            found = sorted(((self._pss(pid), pid) for pid in pids), reverse=True)[: self._processes]
+            if len(found) == self._processes:  # which takes seconds where many nodes keep the cores busy
                 self.samples.append(((began + time.time()) / 2, sum(size for size, _ in found) / self._nodes))
                 with contextlib.suppress(psutil.Error):
                     nodes = [psutil.Process(pid) for _, pid in found]
@@ -174,7 +183,7 @@ def run_rounds(overrides: list[str], nodes: int, look: bool = True) -> Run:
         sets = [part for override in overrides for part in ("--set", override)]
         command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", folder, "--plain", *sets]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        memory = _Memory(process.pid, nodes)
+        memory = _Memory(process.pid, nodes, node_processes(overrides))
         if look:
             memory.start()
         output, _ = process.communicate()

@@ -12,19 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from decentnode import clock
 from decentnode.build import build, build_in_process, step_all
 from decentnode.communication.base import Communication
 from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.parts import BindPlan, Schema
-from decentnode.communication.run_state import Steps
+from decentnode.communication.run_state import GuardedWait, RunState, Steps
+from decentnode.communication.same_process import MAX_HELD, SameProcessPath
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.errors import PeerLost
 from decentnode.experiment import Experiment
 from decentnode.node.node import Node
 from decentnode.node.stepping import Stepping
+from decentnode.payload import Payload
 from decentnode.sharing import SHARINGS
 from decentnode.wire.generation import Limits
-from tests.communication.contract import connected, folder_prefix
+from tests.communication.contract import connected, flat_schema, folder_prefix
 from tests.conftest import scale
 from tests.node.test_product import NODES, Case, loaded, refusal
 
@@ -129,3 +133,80 @@ def test_the_bits_are_those_of_the_twin(rule: str, kind: str, schedule: str) -> 
         assert len(nodes[0].reports) == NODES
         sent = [node.communication.counters.bytes_sent()["data"] for node in nodes]
         assert sent == [node.communication.counters.bytes_sent()["data"] for node in twin]
+
+
+class Noted:
+    """A wait that is never over, and notes by how much it was postponed."""
+
+    deadline = 0.0
+
+    def __init__(self) -> None:
+        self.postponed: list[float] = []
+
+    def postpone(self, seconds: float) -> None:
+        self.postponed.append(seconds)
+
+    def step(self, now: float) -> bool:
+        return False
+
+
+def test_time_in_which_others_were_stepped_uses_up_no_time_out() -> None:
+    process, wait = SharedProcess((0, 1)), Noted()
+    guarded = GuardedWait(RunState(process=process), process, wait)
+    began = clock.now()
+    guarded.step(began + 1000)
+    process.idle_seconds += 300
+    guarded.step(began + 1500)
+    process.idle_seconds += 50
+    guarded.step(began + 1550)
+    assert wait.postponed == [pytest.approx(1000, abs=1), pytest.approx(200)]
+    process.close()
+
+
+def test_neighbors_inside_are_handed_payloads_and_those_beyond_are_sent_them() -> None:
+    with built(loaded(Case(), 0.05), "sockets") as (nodes, processes):
+        step(processes, {node.uid: node.steps() for node in nodes})
+        routings = [node.communication.parts.routing for node in nodes]  # type: ignore[attr-defined]
+        assert [routing.path(0, 1) for routing in routings[:2]] == ["same_process"] * 2
+        assert [routing.path(1, 2) for routing in routings[1:3]] == ["zeromq"] * 2
+        assert all(process.receivers.keys() == set(group) for process, group in zip(processes, GROUPS, strict=True))
+
+
+def test_what_a_node_raises_ends_it_alone() -> None:
+    """The others lose it as they lose one of another process: by its word."""
+    experiment = loaded(Case(missing="fail"), 0.05)
+    with built(experiment, "sockets") as (nodes, processes):
+
+        def breaks() -> Steps[None]:
+            yield None
+            nodes[1].communication.fail(1, "a bug")
+            raise RuntimeError("a bug")
+
+        steps = {node.uid: breaks() if node.uid == 1 else node.steps() for node in nodes}
+        ends = step(processes, steps)
+        assert isinstance(ends[1], RuntimeError)
+        for uid in (0, 2, 3):
+            error = ends[uid]
+            assert isinstance(error, PeerLost) and error.missing == (1,), error
+
+
+def test_a_node_that_does_not_mix_is_handed_no_more_than_a_few_payloads() -> None:
+    """The next go as chunks over the sockets, where they have bounds of their own."""
+    processes = [SharedProcess((0, 1))]
+    with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
+        made = [
+            Hybrid(ZeroMQConfig.model_validate({"name": "zeromq"}), uid=uid, machine_of={0: 0, 1: 0},
+                   schemas=flat_schema(8), digest="d", bind=BindPlan(Path(folder)), process=processes[0])
+            for uid in range(2)
+        ]  # fmt: skip
+        with connected(made):
+            for round in range(MAX_HELD + 2):
+                made[0].exchange(round, {1: Payload({"x": torch.full((8,), float(round))})}, ())
+            edge = made[0].counters.edge(1)
+            assert edge.frames_sent == MAX_HELD + 2
+            for round in range(MAX_HELD + 2):
+                (arrival,) = made[1].exchange(round, {}, (0,)).arrivals(30)
+                assert arrival.received[0].tensors["x"].tolist() == [float(round)] * 8
+            path = made[0].parts.paths.of(SameProcessPath)
+            assert path.send((99, 0), {1: Payload({"x": torch.zeros(8)})}, ()).left == ()
+    processes[0].close()

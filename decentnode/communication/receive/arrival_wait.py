@@ -40,6 +40,11 @@ class Patience:
         """Something that is waited for came: the others have a whole time-out from then on."""
         self.last, self._used, self._asks = when, 0.0, 0
 
+    def postpone(self, seconds: float) -> None:
+        """So many of the seconds since the beginning do not count."""
+        self.began += seconds
+        self.last += seconds
+
     def forgive(self, now: float) -> None:
         """Count no silence before `now`: this process did not run, so that the silence was its own."""
         self.began = now
@@ -106,6 +111,15 @@ class ArrivalWait:
         self.arrived: dict[int, PartialPayload] = {}
         """Once it is over: the payloads of the sources that delivered."""
         self.deadline = -math.inf
+
+    def postpone(self, seconds: float) -> None:
+        """As `run_state.PostponableWait.postpone`."""
+        if self._began == -math.inf:
+            return
+        self._began += seconds
+        self.deadline += seconds
+        if self._patience is not None:
+            self._patience.postpone(seconds)
 
     def step(self, now: float) -> bool:
         """Whether the wait is over: the others departed, or nothing came for the time-out, which all waits of a round

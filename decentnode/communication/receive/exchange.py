@@ -19,7 +19,8 @@ from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.inbox_state import WHOLE, ExchangeKey, InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
-from decentnode.communication.run_state import Wait
+from decentnode.communication.run_state import GuardedWait, Wait
+from decentnode.communication.shared_process import SharedProcess
 from decentnode.payload import Payload
 
 _NOBODY: frozenset[int] = frozenset()
@@ -60,12 +61,15 @@ class InboxExchange(Exchange):
                 yield step
 
     def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
-        inbox, guard = self._inbox, self._state.guard
-        if isinstance(inbox, Inbox) and not inbox.status.stepped:
-            yield from self.arrivals(timeout_seconds)
-            return
+        if not isinstance(self._inbox, Inbox):
+            return self._steps(timeout_seconds)
+        process = self._inbox.status.process
+        return self.arrivals(timeout_seconds) if process is None else self._guarded(process, timeout_seconds)
+
+    def _guarded(self, process: SharedProcess, timeout_seconds: float) -> Iterator[Arrival | Wait]:
+        assert isinstance(self._inbox, Inbox)
         for step in self._steps(timeout_seconds):
-            yield guard(step) if isinstance(step, ArrivalWait) else step
+            yield GuardedWait(self._inbox.status, process, step) if isinstance(step, ArrivalWait) else step
 
     def _steps(self, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
         """`arrivals`, and before each of them the wait for it. Not blocking."""

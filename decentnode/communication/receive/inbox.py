@@ -16,7 +16,7 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox_state import ExchangeKey, InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
-from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, GuardedWait, RunState
+from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
 from decentnode.wire.messages import Chunk, Scalars
 
 
@@ -37,7 +37,6 @@ class Inbox:
             schemas, chunk_bytes, status, counters, self, reject_non_finite=reject_non_finite, device=device
         )
         """To be touched with `status.lock` held, as long as threads share it."""
-        self.state.guard = lambda wait: GuardedWait(status, wait)
         self.status = status
         self.schemas, self.plans, self.device = schemas, self.state.plans, self.state.device
 

@@ -24,7 +24,7 @@ from decentnode.communication.receive.partial_payload import (
     SlotPayload,
     cut,
 )
-from decentnode.communication.run_state import RunFacts, Wait
+from decentnode.communication.run_state import RunFacts
 from decentnode.errors import PeerFault
 from decentnode.wire.messages import Chunk, Scalars
 
@@ -75,8 +75,6 @@ class InboxState:
         """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
         self.skips: dict[int, list[tuple[ExchangeKey, ExchangeKey]]] = {}
         """By source: from which (round, phase) to which nothing comes of it."""
-        self.guard: Callable[[Wait], Wait] = lambda wait: wait
-        """What takes the lock around a wait's steps, where threads share the inbox."""
         self._floor = 0
         self._end = math.inf
         """This node takes part in no round from this one on, so that nothing of theirs is kept."""

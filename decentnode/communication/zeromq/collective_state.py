@@ -142,6 +142,10 @@ class MeanWait:
         self._began, self.deadline = now, now + timeout_seconds
         self.result: tuple[Tensor, int] | None = None
 
+    def postpone(self, seconds: float) -> None:
+        """As `run_state.PostponableWait.postpone`."""
+        self.deadline += seconds
+
     def step(self, now: float) -> bool:
         """Raises what every wait raises once the generation is over, PeerLost naming those that are late, Interrupted
         on a stop."""
@@ -198,6 +202,10 @@ class ReportsWait:
         self._of = of
         self._began, self._timeout_seconds = now, timeout_seconds
         self.deadline = now + timeout_seconds
+
+    def postpone(self, seconds: float) -> None:
+        """As `run_state.PostponableWait.postpone`."""
+        self._began += seconds
 
     def step(self, now: float) -> bool:
         facts = self._of.facts

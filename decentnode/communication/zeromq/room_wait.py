@@ -25,6 +25,10 @@ class RoomWait:
         """Once it is over. withhold: the peer takes nothing, and is to hear so once it does."""
         facts.wait_for((uid,), now)
 
+    def postpone(self, seconds: float) -> None:
+        """As `run_state.PostponableWait.postpone`."""
+        self.deadline += seconds
+
     def step(self, now: float) -> bool:
         """Whether the wait is over. Raises what every wait raises once the run has failed."""
         facts, uid, round = self._facts, self._uid, self._key[0]

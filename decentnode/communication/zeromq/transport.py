@@ -147,7 +147,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self.concurrent = process is None
         self._status = RunState()
         if process is not None:
-            self._status.wake_stepping = process.wake
+            self._status.process = process
         run = run_id or (entropy.draw(8) if uid == 0 else None)
         software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
         self._session = Session(uid, len(machine_of), digest, run, software=software, describe=self.describe)

@@ -121,7 +121,7 @@ def test_a_run_through_slots_sends_what_it_would_send_without(
         made = stagings[node._maker.uid].fetch(plan, tensor)
         used.append(made is not None)
         if made is None:
-            node._links.hurry()
+            node._port.hurry()
         return made
 
     stagings = [Staging(Pageable(), list(schema[0].tensors.values())) for _ in range(n)]
