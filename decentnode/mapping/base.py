@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -55,7 +56,15 @@ class Mapping(Component, abc.ABC):
 
     def local(self, machine: int) -> tuple[int, ...]:
         """Returns the uids on one machine, ascending."""
-        return tuple(u for u in range(self.num_nodes) if self.place(u).machine == machine)
+        return self._by_machine.get(machine, ())
+
+    @functools.cached_property
+    def _by_machine(self) -> dict[int, tuple[int, ...]]:
+        """Found once: each of thousands of nodes asks who is on its machine."""
+        found: dict[int, list[int]] = {}
+        for uid in range(self.num_nodes):
+            found.setdefault(self.place(uid).machine, []).append(uid)
+        return {machine: tuple(uids) for machine, uids in found.items()}
 
     def nodes_by_machine(self) -> list[tuple[int, ...]]:
         """Returns the uids on every machine, ascending."""

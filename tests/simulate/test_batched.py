@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,21 @@ class Renamed(D2):
 class Linear(Full):
     def plan(self, view: Any) -> Any:
         return view
+
+
+class Damped(Full):
+    """Changes every gradient by the node's number, which a stack of all nodes does not know."""
+
+    requirements = replace(Full.requirements, gradient=True)
+
+    def direction(self, gradient: torch.Tensor, view: Any) -> torch.Tensor:
+        return gradient.mul_(1.0 / (1 + view.uid))
+
+
+@pytest.mark.parametrize("way", ["layers", "rows"])
+def test_a_rule_that_changes_gradients_is_asked_for_every_step_of_every_node(way: str) -> None:
+    engine = compare(experiment(f"sharing={__name__}:Damped", "node.rounds=3"), way)
+    assert engine.exchange.name == "rows"
 
 
 def test_a_subclass_has_the_form_of_its_parent_only_if_it_adds_nothing() -> None:
