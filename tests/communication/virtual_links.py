@@ -14,20 +14,19 @@ from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.link_state import (
     BULK,
     CONTROL,
-    MAX_URGENT,
     Body,
     QueuedMessage,
     ReceiveCredits,
 )
-from decentnode.communication.zeromq.reliable_links import ACK_EVERY, ACK_SECONDS, ReliableLinks
+from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.faults import Link
 from decentnode.simulate.world.heap import Alarm
+from decentnode.simulate.world.history import check_links
 from decentnode.simulate.world.network import Socket, VirtualNetwork
 from decentnode.wire import codec, framing
 from decentnode.wire.generation import FIRST
 from decentnode.wire.messages import Bye, Chunk, Depart, Message
 from decentnode.wire.session import Session
-from decentnode.wire.stream import PROBE_SECONDS
 
 RUN = b"theirrun"
 
@@ -164,17 +163,7 @@ class End:
 
     def _check(self) -> None:
         """After every call of the links: what must hold at all times."""
-        due = self.links.next_deadline
-        for edge in self.links.sender.edges.values():
-            assert edge.sent <= edge.allowed or not edge.planes[BULK].out.kept, "more is sent than the window allows"
-            for number, plane in enumerate(edge.planes):
-                assert len(plane.urgent) <= MAX_URGENT and len(plane.again) <= plane.out.following
-                assert plane.came.unreported < ACK_EVERY[number]
-                if plane.came.unreported:
-                    assert due <= self.heap.now + ACK_SECONDS
-                assert due <= plane.out.next_deadline
-                if plane.out.kept:
-                    assert due <= self.heap.now + PROBE_SECONDS[1]
+        check_links(self.links, self.heap.now)
 
 
 def drawn_link(draw: random.Random) -> Link:

@@ -146,6 +146,16 @@ class LinkSender:
         if self._port.send(uid, CONTROL, first, None):
             self._counters.edge(uid).control_bytes_sent += len(first)
 
+    def renew_control(self) -> None:
+        """Make new control connections to all peers. Of what goes over them in a conversation about membership nothing
+        is numbered, so that nothing else tells that one is dead in this direction."""
+        for uid in range(self._session.num_nodes):
+            edge = self.edges.get(uid)
+            if edge is not None:
+                self.renew(uid, edge, CONTROL)
+            elif uid != self._session.uid:
+                self._port.renew(uid, CONTROL)
+
     def grant(self, uid: int, allowed: int, now: float) -> None:
         """Let a peer send up to so many bytes in all (`ReceiveCredits.consumed`)."""
         self.control(uid, self.message(Credit, allowed), now)

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 STOPPED_OUTSIDE_SECONDS = 0.25
 """How long a node outside, once the run is to stop, may still be let in."""
+RENEW_SECONDS = 2.0
+"""How long a node is in one of ALONE_STAGES until it makes its control connections anew: nobody may hear it. It does so
+again after twice as long each time, as it may be the others that are gone."""
 ALONE_STAGES = ("short", "outside", "suspecting")
 """Of a node that hears of nobody with whom it could go on."""
 
@@ -41,6 +44,8 @@ class Reconfiguration:
         """Whether the run has begun; before it, a missing node is the start's business."""
         self.alone_since: float | None = None
         """Since when this node has been in one of ALONE_STAGES; None while it is in another."""
+        self._renew_after = RENEW_SECONDS
+        """How long after `alone_since` control connections are made anew."""
         self.facts, self.counters = facts, counters
         self._stopping = False
         facts.watches = True
@@ -75,7 +80,8 @@ class Reconfiguration:
         if not self.active:
             return math.inf
         waiting = self.facts.waiting
-        return self.membership.next_deadline(None if waiting is None else waiting[1])
+        due = self.membership.next_deadline(None if waiting is None else waiting[1])
+        return due if self.alone_since is None else min(due, self.alone_since + self._renew_after)
 
     def tick(self, now: float) -> None:
         """Do what is due; to be called by `next_deadline`, or more often."""
@@ -83,6 +89,9 @@ class Reconfiguration:
             waiting = self.facts.waiting
             whom, since = ((), math.inf) if waiting is None else waiting
             self._obey(self.membership.tick(now, whom, since), now)
+            if self.alone_since is not None and now >= self.alone_since + self._renew_after:
+                self._renew_after *= 2
+                self._sender.renew_control()
 
     def stop(self, now: float) -> None:
         """The run is to stop; this node waits for nobody to come back any more."""
@@ -122,7 +131,7 @@ class Reconfiguration:
             self._stopping = True
             self._wake()
         if self.membership.stage not in ALONE_STAGES:
-            self.alone_since = None
+            self.alone_since, self._renew_after = None, RENEW_SECONDS
         elif self.alone_since is None:
             self.alone_since = now
             self._wake()

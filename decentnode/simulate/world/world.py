@@ -181,6 +181,8 @@ class World:
         """Faults of the plan that came about."""
         self.settled: Callable[[Process], None] = lambda _process: None
         """Called after everything that happens to a process."""
+        self.began: Callable[[Process], None] = lambda _process: None
+        """Called with every process before anything happens to it."""
         self._by_round = [fault for fault in setting.faults.plan if fault.at_round is not None]
 
     @contextlib.contextmanager
@@ -206,6 +208,7 @@ class World:
     def _begin(self, uid: int, life: int) -> Process:
         process = self.processes[uid] = Process(self, uid, life)
         self.lives.append(process)
+        self.began(process)
         return process
 
     def _heal(self) -> None:

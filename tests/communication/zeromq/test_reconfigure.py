@@ -31,6 +31,11 @@ class Node:
         self.installed: list[Generation] = []
         self.wait: GenerationWait | None = None
         self.entered: Generation | None = None
+        self.renewed = 0
+
+    def renew_control(self) -> None:
+        """As `LinkSender.renew_control`."""
+        self.renewed += 1
 
     def _wake(self) -> None:
         self.woken += 1
@@ -83,6 +88,23 @@ def test_who_is_alone_gives_up_after_its_time() -> None:
             now += STEP_SECONDS
             made[0].step(now)
     assert 160 < now <= 160 + 2 * STEP_SECONDS + 4
+
+
+def test_who_is_alone_makes_its_control_connections_anew() -> None:
+    """The others may live, and not hear it because a connection is dead in one direction, over which nothing numbered
+    goes. Seldom, as it may be the others that are dead."""
+    made: dict[int, Node] = {}
+    node = made[0] = Node(0, made)
+    node.step(100.0)
+    assert not node.renewed
+    node.reconfiguration.suspect([1, 2], "they do not answer", 100.0)
+    renewed_at = []
+    for tick in range(4 * 50):
+        before = node.renewed
+        node.step(now := 100.0 + STEP_SECONDS * tick)
+        if node.renewed > before:
+            renewed_at.append(now - (node.reconfiguration.alone_since or 0.0))
+    assert renewed_at == [2.0, 4.0, 8.0, 16.0, 32.0]
 
 
 def test_a_node_outside_ends_at_once_when_the_run_is_to_stop() -> None:

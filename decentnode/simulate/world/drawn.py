@@ -1,0 +1,260 @@
+"""Worlds that are drawn from a seed: rule, graph, codec, what happens to missing nodes, and faults; and what must hold
+in each of them, during the run and at its end."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from decentnode.build import schemas_of
+from decentnode.communication.parts import Schema
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.config.component import load_class
+from decentnode.errors import AssemblyError, Interrupted, PeerLost
+from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Kill, Link, Restart, Slow
+from decentnode.graph import GRAPHS
+from decentnode.graph.topology import Topology
+from decentnode.node.config import NodeConfig
+from decentnode.node.node import Node, NodeParts
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.compressed import make_sharing
+from decentnode.simulate.world.history import History, must
+from decentnode.simulate.world.linear import check_mean, check_product
+from decentnode.simulate.world.quadratic import Quadratic
+from decentnode.simulate.world.transport import Simulated
+from decentnode.simulate.world.world import Process, Setting, World
+from decentnode.wire.generation import Limits
+
+ROUNDS, LR, FAULTY_SECONDS = 8, 0.1, 6.0
+TIMEOUT_SECONDS, SUSPECT_SECONDS, START_SECONDS = 20.0, 3.0, 60.0
+SHORT_SECONDS, MANY_ROUNDS = 0.5, 20
+"""Time-out and rounds of worlds that go on without a dead node: many of its payloads come to wait."""
+SETTLE_SECONDS = 600.0
+"""How long a run may take to its end once nothing is faulty any more; virtual ones, far more than any run needs."""
+RULES: dict[str, dict[str, Any]] = {
+    "full": {}, "full+int8": {"compression": {"name": "int8"}}, "full+float16": {"compression": {"name": "float16"}},
+    "full+zstd": {"compression": {"name": "zstd"}}, "ac": {}, "push_sum": {}, "topk": {"fraction": 0.3},
+    "local_sgd": {"every": 2}, "d2": {}, "gradient_tracking": {}, "choco": {"step_size": 0.3},
+    "choco+int8": {"step_size": 0.3, "compression": {"name": "int8"}}, "deepsqueeze": {"step_size": 0.2},
+    "powergossip": {},
+}  # fmt: skip
+KEEP_THE_MEAN = ("full", "ac", "local_sgd", "d2", "choco", "choco+int8", "deepsqueeze", "powergossip")
+STATIC = ("ring", "complete")
+SYMMETRIC = (*STATIC, "regular", "random_matching")
+ANY = (*SYMMETRIC, "exponential")
+AMBUSHES = ("preparing", "committing", "promised", "committed", "suspecting")
+"""Stages of membership in which a process may be killed as it comes to it."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One world, as its seed says."""
+
+    seed: int
+    rule: str
+    graph: str
+    nodes: int
+    missing: str
+    schedule: str
+    elements: int
+    faults: Faults
+    checksum: str = "xxh3"
+    impatient: bool = False
+    """Whether rounds soon go on without a node that is dead."""
+    ambush: str = ""
+    """The stage of membership at which a process is killed; "" for none."""
+
+    def __str__(self) -> str:
+        plan = ", ".join(fault.model_dump_json(exclude_none=True) for fault in self.faults.plan)
+        return (f"seed {self.seed}: {self.rule} on {self.graph} of {self.nodes}, missing: {self.missing}, "
+                f"{self.schedule}{f', killed when {self.ambush}' if self.ambush else ''}; {plan}")  # fmt: skip
+
+
+def draw(seed: int) -> Drawn:
+    """Returns the world number `seed`: always the same."""
+    of = random.Random(f"{seed} world")
+    rule = of.choice(list(RULES))
+    needs = make_rule(rule)().requirements
+    graphs = STATIC if rule in ("d2", "choco", "choco+int8") else SYMMETRIC if rule == "powergossip" else ANY
+    missing = of.choice(("fail", "regroup", "regroup", "regroup", "return_weight"))
+    if missing == "return_weight" and not needs.tolerates_missing:
+        missing = "regroup"
+    nodes = of.choice((4, 6)) if missing != "regroup" else of.choice((3, 4, 5, 6, 8))
+    graph = of.choice([each for each in graphs if nodes % 2 == 0 or each not in ("random_matching", "regular")])
+    if graph == "regular" and nodes < 4:
+        graph = "ring"
+    long = of.random() < 0.15
+    if long and of.random() < 0.7:  # models that lie where they are sent from, and readers that nobody waits for
+        rule, graph = of.choice(("full", "ac")), of.choice(("exponential", "ring"))
+        needs = make_rule(rule)().requirements
+    schedule = of.choice(("sequential", "overlapped")) if not needs.sequential else "sequential"
+    link = Link(
+        latency_seconds=of.choice((0.001, 0.05)), jitter_seconds=of.choice((0.0, 0.05)),
+        queue_messages=of.choice((3, 50)), bytes_per_second=of.choice((2e5, 2e6)) if long else None,
+        **{each: of.choice((0.0, 0.0, 0.05)) for each in ("loss", "duplication", "reordering", "damage")},
+    )
+    plan: tuple[AnyFault, ...] = tuple(_plan(of, nodes, missing))
+    impatient = missing == "return_weight" and not long and of.random() < 0.5
+    if impatient:
+        link = Link(latency_seconds=0.001, jitter_seconds=0.01, queue_messages=3)
+        plan = (Kill(nodes=(of.randrange(nodes),), at_round=2),)
+    checksum = "none" if not link.damage and of.random() < 0.5 else "xxh3"
+    ambush = of.choice(AMBUSHES) if missing == "regroup" and of.random() < 0.5 else ""
+    return Drawn(
+        seed, rule, graph, nodes, missing, schedule, 6000 if long else 24,
+        Faults(links=link, lossy_seconds=FAULTY_SECONDS, plan=plan), checksum, impatient, ambush,
+    )
+
+
+def _plan(of: random.Random, nodes: int, missing: str) -> list[AnyFault]:
+    """A few faults within FAULTY_SECONDS; with `regroup` a majority lives on, else all but one."""
+    found: list[AnyFault] = []
+    killed: list[int] = []
+    most = (nodes - 1) // 2 if missing == "regroup" else 1
+    for _ in range(of.randrange(5)):
+        at, uid = of.random() * FAULTY_SECONDS, of.randrange(nodes)
+        other = (uid + 1 + of.randrange(nodes - 1)) % nodes
+        kind = of.choice(("kill", "kill", "freeze", "slow", "cut", "break", "half_open"))
+        if kind == "kill" and len(killed) < most and uid not in killed:
+            killed.append(uid)
+            found.append(Kill(nodes=(uid,), at_round=1 + of.randrange(ROUNDS - 2)))
+            if missing == "regroup" and of.random() < 0.4:
+                found.append(Restart(nodes=(uid,), at_seconds=FAULTY_SECONDS + of.random() * 20))
+        elif kind == "freeze":
+            found.append(Freeze(nodes=(uid,), at_seconds=at, seconds=of.choice((0.5, 5.0, 8.0))))
+        elif kind == "slow":
+            found.append(Slow(nodes=(uid,), at_seconds=at, factor=of.choice((3.0, 10.0)), seconds=2.0))
+        elif kind == "cut":
+            sides = ((uid,), tuple(each for each in range(nodes) if each != uid)) if of.random() < 0.5 else (
+                tuple(range(nodes // 2)), tuple(range(nodes // 2, nodes)))  # fmt: skip
+            found.append(Cut(sides=sides, at_seconds=at, seconds=of.choice((0.5, 4.0, 8.0))))
+        elif kind in ("break", "half_open"):
+            fault = Break if kind == "break" else HalfOpen
+            found.append(fault(source=uid, to=other, plane=of.choice(("control", "bulk")), at_seconds=at))
+    return found
+
+
+def make_rule(name: str) -> Callable[[], Sharing]:
+    """Returns what makes a rule of RULES."""
+    base = name.partition("+")[0]
+    config = load_class(base, SHARINGS, "sharing").Config.model_validate({"name": base, **RULES[name]})
+    return lambda: make_sharing(config)
+
+
+def make_graph(drawn: Drawn) -> Topology:
+    """Returns the graph of a world."""
+    found = load_class(drawn.graph, GRAPHS, "graph")
+    options = {"degree": 3} if drawn.graph == "regular" else {}
+    config = found.Config.model_validate({"name": drawn.graph, "nodes": drawn.nodes, **options})
+    graph: Topology = found(config, seed=drawn.seed, weights=None)
+    return graph
+
+
+@dataclass
+class Run:
+    """A drawn world: run it with `survive`."""
+
+    drawn: Drawn
+    history: History = field(default_factory=History)
+
+    def __post_init__(self) -> None:
+        drawn = self.drawn
+        self.graph = make_graph(drawn)
+        self.trainings: dict[int, Quadratic] = {}
+        self.rounds = MANY_ROUNDS if drawn.impatient else ROUNDS
+        self.config = NodeConfig.model_validate({
+            "rounds": self.rounds, "evaluate_every": 0 if drawn.impatient else 4, "missing": drawn.missing,
+            "schedule": drawn.schedule,
+        })  # fmt: skip
+        limits = None
+        if drawn.missing == "regroup":
+            limits = Limits(SUSPECT_SECONDS, TIMEOUT_SECONDS, drawn.nodes // 2 + 1, ROUNDS)
+        config = ZeroMQConfig.model_validate({
+            "name": "zeromq", "checksum": drawn.checksum,
+            "timeout_seconds": SHORT_SECONDS if drawn.impatient else TIMEOUT_SECONDS,
+            "suspect_seconds": SUSPECT_SECONDS, "start_timeout_seconds": START_SECONDS,
+        })  # fmt: skip
+        pace = 0.05 if drawn.impatient else random.Random(f"{drawn.seed} pace").choice((0.05, 0.3, 1.0))
+        self.world = World(Setting(
+            num_nodes=drawn.nodes, config=config, limits=limits, faults=drawn.faults, seed=drawn.seed,
+            compute_seconds=lambda uid, round: pace * (1 + (7 * uid + 3 * round) % 5 / 10), starts_within_seconds=0.5,
+        ), self._make_node, self.history)  # fmt: skip
+        self.history.watch(self.world)
+        self.history.struck = self._strike
+        self._ambushed = not drawn.ambush
+        self.killed = {uid for fault in drawn.faults.plan if isinstance(fault, Kill) for uid in fault.nodes}
+
+    def _make_node(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Simulated]) -> Node:
+        training = self.trainings[uid] = Quadratic(uid, self.drawn.elements, LR)
+        new = make_rule(self.drawn.rule)
+
+        def make_rules() -> Sharing:
+            made = new()
+            made.set_parameter_shapes(training.model.shapes)
+            return made
+
+        rules = make_rules()
+        communication = make_communication(schemas_of(rules, training.model))
+        parts = NodeParts(self.graph, training, rules, communication, make_rules)
+        return Node(uid, self.config, parts, seed=self.drawn.seed, record=lambda each: self.history.recorded(uid, each))
+
+    def _strike(self, process: Process, stage: str) -> None:
+        """Kill a process as it comes to the stage of the ambush, where a majority lives on."""
+        few = len(self.killed | {process.uid}) <= (self.drawn.nodes - 1) // 2
+        if stage == self.drawn.ambush and not self._ambushed and few:
+            self._ambushed = True
+            self.killed.add(process.uid)
+            self.history.events[f"killed when {stage}"] += 1
+            self.world.heap.after(0.0, process.kill)
+
+    def survive(self) -> Counter[str]:
+        """Run the world to its end. Returns which branches were taken. Raises Violation, and errors of the code."""
+        over = self.world.run(FAULTY_SECONDS + SETTLE_SECONDS)
+        lives = self.world.processes.values()
+        waits = {p.uid: (type(p.wait).__name__, p.node.doing, p.node.round) for p in lives if p.alive}
+        must(over, f"the run does not come to an end: {waits}")
+        self._check_ends()
+        rounds, sent, rule = self.history.rounds, self.history.sent, self.drawn.rule
+        events = self.history.events + self.world.network.happened + self.world.happened
+        if rule == "full":
+            targets = {uid: training.target for uid, training in self.trainings.items()}
+            overlapped = self.drawn.schedule == "overlapped"
+            events["replayed"] += check_product(rounds, sent, targets, LR, overlapped=overlapped)
+        if rule in KEEP_THE_MEAN and self.drawn.schedule == "sequential":
+            events["mean kept"] += check_mean(rounds, sent)
+        return events
+
+    def _check_ends(self) -> None:
+        """Who lives has come to the end of the run."""
+        drawn = self.drawn
+        ended = [process for process in self.world.processes.values() if not process.dead]
+        failed = {process.uid: process.error for process in ended if process.error is not None}
+        for uid, error in failed.items():
+            must(isinstance(error, PeerLost | AssemblyError | Interrupted), f"node {uid} fails: {error!r}")
+        well = [process for process in ended if process.error is None]
+        must(all(process.node.round == self.rounds for process in well), "a node ends early")
+        if drawn.missing == "regroup":
+            # those that finish leave: the others may be too few then to go on without them
+            must(len(well) > 0 or self._lost_all_models(), f"nobody comes to the end: {failed}")
+        elif not self.killed:
+            must(not failed, f"nodes fail although everybody lives: {failed}")
+        else:
+            if drawn.impatient:  # but for the closing evaluation, which needs everybody
+                must(all(process.node.round == self.rounds for process in ended), "rounds do not go on without a node")
+            must(all(isinstance(error, PeerLost) for error in failed.values()), f"nodes fail otherwise: {failed}")
+        for process in well:
+            must(bool(torch.isfinite(process.node.training.model.parameters).all()), f"node {process.uid} diverges")
+
+    def _lost_all_models(self) -> bool:
+        return 2 * len(self.killed) >= self.drawn.nodes
+
+
+def survive(seed: int) -> Counter[str]:
+    """Run the world number `seed`. Returns which branches were taken. Raises Violation, and errors of the code."""
+    return Run(draw(seed)).survive()

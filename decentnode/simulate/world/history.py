@@ -1,0 +1,226 @@
+"""What happened in a run, and what must hold in it at all times.
+
+Checked after everything that happens to any process: every payload is mixed as its source published it for that round
+and generation, to the bit; at most one generation is in force in which rounds may begin; every queue keeps its bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.communication.base import Arrival
+from decentnode.communication.shared_memory.model_slots import PlaceWait
+from decentnode.communication.zeromq.link_sender import MAX_QUEUED
+from decentnode.communication.zeromq.link_state import BULK, MAX_URGENT
+from decentnode.communication.zeromq.reliable_links import ACK_EVERY, ACK_SECONDS, ReliableLinks
+from decentnode.payload import Payload
+from decentnode.simulate.world.transport import Key, Simulated, Witness
+from decentnode.simulate.world.world import Process, World
+from decentnode.wire.generation import Generation, Name
+from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS
+
+Published = tuple[Name, int, Key]
+"""(generation, source, (round, phase))"""
+KEPT_ROUNDS = 8
+"""Payloads of rounds that are further behind the newest of their source are forgotten."""
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+def must(holds: bool, what: str) -> None:
+    """Raises Violation."""
+    if not holds:
+        raise Violation(what)
+
+
+def check_links(links: ReliableLinks, now: float) -> None:
+    """What holds of a node's links after every call of them. Raises Violation."""
+    due = links.next_deadline
+    for uid, edge in links.sender.edges.items():
+        within = edge.sent <= edge.allowed or not edge.planes[BULK].out.kept
+        must(within, f"more is sent to {uid} than the window allows")
+        must(edge.queued <= links.sender.max_payloads, f"{edge.queued} payloads wait for {uid}")
+        for number, plane in enumerate(edge.planes):
+            must(len(plane.urgent) <= MAX_URGENT and len(plane.queue) <= MAX_QUEUED, f"too much waits for {uid}")
+            must(len(plane.again) <= plane.out.following, f"too much is to be sent to {uid} again")
+            must(len(plane.out.kept) <= MAX_AHEAD, f"too much is kept for {uid}")
+            must(plane.came.unreported < ACK_EVERY[number], f"too much of {uid} is not acknowledged")
+            must(not plane.came.unreported or due <= now + ACK_SECONDS, f"nothing tells when to acknowledge {uid}")
+            must(due <= plane.out.next_deadline, f"nothing tells when to ask {uid}")
+            must(not plane.out.kept or due <= now + PROBE_SECONDS[1], f"nothing tells when to ask {uid}")
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One node's round, finished."""
+
+    generation: Name
+    members: tuple[int, ...]
+    uid: int
+    round: int
+    weights: dict[int, float]
+    """The node's row of the mixing matrix, without those of whom nothing came."""
+    after: Tensor
+    """[P] the model at the end of the round."""
+
+
+Sent = dict[tuple[Name, int], dict[int, Tensor]]
+"""By (generation, round) and uid: the model [P] of a node as it was when the node sent."""
+
+
+class History(Witness):
+    """Of one world."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter()
+        """Branches that were taken: events of nodes by kind, stages of membership, and what is counted here."""
+        self.log: list[tuple[float, int, int, str]] = []
+        """(seconds, uid, life, what): what tells two runs apart."""
+        self.generations: dict[Name, Generation] = {}
+        """Those that any process installed."""
+        self.rounds: list[RoundRecord] = []
+        """Those that were finished."""
+        self.sent: Sent = defaultdict(dict)
+        self.struck: Callable[[Process, str], None] = lambda _process, _stage: None
+        """(process, stage): called when a process comes to another stage of membership."""
+        self._published: dict[Published, dict[int, Payload]] = {}
+        self._newest: dict[int, int] = {}
+        self._stages: dict[int, str] = {}
+
+    def watch(self, world: World) -> None:
+        """Before the world runs."""
+        self.world = world
+        world.settled = self.settled
+        world.began = self.began
+
+    def began(self, process: Process) -> None:
+        """A process begins."""
+        uid, life = process.uid, process.life
+
+        def on_event(kind: str, peer: int | None, detail: str) -> None:
+            self.note(uid, life, kind, f"{peer} {detail}")
+
+        process.transport.counters.on_event = on_event
+
+    def note(self, uid: int, life: int, kind: str, detail: str = "") -> None:
+        """Count an event, and remember when it was."""
+        self.events[kind] += 1
+        self.log.append((self.world.heap.now, uid, life, f"{kind} {detail}".rstrip()))
+
+    # -- payloads ---------------------------------------------------------------------------------------------
+
+    def published(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
+        copies: dict[int, Payload] = {}
+        for payload in outgoing.values():
+            if id(payload) not in copies:
+                tensors = {name: tensor.detach().clone() for name, tensor in payload.tensors.items()}
+                copies[id(payload)] = Payload(tensors, dict(payload.scalars))
+        which = (of.session.name, of.uid, key)
+        must(which not in self._published, f"node {of.uid} publishes round {key} of generation {which[0]} twice")
+        self._published[which] = {uid: copies[id(payload)] for uid, payload in outgoing.items()}
+        self.events["published"] += 1
+        model = self.world.processes[of.uid].node.training.model.parameters
+        self.sent[of.session.name, key[0]].setdefault(of.uid, model.detach().clone())
+        if key[0] > self._newest.get(of.uid, -1):
+            self._newest[of.uid] = key[0]
+            old = [each for each in self._published if each[1] == of.uid and each[2][0] < key[0] - KEPT_ROUNDS]
+            for each in old:
+                del self._published[each]
+
+    def arrived(self, of: Simulated, key: Key, arrival: Arrival) -> None:
+        name = of.session.name
+        for source, payload in arrival.received.items():
+            said = self._published.get((name, source, key), {}).get(of.uid)
+            where = f"node {of.uid} mixes in round {key} of generation {name[0]} what {source}"
+            must(said is not None, f"{where} did not publish for it")
+            assert said is not None
+            self.events["mixed"] += 1
+            if of.schemas[key[1]].elementwise:
+                (tensor,), (whole,) = payload.tensors.values(), said.tensors.values()
+                must(_same(tensor, whole[arrival.start : arrival.stop]), f"{where} published otherwise")
+            else:
+                same = payload.tensors.keys() == said.tensors.keys() and payload.scalars == said.scalars
+                same = same and all(_same(payload.tensors[each], said.tensors[each]) for each in said.tensors)
+                must(same, f"{where} published otherwise")
+
+    def recorded(self, uid: int, record: Mapping[str, Any]) -> None:
+        """A node's record (`Node.record`)."""
+        process = self.world.processes[uid]
+        name, round = process.transport.session.name, int(record["round"])
+        if record["kind"] == "round" and uid in self.sent[name, round]:
+            node = process.node
+            view = node.schedule.fragments[0].view.without(frozenset(record.get("missing", ())))
+            after = node.training.model.parameters.detach().clone()
+            members = tuple(process.transport.session.members)
+            self.rounds.append(RoundRecord(name, members, uid, round, dict(view.weights), after))
+
+    # -- generations ------------------------------------------------------------------------------------------
+
+    def installed(self, of: Simulated, generation: Generation) -> None:  # noqa: ARG002
+        self.generations[generation.name] = generation
+        self.events["installed"] += 1
+
+    def in_force(self) -> list[Generation]:
+        """Generations that all their members belong to, and in which rounds may begin."""
+        rounds = self.world.setting.limits.rounds if self.world.setting.limits is not None else 0
+        bound: dict[Name, set[int]] = {}
+        for uid, process in self.world.processes.items():
+            if process.alive:
+                bound.setdefault(process.transport.session.name, set()).add(uid)
+        entered = [self.generations[name] for name in bound if name in self.generations]
+        whole = [each for each in entered if bound[each.name] >= {*each.members}]
+        return [each for each in whole if each.first_round < rounds and not each.stopping]
+
+    # -- after everything that happens --------------------------------------------------------------------------
+
+    def settled(self, process: Process) -> None:
+        """After everything that happens to a process."""
+        transport = process.transport
+        if not transport.shell.closed:
+            check_links(transport.links, self.world.heap.now)
+            self._check_inbox(transport)
+        if transport.reconfiguration is not None:
+            stage = transport.reconfiguration.membership.stage
+            if self._stages.get(process.uid) != stage:
+                self._stages[process.uid] = stage
+                self.note(process.uid, process.life, stage)
+                self._check_generations()
+                self._count_stages()
+                self.struck(process, stage)
+        if isinstance(process.wait, PlaceWait):
+            self.events["late reader"] += 1
+
+    def _check_inbox(self, transport: Simulated) -> None:
+        window = transport.links.window
+        for uid, edge in transport.links.sender.edges.items():
+            held = edge.came - transport.shell.credits.used.get(uid, 0)
+            must(held <= window, f"{held} bytes of {uid} are held, with a window of {window}")
+            for sequence in edge.planes[BULK].again:
+                kept = edge.planes[BULK].out.kept.get(sequence)
+                if kept is not None and kept[0][2] is not None:
+                    self.events["resend under lease"] += 1
+
+    def _count_stages(self) -> None:
+        stages = Counter(self._stages[uid] for uid, process in self.world.processes.items()
+                         if process.alive and uid in self._stages)  # fmt: skip
+        self.events["double suspicion"] += stages["suspecting"] >= 2
+        self.events["two leaders"] += stages["preparing"] + stages["committing"] >= 2
+
+    def _check_generations(self) -> None:
+        found = self.in_force()
+        must(len(found) <= 1, f"{len(found)} generations are in force: {found}")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are alike to the bit, NaN and all."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))

@@ -1,0 +1,71 @@
+"""A run of a linear rule, replayed in float64 as a product of mixing matrices from what the nodes recorded of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from decentnode.simulate.world.history import RoundRecord, Sent, must
+from decentnode.wire.generation import Name
+
+RELATIVE = 1e-4
+"""Rounding of float32 over the rounds of a run, relative to the largest entry."""
+
+
+def check_product(
+    rounds: Sequence[RoundRecord], sent: Sent, targets: Mapping[int, Tensor], lr: float, *, overlapped: bool
+) -> int:
+    """Compare every node's model after every round with the replay's. Returns how many were compared.
+
+    rounds: of rule `full`, where node i makes one step of gradient descent with rate `lr` toward targets[i] [P]. A
+    generation begins with the models that its members have. Raises Violation.
+    """
+    by_round: dict[tuple[Name, int], dict[int, RoundRecord]] = defaultdict(dict)
+    for each in rounds:
+        by_round[each.generation, each.round][each.uid] = each
+    wanted = {uid: target.double() for uid, target in targets.items()}
+    compared = 0
+    states: dict[Name, dict[int, Tensor]] = defaultdict(dict)
+    for name, round in sorted(sent):
+        state, here = states[name], by_round[name, round]
+        was = {uid: state.get(uid, model.double()) for uid, model in sent[name, round].items()}
+        for uid, model in sent[name, round].items():
+            _close(model, was[uid], f"node {uid} sends in round {round} of generation {name[0]}")
+        for uid, each in here.items():
+            mixed = sum((weight * was[source] for source, weight in each.weights.items()), torch.zeros(()).double())
+            after = mixed - lr * (was[uid] - wanted[uid]) if overlapped else mixed
+            _close(each.after, after, f"node {uid} has after round {round} of generation {name[0]}")
+            state[uid] = after if overlapped else after - lr * (after - wanted[uid])
+            compared += 1
+    return compared
+
+
+def check_mean(rounds: Sequence[RoundRecord], sent: Sent) -> int:
+    """Check that mixing kept the mean of all models in every round in which all members took part and nobody was
+    missing. Returns how many there were. rounds: of a rule that promises it, with doubly stochastic matrices and the
+    sequential schedule. Raises Violation."""
+    by_round: dict[tuple[Name, int], list[RoundRecord]] = defaultdict(list)
+    for each in rounds:
+        by_round[each.generation, each.round].append(each)
+    checked = 0
+    for (name, round), here in by_round.items():
+        columns = torch.zeros(1 + max(here[0].members), dtype=torch.float64)
+        for each in here:
+            for source, weight in each.weights.items():
+                columns[source] += weight
+        members = list(here[0].members)
+        if {each.uid for each in here} == {*members} and torch.allclose(columns[members], torch.ones(()).double()):
+            before = torch.stack([sent[name, round][uid] for uid in members]).double().mean(0)
+            after = torch.stack([each.after for each in here]).double().mean(0)
+            _close(after, before, f"the mean of round {round} of generation {name[0]} is")
+            checked += 1
+    return checked
+
+
+def _close(found: Tensor, expected: Tensor, what: str) -> None:
+    error = float((found.double() - expected).abs().max())
+    scale = 1.0 + float(expected.abs().max())
+    must(error <= RELATIVE * scale, f"{what} something else than the replay: {error:.2g} beside {scale:.2g}")

@@ -1,0 +1,130 @@
+"""Faults of a world: what each of them does, and what happens to the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.errors import PeerLost
+from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Kill, Link, Restart, Slow
+from decentnode.simulate.world.drawn import survive
+from decentnode.simulate.world.heap import EventHeap
+from decentnode.simulate.world.history import History
+from decentnode.simulate.world.network import VirtualNetwork
+from decentnode.simulate.world.world import World
+from decentnode.wire.generation import Limits
+from tests.graph.contract import make
+from tests.sharing.contract import RULES
+from tests.simulate.world.runs import Made
+
+NODES, ROUNDS, LIMIT = 5, 6, 1e4
+CONFIG = ZeroMQConfig.model_validate(
+    {"name": "zeromq", "timeout_seconds": 20, "suspect_seconds": 3, "checksum": "xxh3"}
+)
+STEP_SECONDS = 0.5
+LONG = 40
+"""Rounds of a run that still goes on when nodes come back."""
+
+
+def world_with(*plan: AnyFault, link: Link | None = None, rounds: int = ROUNDS, **node: Any) -> tuple[Made, World]:
+    made = Made(make("ring", nodes=NODES), RULES["full"], rounds=rounds, **{"missing": "regroup", **node})
+    limits = Limits(3.0, 20.0, NODES // 2 + 1, rounds) if made.config.missing == "regroup" else None
+    history = History()
+    world = made.world(history, config=CONFIG, limits=limits, faults=Faults(links=link or Link(), plan=plan),
+                       compute_seconds=lambda _uid, _round: STEP_SECONDS)  # fmt: skip
+    history.watch(world)
+    return made, world
+
+
+def members_of(made: Made) -> list[list[int]]:
+    """Of the generations that node 0 took part in."""
+    return [record["members"] for record in made.records if record["kind"] == "generation" and record["uid"] == 0]
+
+
+def test_the_others_go_on_without_one_that_is_killed_and_let_it_in_when_it_is_started_again() -> None:
+    made, world = world_with(Kill(nodes=(3,), at_round=2), Restart(nodes=(3,), at_seconds=8.0), rounds=LONG)
+    assert world.run(LIMIT) and not any(process.error for process in world.lives if not process.dead)
+    assert members_of(made) == [[0, 1, 2, 4], [0, 1, 2, 3, 4]]
+    assert [(process.uid, process.life) for process in world.lives] == [*((uid, 0) for uid in range(NODES)), (3, 1)]
+    assert all(made.nodes[uid].round == LONG for uid in range(NODES))
+
+
+def test_a_death_ends_a_run_that_needs_everybody_and_is_told() -> None:
+    _, world = world_with(Kill(nodes=(3,), at_round=2), missing="fail")
+    assert world.run(LIMIT)
+    failed = [process for process in world.lives if process.error is not None]
+    assert len(failed) == NODES - 1 and all(isinstance(process.error, PeerLost) for process in failed)
+    assert any(isinstance(process.error, PeerLost) and process.error.missing == (3,) for process in failed)
+
+
+@pytest.mark.parametrize("fault", [
+    Freeze(nodes=(1,), at_seconds=1.2, seconds=1.5), Slow(nodes=(1,), at_round=1, factor=5, seconds=1.0),
+    Cut(sides=((0, 1), (2, 3, 4)), at_seconds=1.2, seconds=1.5), Break(source=0, to=1, plane="bulk", at_round=1),
+    HalfOpen(source=0, to=1, plane="bulk", at_seconds=1.2),
+], ids=lambda fault: fault.do)  # fmt: skip
+@pytest.mark.parametrize("missing", ["fail", "regroup"])
+def test_what_is_over_soon_changes_the_time_of_a_run_and_no_bit_of_it(fault: AnyFault, missing: str) -> None:
+    """Half-open, it costs the time after which a connection counts as dead; a generation may end of it meanwhile."""
+    twin = Made(make("ring", nodes=NODES), RULES["full"], rounds=ROUNDS).in_process()
+    _, calm = world_with(missing=missing)
+    made, world = world_with(fault, missing=missing)
+    assert world.run(LIMIT) and calm.run(LIMIT)
+    assert world.happened[fault.do] == 1 and not any(process.error for process in world.lives)
+    assert world.heap.now >= calm.heap.now
+    for uid in range(NODES):
+        assert torch.equal(made.nodes[uid].training.model.parameters, twin.nodes[uid].training.model.parameters)
+
+
+def test_the_smaller_side_of_a_long_cut_waits_and_comes_back() -> None:
+    made, world = world_with(Cut(sides=((0, 1), (2, 3, 4)), at_round=2, seconds=12.0), rounds=LONG)
+    assert world.run(LIMIT) and not any(process.error for process in world.lives)
+    assert members_of(made)[-1] == list(range(NODES))
+    assert {tuple(record["members"]) for record in made.records if record["kind"] == "generation"} >= {(2, 3, 4)}
+
+
+def test_a_run_comes_through_whatever_connections_do() -> None:
+    link = Link(loss=0.1, duplication=0.1, reordering=0.1, damage=0.1)
+    _, world = world_with(link=link)
+    assert world.run(LIMIT) and not any(process.error for process in world.lives)
+    assert all(world.network.happened[kind] for kind in ("lost", "repeated", "overtaken", "damaged"))
+
+
+def test_messages_leave_as_fast_as_the_line_is() -> None:
+    heap = EventHeap()
+    network = VirtualNetwork(heap, Link(latency_seconds=0.5, jitter_seconds=0, bytes_per_second=100.0), 0)
+    came: list[tuple[float, bytes]] = []
+    network.attach(0, lambda *_: None, lambda *_: None)
+    network.attach(1, lambda _plane, frames, _uid: came.append((heap.now, bytes(frames[0]))), lambda *_: None)
+    network.send(0, 1, 0, [b"x" * 100])
+    network.send(0, 1, 1, [b"y" * 50])
+    heap.run(lambda: False, 10.0)
+    assert came == [(1.5, b"x" * 100), (2.0, b"y" * 50)]
+
+
+def test_nobody_hears_a_node_over_a_connection_that_died_while_a_generation_is_agreed_on() -> None:
+    """Its messages about it are not numbered, so that no acknowledgement is missed: the run ended for want of members.
+    """
+    survive(104)
+
+
+@pytest.mark.parametrize(("given", "wrong"), [
+    ({"do": "kill", "nodes": [1]}, "either at_seconds or at_round"),
+    ({"do": "kill", "nodes": [1], "at_seconds": 1, "at_round": 2}, "either at_seconds or at_round"),
+    ({"do": "kil", "nodes": [1], "at_round": 2}, "tag"),
+    ({"do": "freeze", "nodes": [1], "at_round": 2}, "seconds"),
+    ({"do": "kill", "nodes": [], "at_round": 2}, "nodes"),
+])  # fmt: skip
+def test_a_fault_is_checked(given: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValidationError, match=wrong):
+        TypeAdapter(AnyFault).validate_python(given)
+
+
+def test_faults_are_read_from_plain_data() -> None:
+    found = Faults.model_validate({"links": {"loss": 0.1}, "plan": [{"do": "kill", "nodes": [1], "at_round": 2}]})
+    assert found.plan == (Kill(nodes=(1,), at_round=2),) and found.links.loss == 0.1
+
+

@@ -1,0 +1,105 @@
+"""Worlds drawn from seeds: what must hold holds in all of them, rare branches are taken, and faults of the past are
+found where they are put back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from decentnode.communication.receive.staging import Leases
+from decentnode.communication.zeromq.link_sender import LinkSender
+from decentnode.simulate.world.drawn import Run, draw, survive
+from decentnode.wire.membership.leader import Leader
+from decentnode.wire.membership.state import MemberState
+from tests.conftest import scale
+from tests.simulate.world.swarm import RARE, command
+
+SEEDS = scale(200, 5000)
+
+
+def test_a_swarm_of_worlds() -> None:
+    events, failed = Counter[str](), []
+    for seed in range(SEEDS):
+        try:
+            events += survive(seed)
+        except Exception as error:
+            failed.append(f"{command(seed)}   # {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
+    assert [kind for kind in RARE if not events[kind]] == [], "what never came about is not shown to be right"
+
+
+STORY = """
+import hashlib
+from decentnode.simulate.world.drawn import Run, draw
+for seed in (3, 12):
+    run = Run(draw(seed))
+    run.survive()
+    models = b"".join(bytes(t.model.parameters.numpy()) for t in run.trainings.values())
+    print(seed, run.world.heap.count, hashlib.sha256(repr(run.history.log).encode() + models).hexdigest())
+"""
+
+
+def test_a_seed_replays_exactly_in_another_process() -> None:
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", STORY], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True,
+            text=True, timeout=300,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] and told[0].count("\n") == 2
+
+
+# -- faults of the past, put back --------------------------------------------------------------------------------------
+
+
+def late_reader(patch: pytest.MonkeyPatch) -> None:
+    """The model moves back to memory from which messages are still sent."""
+    patch.setattr(Leases, "held", lambda _self, _address: False)
+
+
+def two_generations(patch: pytest.MonkeyPatch) -> None:
+    """A leader goes on with however few, and lets a generation of few begin."""
+    patch.setattr(MemberState, "enough", lambda _self, _generation: True)
+    propose = Leader.propose
+
+    def with_few(self: Leader, now: float) -> None:
+        limits = self._state.limits
+        object.__setattr__(limits, "min_nodes", 1)
+        propose(self, now)
+
+    patch.setattr(Leader, "propose", with_few)
+
+
+def endless_queue(patch: pytest.MonkeyPatch) -> None:
+    """Payloads wait for a peer that takes none, however many there are."""
+    patch.setattr(LinkSender, "takes", lambda _self, _uid: True)
+
+
+FOUND: dict[Callable[[pytest.MonkeyPatch], None], tuple[range, str]] = {
+    late_reader: (range(64, 70), "published otherwise"),
+    two_generations: (range(20, 60), "generations are in force"),
+    endless_queue: (range(36, 60), "5 payloads wait for"),
+}
+"""Faults, worlds that show them, and what is said of them then."""
+
+
+@pytest.mark.parametrize("fault", FOUND, ids=lambda fault: fault.__name__)
+def test_a_fault_of_the_past_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    seeds, said = FOUND[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        for seed in seeds:
+            try:
+                Run(draw(seed)).survive()
+            except Exception as error:
+                assert said in str(error)
+                break
+        else:
+            pytest.fail("it is not found")
+    Run(draw(seed)).survive()
