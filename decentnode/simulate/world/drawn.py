@@ -106,6 +106,9 @@ def draw(seed: int) -> Drawn:
         plan = (Kill(nodes=(of.randrange(nodes),), at_round=2),)
     checksum = "none" if not link.damage and of.random() < 0.5 else "xxh3"
     ambush = of.choice(AMBUSHES) if missing == "regroup" and of.random() < 0.5 else ""
+    if ambush:  # something has to begin the agreement
+        at = 1 + 3 * of.random()
+        plan = (*plan, Freeze(nodes=(of.randrange(nodes),), at_seconds=at, seconds=SUSPECT_SECONDS + 2))
     return Drawn(
         seed, rule, graph, nodes, missing, schedule, 6000 if long else 24,
         Faults(links=link, lossy_seconds=FAULTY_SECONDS, plan=plan), checksum, impatient, ambush,

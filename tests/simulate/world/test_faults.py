@@ -11,11 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerLost
 from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Kill, Link, Restart, Slow
-from decentnode.simulate.world.drawn import survive
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.network import VirtualNetwork
-from decentnode.simulate.world.world import World
+from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.sharing.contract import RULES
@@ -105,10 +104,23 @@ def test_messages_leave_as_fast_as_the_line_is() -> None:
     assert came == [(1.5, b"x" * 100), (2.0, b"y" * 50)]
 
 
-def test_nobody_hears_a_node_over_a_connection_that_died_while_a_generation_is_agreed_on() -> None:
-    """Its messages about it are not numbered, so that no acknowledgement is missed: the run ended for want of members.
-    """
-    survive(104)
+def test_a_node_that_nobody_hears_over_a_dead_connection_is_heard_over_another() -> None:
+    """What members say to agree on a generation is not numbered, so that no acknowledgement is missed: node 0 heard
+    nothing of node 2 any more, and the three that were left never became a generation."""
+    plan = HalfOpen(source=2, to=0, plane="bulk", at_seconds=1.2), HalfOpen(source=2, to=0, at_seconds=2.2)
+    made = Made(make("complete", nodes=4), RULES["full"], rounds=10, missing="regroup")
+    history = History()
+    world = made.world(history, config=CONFIG, limits=Limits(3.0, 20.0, 3, 10), faults=Faults(plan=plan),
+                       compute_seconds=lambda _uid, _round: STEP_SECONDS)  # fmt: skip
+    history.watch(world)
+
+    def struck(process: Process, stage: str) -> None:
+        if process.uid == 3 and stage == "promised":
+            world.heap.after(0.0, process.kill)
+
+    history.struck = struck
+    assert world.run(LIMIT) and not any(process.error for process in world.lives)
+    assert members_of(made)[-1] == [0, 1, 2] and made.nodes[0].round == 10 and world.processes[3].dead
 
 
 @pytest.mark.parametrize(("given", "wrong"), [
