@@ -50,7 +50,7 @@ def command(
     experiment = load(target if run is None else run / "config.resolved.yaml", overrides, check=run is None)
     seconds = None
     if run is not None:
-        done, seconds = recorded_step_seconds(run)
+        done, seconds = recorded_step_seconds(experiment, run)
         rounds = rounds or done
     found, _ = time_line_of(experiment, rounds or experiment.node.rounds, step_seconds=seconds,
                             links=None if links is None else read_links(links))  # fmt: skip

@@ -55,6 +55,8 @@ def measured_step_seconds(experiment: Experiment) -> float:
 
 
 def local_steps(experiment: Experiment) -> int:
+    """Returns the local steps of a round; 1 where they follow from the data (local_epochs): a step is then all of
+    them."""
     return int(getattr(experiment.training, "local_steps", 1) or 1)
 
 
@@ -133,7 +135,7 @@ def time_line_of(experiment: Experiment, rounds: int, **options: Any) -> tuple[T
     return time_line(made, rounds), made
 
 
-def recorded_step_seconds(run: Path) -> tuple[int, float | None]:
+def recorded_step_seconds(experiment: Experiment, run: Path) -> tuple[int, float | None]:
     """Returns (the rounds that all nodes of a run finished, the median seconds of its local steps; None where it
     recorded none). Raises UsageError for a folder without records."""
     rounds: list[int] = []
@@ -141,7 +143,7 @@ def recorded_step_seconds(run: Path) -> tuple[int, float | None]:
     for file in sorted(run.glob("nodes/*/metrics.jsonl")):
         own = [record for record in read(file) if record.get("kind") == "round"]
         rounds.append(1 + max((record["round"] for record in own), default=-1))
-        seconds += [record["train_seconds"] / max(1, record.get("steps", 1)) for record in own]
+        seconds += [record["train_seconds"] / local_steps(experiment) for record in own]
     if not rounds or not min(rounds):
         raise UsageError(f"{run} has no round that all nodes finished")
     return min(rounds), statistics.median(seconds) if seconds else None
