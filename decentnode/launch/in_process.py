@@ -117,6 +117,7 @@ def run_task(task: Task, channel: Pipe) -> int:
     """Run the child that holds all nodes. Returns the exit code; never raises."""
     try:
         set_up(task, task.uids[0])
+        channel.keep_for(len(task.uids))
 
         def listen(nodes: Sequence[Stoppable]) -> None:
             threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()

@@ -17,6 +17,8 @@ from decentnode.launch.messages import KINDS, ChildMessage, NodesAbsent, Progres
 KEPT_MESSAGES = 1024
 """Most messages that wait for a reader; beyond it the oldest are dropped. The kept kinds are sent once per node,
 generation or run: its start, its end, a failure, a stop."""
+KEPT_PER_NODE = 4
+"""The same where one process has more nodes than these are for, per node: its start, its end and two more."""
 
 
 class Pipe:
@@ -30,6 +32,11 @@ class Pipe:
         self._lock = threading.Lock()
         self._writable = select.poll()
         self._writable.register(connection.fileno(), select.POLLOUT)
+
+    def keep_for(self, nodes: int) -> None:
+        """Let more messages wait, where the process has so many nodes: none of their starts and ends may be lost."""
+        with self._lock:
+            self._waiting = deque(self._waiting, maxlen=max(KEPT_MESSAGES, KEPT_PER_NODE * nodes))
 
     @property
     def waiting(self) -> bool:

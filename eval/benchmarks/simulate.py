@@ -1,4 +1,4 @@
-"""bash eval/bench.sh simulate [--gossipy PATH] [--rounds-seconds S] [CASE...]: node-updates per second of simulations.
+"""bash eval/bench.sh simulate [--gossipy PATH] [CASE...]: node-updates per second of simulated runs, in turns.
 
 100 nodes on a random regular graph of degree 4, batch 8, one local step per round, all cores. A node-update is one
 local step and one mixing of one node. `engine` is whole rounds of the engine batched with its records written to files,
@@ -35,7 +35,7 @@ from decentnode.simulate.choice import choose
 from decentnode.simulate.exchange import StackedExchange
 from decentnode.tensors import keep_freed_memory
 
-NODES, BATCH, TURNS = 100, 8, 5
+NODES, BATCH = 100, 8
 CASES: dict[str, list[str]] = {
     "logistic": ["model=logistic", "data.input_shape=[64]"],
     "mlp": ["model={name: mlp, hidden: [100]}", "data.input_shape=[64]"],
@@ -167,11 +167,11 @@ def gossipy_rate(case: str, path: str, seconds: float) -> float:
     return float(done.stdout.split()[-1])
 
 
-def measure(case: str, seconds: float, gossipy: str) -> None:
+def measure(case: str, turns: int, seconds: float, gossipy: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine, loop = Engine(case, Path(folder)), vmap_loop(case)
         found: dict[str, list[float]] = {name: [] for name in ("engine", "steps", "W X", "vmap", "bare", "gossipy")}
-        for _ in range(TURNS):
+        for _ in range(turns):
             found["engine"].append(rate(engine.round, seconds))
             for name, each in zip(("steps", "W X"), engine.parts(seconds / 2), strict=True):
                 found[name].append(each)
@@ -197,12 +197,13 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("cases", nargs="*", metavar="CASE", default=[*CASES])
     arguments.add_argument("--gossipy", default="", metavar="PATH")
+    arguments.add_argument("--turns", type=int, default=5, metavar="N")
     arguments.add_argument("--rounds-seconds", type=float, default=2.0, metavar="S")
     chosen = arguments.parse_args()
     keep_freed_memory()
     print(machine())
     for case in chosen.cases:
-        measure(case, chosen.rounds_seconds, chosen.gossipy)
+        measure(case, chosen.turns, chosen.rounds_seconds, chosen.gossipy)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from decentnode.launch.messages import ChildMessage, Finished, NodesAbsent, PeerFailure, Progress
-from decentnode.launch.pipe import KEPT_MESSAGES, Pipe
+from decentnode.launch.pipe import KEPT_MESSAGES, KEPT_PER_NODE, Pipe
 
 
 @pytest.fixture
@@ -58,6 +58,20 @@ def test_what_waits_is_bounded_and_the_last_words_are_kept(ends: tuple[Pipe, Pip
     assert writer.flush(None)
     thread.join(200)
     assert found[sent:] == [PeerFailure(number, "") for number in range(10, KEPT_MESSAGES + 10)]
+
+
+def test_starts_and_ends_of_thousands_of_nodes_in_one_process_are_kept(ends: tuple[Pipe, Pipe]) -> None:
+    writer, reader = ends
+    writer.keep_for(2000)
+    sent = fill(writer)
+    for number in range(KEPT_PER_NODE * 2000):
+        writer.send(PeerFailure(number, ""))
+    found: list[ChildMessage] = []
+    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(sent + KEPT_PER_NODE * 2000)))
+    thread.start()
+    assert writer.flush(None)
+    thread.join(200)
+    assert found[sent:] == [PeerFailure(number, "") for number in range(KEPT_PER_NODE * 2000)]
 
 
 def test_a_reader_that_is_gone_raises_and_ends_every_wait() -> None:
