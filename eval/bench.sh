@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # bash eval/bench.sh rounds [CASE...]    time per round, start, memory; with the compute floor of the same run beside it
+# bash eval/bench.sh processes [NODES]  nodes that share processes: CPU time beside bare steps, memory, threads, start
 # bash eval/bench.sh pairs --before CHECKOUT [CASE...]  rounds of this commit beside another's, in turn: the ratio's interval
 # bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
 # bash eval/bench.sh digits_table [ARM...]  accuracies of configs/compare/digits_*, beside a NumPy simulation's
