@@ -398,9 +398,9 @@ class Session:
     def _missing_below(self) -> tuple[int, ...]:
         return tuple(uid for uid in self.subtree() if uid not in self.present)
 
-    def subtree(self) -> Iterable[int]:
-        """This uid and all below it in the tree, ascending."""
-        level = [self.uid]
+    def subtree(self, top: int | None = None) -> Iterable[int]:
+        """A member, this uid when not given, and all below it in the tree, ascending."""
+        level = [self.uid if top is None else top]
         found: list[int] = []
         while level:
             found += level

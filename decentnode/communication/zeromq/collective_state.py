@@ -44,6 +44,8 @@ class CollectiveState:
         self._barrier: BarrierWait | None = None
         """The one at which this node is."""
         self._reports: dict[int, Scalars] = {}
+        self._left: set[int] = set()
+        """Children that said their last word."""
 
     # -- means ------------------------------------------------------------------------------------------------
 
@@ -125,8 +127,15 @@ class CollectiveState:
         self.facts.notify()
 
     def unreported(self) -> set[int]:
-        """The nodes at and below this one in the tree whose figures have not come."""
-        return set(self._session.subtree()) - self._reports.keys()
+        """The nodes at and below this one in the tree whose figures have not come, and may still come."""
+        lost = {uid for child in self._left for uid in self._session.subtree(child)}
+        return set(self._session.subtree()) - self._reports.keys() - lost
+
+    def left(self, uid: int) -> None:
+        """A peer said its last word: where it is a child of this node, no more figures come through it."""
+        if uid in self.tree.children:
+            self._left.add(uid)
+            self.facts.notify()
 
     def reports(self) -> dict[int, dict[str, float | int | str]]:
         """On the root of the tree the figures that have come, by uid, ascending; empty elsewhere."""

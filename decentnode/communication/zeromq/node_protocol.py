@@ -175,6 +175,9 @@ class NodeProtocol:
             with self._lock:
                 self.collectives.part(message, body, now)
         elif type(message) in MEMBERSHIP_KINDS:
+            if isinstance(message, Bye):
+                with self._lock:
+                    self.collectives.left(message.source)
             if self._reconfiguration is not None:
                 self._reconfiguration.receive(message, now)
             elif not isinstance(message, Bye):

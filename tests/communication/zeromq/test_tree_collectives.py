@@ -207,6 +207,19 @@ def test_reports_reach_the_lowest_uid(transport: str) -> None:
     assert all(not r for uid, r in results.items() if uid)
 
 
+@pytest.mark.parametrize("n", [3, 12])
+def test_reports_are_not_waited_for_from_who_said_the_last_word(n: int) -> None:
+    """Node 1 leaves without figures; with 12 nodes those of 9, 10 and 11 would have come through it. The wait is longer
+    than any test may take."""
+    with nodes("zeromq", n, flat_schema(4)) as made:
+        made[1].close()
+        others = [node for node in made if node.uid != 1]
+        for node in others:
+            node.report({"uid": node.uid})
+        found = made[0].reports(10_000)
+    assert {0, 2} <= found.keys() and 1 not in found
+
+
 def lone(uid: int, n: int, machine_of: dict[int, int] | None = None, digest: str = "d") -> ZeroMQ:
     config = ZeroMQConfig(name="zeromq")
     machines = machine_of or dict.fromkeys(range(n), 0)
