@@ -66,7 +66,8 @@ def check_same(one: Path, other: Path) -> None:
 CASES = {
     "auto": ["communication=auto", "node.schedule=overlapped", "training.optimizer={name: adam, lr: 0.01}"],
     "zeromq": ["communication=zeromq", "sharing={name: choco, compression: {name: int8, unbiased: true}}"],
-    "several": ["communication=auto", "mapping.nodes_per_process=4", "training.optimizer={name: adam, lr: 0.01}"],
+    "several": ["communication=auto", "mapping={nodes_per_machine: 4, nodes_per_process: 2}",
+                "training.optimizer={name: adam, lr: 0.01}"],
     "collective": ["communication=collective", "sharing=push_sum", "node.schedule=overlapped"],
 }
 
