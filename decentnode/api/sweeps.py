@@ -15,16 +15,15 @@ from decentnode.api.progress import DRAIN_SECONDS
 from decentnode.api.results import Run, pandas
 from decentnode.api.stopped import RunInterrupted
 from decentnode.cli.output import Output
-from decentnode.cli.sweeping import ConsoleWatcher
 from decentnode.errors import UsageError
 from decentnode.launch import forkserver
-from decentnode.sweeps.conduct import State, Watcher, conduct
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what imports torch is imported where it is needed, as in api/experiment.py
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
     from decentnode.api.experiment import Config
+    from decentnode.sweeps.conduct import State, Watcher
     from decentnode.sweeps.results import Results, Row
 
 
@@ -114,7 +113,9 @@ def sweep(
     Ctrl-C lets the points under way finish their round, then raises RunInterrupted whose `sweep` has what is done.
     Points that fail are in `points`; raises UsageError where all points have problems.
     """
+    from decentnode.cli.sweeping import ConsoleWatcher
     from decentnode.sweeps import files
+    from decentnode.sweeps.conduct import Watcher, conduct
     from decentnode.sweeps.plan import Plan, plan
     from decentnode.sweeps.space import axes
 
