@@ -2,6 +2,8 @@
 
 Every key is translated, left out with a note because nothing here needs it, or reported: a key that decentralizepy does
 not know (its classes would raise TypeError for it), or one that cannot be said here.
+
+One file: a section of theirs is a method here, in their order.
 """
 
 from __future__ import annotations

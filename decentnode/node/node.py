@@ -1,4 +1,7 @@
-"""One participant of a run: the loop over rounds, generations of members, evaluations and the closing report."""
+"""One participant of a run: the loop over rounds, generations of members, evaluations and the closing report.
+
+One file: it is the order in which a node does things; what it does lies in the files beside it.
+"""
 
 from __future__ import annotations
 

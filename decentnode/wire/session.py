@@ -3,6 +3,8 @@
 Control messages travel along a tree over the uids (wire/control_tree.py), uid 0 at the root: hellos and presence go
 up, the start goes down, stops and failures go to every node. `Session` takes messages, and returns events and messages
 to send. Its states and what each admits: wire/session_states.py.
+
+One file: each message may change every part of the one state, and who reads what a message does finds all of it here.
 """
 
 from __future__ import annotations

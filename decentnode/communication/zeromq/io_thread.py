@@ -3,6 +3,8 @@
 Two planes with their own sockets, control and bulk. A node listens on one ROUTER per plane and sends on one DEALER
 per plane and peer; frames only ever go from a DEALER to a ROUTER. While the training thread waits for a message, it
 may be at the sockets itself, in the I/O thread's place (socket_owner.py).
+
+One file: sockets belong to one thread at a time, and everything that touches them is found here.
 """
 
 from __future__ import annotations

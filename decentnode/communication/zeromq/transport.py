@@ -1,4 +1,7 @@
-"""ZeroMQ between any machines: ipc on one host, tcp across hosts."""
+"""ZeroMQ between any machines: ipc on one host, tcp across hosts.
+
+One file: it puts the parts of a networked transport together and meets the contract with them; each part has its own.
+"""
 
 from __future__ import annotations
 

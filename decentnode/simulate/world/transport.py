@@ -2,6 +2,8 @@
 
 What blocks elsewhere is handed out as waits here (`run_state.Steps`); calls that could only block are refused. Payloads
 travel by a path of its own: chunks over simulated connections, to every neighbor.
+
+One file: it meets the whole contract of a transport, as communication/zeromq/transport.py does.
 """
 
 from __future__ import annotations
