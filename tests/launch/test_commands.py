@@ -27,7 +27,8 @@ def test_a_node_on_its_way_back_does_not_end_because_another_one_does(monkeypatc
     for message in (PeerFailure(3, "gone"), Peers({"0": ["a", "b"]})):
         supervisor.send(message)
     assert commands.peers() == {"0": ["a", "b"]}
-    node: Any = SimpleNamespace(communication=SimpleNamespace(fail=lambda uid, why: failed.append((uid, why))))
+    fails = SimpleNamespace(fail=lambda uid, why: failed.append((uid, why)))
+    node: Any = SimpleNamespace(uid=0, communication=fails)
     commands.attach(node)
     assert not failed
     supervisor.send(PeerFailure(4, "gone, too"))

@@ -14,6 +14,7 @@ import torch
 
 from decentnode.communication.base import Arrival, Exchange
 from decentnode.communication.counters import Counters
+from decentnode.communication.run_state import Steps, at_once, without_waits
 from decentnode.errors import Interrupted, PeerFault
 from decentnode.node.fragment_exchange import FragmentExchange
 from decentnode.node.schedule import Sequential
@@ -56,8 +57,13 @@ class Line:
         self.config = SimpleNamespace(timeout_seconds=1.0)
         self.sent: dict[int, Payload] = {}
 
-    def exchange(self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], *_: object) -> Any:
-        return Arrived({uid: self.sent[uid] for uid in expected})
+    def computed(self, round: int) -> None:
+        """Nobody waits for the local steps."""
+
+    def exchange_steps(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], *_: object
+    ) -> Steps[Any]:
+        return at_once(Arrived({uid: self.sent[uid] for uid in expected}))
 
 
 class Run:
@@ -90,10 +96,10 @@ class Run:
                    for uid, each in enumerate(self.rules)]  # fmt: skip
             self.line.sent = {uid: change(out[uid][0], self.schema) for uid in views[0].sources}
             if phase == 0:
-                self.schedule.begin(self.round, [[each[0] for each in of_phase]], lambda: None)
+                without_waits(self.schedule.begin(self.round, [[each[0] for each in of_phase]], lambda: None))
             else:
-                self.schedule.send(phase)
-            (mixed,) = self.schedule.finish() if phase == phases[-1] else self.schedule.mix()
+                without_waits(self.schedule.send(phase))
+            (mixed,) = without_waits(self.schedule.finish() if phase == phases[-1] else self.schedule.mix())
             missing |= mixed.missing
             for uid in range(1, NODES):  # the others hear of nobody, which every rule has to stand
                 self.rules[uid].mix(self.trainings[uid].model.parameters, {}, views[uid].without(views[uid].sources))
