@@ -12,6 +12,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.stacked import Mixing
 
 
 class Wrapper(Sharing):
@@ -88,6 +89,9 @@ class Wrapper(Sharing):
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         self.rule.mix_into(out, model, received, view)
+
+    def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:
+        return self.rule.mix_stacked(models, mixing, view)
 
     def own_contribution(self, model: Tensor, view: RoundView) -> Payload | None:
         return self.rule.own_contribution(model, view)
