@@ -173,10 +173,10 @@ def cifar_table(folder: Path, seeds: int, more: Sequence[str], store: Store) -> 
 
 
 def paired_table(folder: Path, seeds: int, more: Sequence[str], store: Store) -> list[list[str]]:
-    """Merged minus centralized by seed, the mean and its 95 % interval (Student's t)."""
+    """Merged minus centralized by seed, the mean and its 95 % interval (Student's t); an exchange after every step."""
     where = f"data.folder={folder}"
     iid = f"data.partition={PARTITIONS['iid']}"
-    pairs = [(Point("cifar_full", (where, iid, f"seed={seed}", *more)),
+    pairs = [(Point("cifar_every_step", (where, iid, f"seed={seed}", *more)),
               Point("cifar_central", (where, f"seed={seed}", *more))) for seed in range(1, seeds + 1)]  # fmt: skip
     found = reach([point for pair in pairs for point in pair], store)
     rows = [["seed", "merged %", "centralized %", "difference"]]
