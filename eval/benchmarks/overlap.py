@@ -56,22 +56,33 @@ def hosts(gbit: float, burst: str = "1mb") -> Iterator[list[tuple[str, str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
 
 
+def launch(
+    where: list[tuple[str, str]], overrides: list[str], folder: str, seconds: float, modules: Path | None = None
+) -> None:
+    """A run of CONFIG with a machine on each host, into folder/0, folder/1 ... Blocking, for so many seconds at most.
+    modules: a folder of Python modules that the config names. Raises SystemExit where a machine fails."""
+    environment = dict(os.environ)
+    if modules is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(modules), environment.get("PYTHONPATH", "")])
+    sets = [part for override in overrides for part in ("--set", override)]
+    started = [
+        subprocess.Popen(["ip", "netns", "exec", name, sys.executable, "-m", "decentnode", "launch", str(CONFIG),
+                          "--machine", "auto", "--plain", "--run-dir", f"{folder}/{number}", *sets],
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        for number, (name, _) in enumerate(where)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=seconds)[0] for process in started]
+    for process, output in zip(started, told, strict=True):
+        if process.returncode:
+            raise SystemExit(f"a machine ended with {process.returncode}:\n{output}")
+
+
 def turn(where: list[tuple[str, str]], overrides: list[str]) -> dict[str, float]:
     """A run of one node on each host; medians over its rounds, without the first two."""
     with tempfile.TemporaryDirectory() as folder:
         addresses = ", ".join(address for _, address in where)
         mapping = f"{{name: linear, machines: 2, nodes_per_machine: 1, threads: 1, addresses: [{addresses}]}}"
-        sets = [part for override in [*overrides, f"mapping={mapping}"] for part in ("--set", override)]
-        started = [
-            subprocess.Popen(["ip", "netns", "exec", name, sys.executable, "-m", "decentnode", "launch", str(CONFIG),
-                              "--machine", "auto", "--plain", "--run-dir", f"{folder}/{number}", *sets],
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for number, (name, _) in enumerate(where)
-        ]  # fmt: skip
-        told = [process.communicate(timeout=500)[0] for process in started]
-        for process, output in zip(started, told, strict=True):
-            if process.returncode:
-                raise SystemExit(f"a machine ended with {process.returncode}:\n{output}")
+        launch(where, [*overrides, f"mapping={mapping}"], folder, 500)
         found: dict[str, list[float]] = {part: [] for part in PARTS}
         for latest in Path(folder).glob("*/*/latest"):
             for rounds in round_records(latest):

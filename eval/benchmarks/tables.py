@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import statistics
 import sys
@@ -23,6 +22,8 @@ import numpy as np
 import table_data
 from common import cores, machine
 
+from decentnode.report.significance import paired
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "tables"
 STORE = ROOT / "runs" / "tables"
@@ -31,8 +32,6 @@ PARTITIONS = {"iid": "{name: iid}", "2 shards": "{name: shards, shards: 2}",
               "Dirichlet .1": "{name: dirichlet, alpha: 0.1}"}  # fmt: skip
 ARMS = {"full": "D-PSGD", "el_oracle": "EL-Oracle", "jwins": "JWINS", "choco": "CHOCO-SGD"}
 TASKS = ("femnist", "celeba", "shakespeare", "reddit", "movielens")
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Values -> the .975 quantile of Student's t with one degree of freedom less."""
 
 
 @dataclass(frozen=True)
@@ -180,15 +179,13 @@ def paired_table(folder: Path, seeds: int, more: Sequence[str], store: Store) ->
               Point("cifar_central", (where, f"seed={seed}", *more))) for seed in range(1, seeds + 1)]  # fmt: skip
     found = reach([point for pair in pairs for point in pair], store)
     rows = [["seed", "merged %", "centralized %", "difference"]]
-    differences = []
-    for seed, (ours, central) in enumerate(pairs, 1):
-        merged, alone = 100 * found[ours].merged, 100 * found[central].merged
-        differences.append(merged - alone)
-        rows.append([str(seed), f"{merged:.2f}", f"{alone:.2f}", f"{merged - alone:+.2f}"])
-    mean = statistics.fmean(differences)
-    half = STUDENT[len(differences)] * statistics.stdev(differences) / math.sqrt(len(differences))
-    rows.append(["mean", *(f"{statistics.fmean(float(row[column]) for row in rows[1:]):.2f}" for column in (1, 2)),
-                 f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"])  # fmt: skip
+    merged, alone = ({seed: 100 * found[pair[side]].merged for seed, pair in enumerate(pairs, 1)} for side in (0, 1))
+    rows += [[str(seed), f"{merged[seed]:.2f}", f"{alone[seed]:.2f}", f"{merged[seed] - alone[seed]:+.2f}"]
+             for seed in merged]  # fmt: skip
+    difference = paired(merged, alone)
+    assert difference is not None
+    rows.append(["mean", f"{statistics.fmean(merged.values()):.2f}", f"{statistics.fmean(alone.values()):.2f}",
+                 f"{difference.mean:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]"])  # fmt: skip
     return rows
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from common import CONFIG, machine
-from overlap import hosts
+from overlap import hosts, launch
 
 from decentnode.experiment import load
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
@@ -62,19 +60,7 @@ def settings(case: argparse.Namespace, where: list[tuple[str, str]], options: ar
 def real_seconds(where: list[tuple[str, str]], overrides: list[str]) -> float:
     """Returns the seconds of a round: of each node the median over all rounds but the first two, mean over nodes."""
     with tempfile.TemporaryDirectory() as folder:
-        sets = [part for override in overrides for part in ("--set", override)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-        started = [
-            subprocess.Popen(["ip", "netns", "exec", name, sys.executable, "-m", "decentnode", "launch", str(CONFIG),
-                              "--machine", "auto", "--plain", "--run-dir", f"{folder}/{number}", *sets],
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                             env=environment)
-            for number, (name, _) in enumerate(where)
-        ]  # fmt: skip
-        told = [process.communicate(timeout=900)[0] for process in started]
-        for process, output in zip(started, told, strict=True):
-            if process.returncode:
-                raise SystemExit(f"a machine ended with {process.returncode}:\n{output}")
+        launch(where, overrides, folder, 900, modules=HERE)
         found = []
         for path in Path(folder).glob("*/*/latest/nodes/*/metrics.jsonl"):
             records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -172,22 +172,28 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._generations: Generations | None = None
         if reconfiguration is not None:
             self._generations = Generations(reconfiguration, self._driver, self._status)
-        self._protocol = NodeProtocol(ProtocolParts(
+        self._protocol = self._node_protocol(reconfiguration)
+        self._inbox.ask = lambda uids: self._driver.call(lambda: self._protocol.ask_overdue(uids, clock.now()))
+        self._status.waiting_began = lambda since: self._io.due_by(since + Watch.AFTER_SECONDS)
+        self._driver.serve(self._protocol)
+        self._run = self._run_parts()
+        self._closed = False
+        self._begin_generation()
+
+    def _node_protocol(self, reconfiguration: Reconfiguration | None) -> NodeProtocol:
+        return NodeProtocol(ProtocolParts(
             session=self._session, links=self._links, inbox=self._inbox, facts=self._status, counters=self.counters,
             maker=self._maker, hold=held, consumed=self._driver.consumed, has_room=self._takes_again,
             joined=self._io.joined, reconfiguration=reconfiguration, lock=self._status.lock,
         ))  # fmt: skip
-        self._inbox.ask = lambda uids: self._driver.call(lambda: self._protocol.ask_overdue(uids, clock.now()))
-        self._status.waiting_began = lambda since: self._io.due_by(since + Watch.AFTER_SECONDS)
-        self._driver.serve(self._protocol)
-        self._run = RunParts(
-            uid=uid, config=config, machine_of=self._machine_of, schemas=schemas, folder=self._plan.ipc_dir,
-            addresses=self._addresses.others, session=self._session, driver=self._driver, inbox=self._inbox,
-            sender=self._sender, maker=self._maker, state=self._status, counters=self.counters,
-            process=process,
+
+    def _run_parts(self) -> RunParts:
+        return RunParts(
+            uid=self.uid, config=self.config, machine_of=self._machine_of, schemas=self.schemas,
+            folder=self._plan.ipc_dir, addresses=self._addresses.others, session=self._session, driver=self._driver,
+            inbox=self._inbox, sender=self._sender, maker=self._maker, state=self._status, counters=self.counters,
+            process=self._process,
         )  # fmt: skip
-        self._closed = False
-        self._begin_generation()
 
     def _reconfiguration(self, digest: str, limits: Limits | None) -> Reconfiguration | None:
         if limits is None:

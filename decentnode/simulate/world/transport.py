@@ -41,6 +41,7 @@ from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfig
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.sender import Sender
 from decentnode.communication.zeromq.transport import CLOSE_SECONDS, GRACE_SECONDS
+from decentnode.communication.zeromq.tree_mean import own_share
 from decentnode.config.component import Config
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload
@@ -53,6 +54,8 @@ from decentnode.wire.session import Session
 
 LOOK_SECONDS = 0.02
 """How often a process that closes looks whether everything has left."""
+STEPPED = "a simulated node's waits are steps"
+"""Why a call that could only block is refused."""
 Key = tuple[int, int]
 """Round and phase."""
 
@@ -127,7 +130,7 @@ class SimulatedMean(Pending):
         self._of, self._key, self._closing, self._shape = of, key, closing, shape
 
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
-        raise NotImplementedError("a simulated node's waits are steps")
+        raise NotImplementedError(STEPPED)
 
     def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
         wait = MeanWait(self._of.collectives, self._key, self._closing, timeout_seconds, clock.now())
@@ -142,7 +145,7 @@ class SimulatedGeneration(PendingGeneration):
         self._of = of
 
     def wait(self) -> Generation:
-        raise NotImplementedError("a simulated node's waits are steps")
+        raise NotImplementedError(STEPPED)
 
     def steps(self) -> Steps[Generation]:
         return self._of.next_generation()
@@ -213,7 +216,7 @@ class Simulated(Communication[ZeroMQConfig]):
     # -- the start --------------------------------------------------------------------------------------------
 
     def start(self, timeout_seconds: float) -> None:
-        raise NotImplementedError("a simulated node's waits are steps")
+        raise NotImplementedError(STEPPED)
 
     def start_steps(self, timeout_seconds: float) -> Steps[None]:
         """As `start`."""
@@ -233,14 +236,14 @@ class Simulated(Communication[ZeroMQConfig]):
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
         group: AveragingGroup | None = None,
     ) -> Exchange:
-        raise NotImplementedError("a simulated node's waits are steps")
+        raise NotImplementedError(STEPPED)
 
     def exchange_steps(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
         group: AveragingGroup | None = None,  # noqa: ARG002
     ) -> Steps[Exchange]:
         self.facts.raise_if_failed()
-        key, dropped = (round, phase), frozenset[int]()
+        key = (round, phase)
         if self.facts.regrouping:
             return InboxExchange(self.inbox, key, expected, frozenset())
         self.inbox.advance(round)
@@ -267,14 +270,12 @@ class Simulated(Communication[ZeroMQConfig]):
     # -- means, barriers, reports -----------------------------------------------------------------------------
 
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
-        from decentnode.communication.zeromq.tree_mean import own_share
-
         self.facts.raise_if_over()
         self.collectives.begin_mean(key, own_share(tensor), clock.now())
         return SimulatedMean(self, key, closing, tuple(tensor.shape))
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
-        raise NotImplementedError("a simulated node's waits are steps")
+        raise NotImplementedError(STEPPED)
 
     def barrier_steps(self, name: str, timeout_seconds: float) -> Steps[None]:
         """As `barrier`."""
@@ -286,7 +287,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.collectives.report(dict(figures), clock.now())
 
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
-        raise NotImplementedError("a simulated node's waits are steps")
+        raise NotImplementedError(STEPPED)
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
         yield ReportsWait(self.collectives, timeout_seconds, clock.now())
