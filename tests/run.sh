@@ -18,4 +18,13 @@ done
 unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -m ruff check decentnode docs tests eval generate_graph.py
 "$venv/bin/python" -m mypy
-exec "$venv/bin/python" -m pytest -n 4 --dist worksteal ${DECENTNODE_STRESS:+--timeout=1800} "${arguments[@]+"${arguments[@]}"}"
+[ ${#arguments[@]} -gt 0 ] || rm -f .pytest_cache/v/cache/lastfailed
+status=0
+"$venv/bin/python" -m pytest -n 4 --dist worksteal ${DECENTNODE_STRESS:+--timeout=1800} "${arguments[@]+"${arguments[@]}"}" || status=$?
+# Tests start processes and stop them at a moment of their life; a machine that is busy with four at a time can be too
+# late for one. Up to three that failed are run again, one at a time and nothing beside them: what fails then has failed.
+# What passes then is named, as a test that depends on the pace of the machine is to be mended.
+if [ $status -ne 1 ] || [ ${#arguments[@]} -gt 0 ] || ! "$venv/bin/python" -m tests.failed 3; then
+  exit $status
+fi
+exec "$venv/bin/python" -m pytest -n 0 --last-failed --last-failed-no-failures none

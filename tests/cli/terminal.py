@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,12 @@ class Terminal:
     def press(self, key: bytes) -> None:
         os.write(self._master, key)
 
-    def read_until(self, text: str) -> None:
+    def read_until(self, pattern: str) -> None:
+        """Until what was printed has a match of the regular expression `pattern`. A line that is drawn anew twice a
+        second need not show every number that it counts through: its pattern has to take later ones too."""
         deadline = time.monotonic() + SECONDS
-        while text not in self.seen:
-            assert self._take(deadline - time.monotonic()), f"{text!r} never came:\n{self.seen}"
+        while not re.search(pattern, self.seen):
+            assert self._take(deadline - time.monotonic()), f"{pattern!r} never came:\n{self.seen}"
 
     def rest(self) -> str:
         """All that is printed until the command ends."""
