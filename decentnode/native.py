@@ -13,7 +13,6 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 import threading
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from decentnode import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        kept = _folder() / f"{source.stem}-{_key(source, compiler)}.so"
-        if not _ours(kept):
+        kept = user_cache.folder() / f"{source.stem}-{_key(source, compiler)}.so"
+        if not user_cache.ours(kept):
             _compile(compiler, source, kept)
         return ctypes.CDLL(str(kept))
     except (OSError, subprocess.SubprocessError) as error:
@@ -56,25 +57,6 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("%s is not compiled: %s", source.name, error)
         return None
-
-
-def _folder() -> Path:
-    """Returns the folder of compiled files, which is made if need be. Raises OSError where others could write into
-    it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decentnode"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _ours(folder):
-        raise OSError(f"{folder} belongs to, or can be written by, somebody else")
-    return folder
-
-
-def _ours(path: Path) -> bool:
-    """Whether a path is this user's own, no link, and can be written by no other user."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not path.is_symlink()
 
 
 def _key(source: Path, compiler: str) -> str:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,8 +13,6 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share two cores with the processes they start
 import torch
-
-from decentnode.sharing import step_size
 
 
 def scale(small: int, full: int) -> int:
@@ -36,33 +31,6 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _steps_are_searched_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The step of an error-feedback rule is a pure function that takes seconds: one worker computes it for all, once in
-    a session."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    folder = tmp_path_factory.getbasetemp().parent / "steps"
-    folder.mkdir(exist_ok=True)
-    search = step_size._largest
-
-    @functools.lru_cache(None)
-    def shared(rule: Any, config: Any, shape: tuple[int, ...], raw: bytes) -> float:
-        what = f"{rule.__module__}:{rule.__qualname__} {config!r} {shape}".encode() + raw
-        path = folder / hashlib.sha256(what).hexdigest()
-        with contextlib.suppress(FileNotFoundError):
-            return float(path.read_text())
-        found = search(rule, config, shape, raw)
-        (written := path.with_suffix(f".{os.getpid()}")).write_text(repr(found))
-        written.replace(path)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_size, "_largest", shared)
-        yield
 
 
 def wait_until(condition: Callable[[], object], what: object = "it did not come about", seconds: float = 60) -> None:

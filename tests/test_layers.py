@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "decentnode"
 
 FLOORS: list[list[str]] = [
     ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system",
-     "words"],
+     "words", "user_cache"],
     ["config", "mixing", "metrics"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks", "faults"],
     ["sharing", "training", "communication", "checkpoint"],
@@ -27,7 +27,7 @@ FLOORS: list[list[str]] = [
 ]
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SIDEWAYS = {  # within one floor, in this direction only
-    ("training", "models"), ("logs", "clock"), ("system", "entropy"),
+    ("training", "models"), ("logs", "clock"), ("system", "entropy"), ("native", "user_cache"),
 }  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "starter" not in path.parts)

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decentnode import user_cache
 from decentnode.errors import EnvironmentFault
 from decentnode.graph.base import Graph
 from decentnode.sharing.operator import Operator
@@ -157,9 +161,36 @@ def largest_step(rule: type[Sharing], config: Any, graph: Graph) -> float | None
 
 @functools.lru_cache(64)
 def _largest(rule: type[Sharing], config: Any, shape: tuple[int, ...], raw: bytes) -> float:
+    """Returns the step for mixing matrices of this shape and these float64 bytes: from the user's cache where it is
+    there, as every process of a run needs it and a search takes seconds."""
+    name = _kept_name(rule, config, shape, raw)
+    kept = user_cache.read(name) if name else None
+    if kept is not None and kept in map(repr, STEPS):
+        return float(kept)
     search = rule.step_search(config)
     assert search is not None
-    return search.largest(list(np.frombuffer(raw).reshape(shape)))
+    found = search.largest(list(np.frombuffer(raw).reshape(shape)))
+    if name:
+        user_cache.keep(name, repr(found))
+    return found
+
+
+def _kept_name(rule: type[Sharing], config: Any, shape: tuple[int, ...], raw: bytes) -> str | None:
+    """Returns the name of the cached file: a hash of all that the step depends on. None where the rule or what it is
+    made of is a user's own class, whose source is not in the hash."""
+    settings = config.model_dump_json()
+    if not rule.__module__.startswith("decentnode.") or re.search(r"[\w.]:[A-Za-z_]", settings):
+        return None
+    what = f"{rule.__module__}:{rule.__qualname__} {settings} {shape} {torch.__version__} {_sources()}".encode()
+    return f"step-{hashlib.sha256(what + raw).hexdigest()[:24]}"
+
+
+@functools.cache
+def _sources() -> str:
+    """Returns a hash of the source files that a search runs."""
+    here = Path(__file__).parent
+    files = sorted([*here.rglob("*.py"), *here.with_name("compression").rglob("*.py")])
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -> float:

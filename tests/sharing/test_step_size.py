@@ -16,7 +16,7 @@ from decentnode.build import build_in_process
 from decentnode.config.component import load_class
 from decentnode.experiment import load
 from decentnode.graph.base import view
-from decentnode.sharing import SHARINGS
+from decentnode.sharing import SHARINGS, step_size
 from decentnode.sharing.step_size import (
     OWN_MATRIX,
     STEPS,
@@ -215,6 +215,43 @@ def test_a_small_star_takes_the_step_of_its_own_matrix() -> None:
     star = make("star", nodes=8)
     largest = largest_step(found, config, star)
     assert largest == search.largest(matrices_of(star)) > search.without_graph()
+
+
+def test_a_step_is_searched_once_for_all_processes_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    searched: list[Search] = []
+
+    def largest(search: Search, matrices: object) -> float:
+        searched.append(search)
+        return STEPS[len(searched)]
+
+    monkeypatch.setattr(Search, "largest", largest)
+
+    def found(graph: str = "ring", **options: Any) -> float | None:
+        """As a new process finds it."""
+        step_size._largest.cache_clear()
+        known, config, _ = parts({"name": "choco", **options})
+        return largest_step(known, config, make(graph, nodes=8))
+
+    try:
+        assert [found(), found(), found("star"), found(fraction=0.3), found()] == [STEPS[k] for k in (1, 1, 2, 3, 1)]
+        kept = sorted((tmp_path / "decentnode").glob("step-*"))
+        assert len(kept) == 3
+        for path in kept:
+            path.write_text("0.123")  # none of the steps that a search may find
+        assert found() == STEPS[4] == found()
+        monkeypatch.setattr(step_size, "_sources", lambda: "changed")
+        assert found() == STEPS[5]
+
+        class Own(load_class("choco", SHARINGS, "sharing")):  # type: ignore[misc]
+            pass
+
+        _, config, _ = parts({"name": "choco"})
+        for k in (6, 7):  # its source is not known to the cache
+            step_size._largest.cache_clear()
+            assert largest_step(Own, config, make("ring", nodes=8)) == STEPS[k]
+    finally:
+        step_size._largest.cache_clear()
 
 
 def test_no_step_where_there_is_nothing_to_find() -> None:
