@@ -90,6 +90,7 @@ def test_the_interval_of_paired_differences(
         return {point: tables.Reached("accuracy", 0.5, merged(point), 1.0, 1.0) for point in points}
 
     monkeypatch.setattr(tables, "reach", reach)
+    monkeypatch.setattr(tables, "with_enough_tests", lambda folder: folder)
     rows = tables.paired_table(Path("x"), 5, [], None)
     assert rows[-1] == ["mean", "43.00", "40.00", "+3.00 [+1.04, +4.96]"]
 
@@ -103,3 +104,18 @@ def test_a_table_that_was_stopped_goes_on(
     tables.Store("abc").keep(point, reached)
     assert tables.reach([point, point], tables.Store("abc")) == {point: reached}
     assert tables.Store("abd").found == {}
+
+
+def test_images_are_divided_anew_where_few_are_for_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ModuleType]
+) -> None:
+    tables = modules[0]
+    monkeypatch.setattr(tables, "STORE", tmp_path / "store")
+    monkeypatch.setattr(tables, "JUDGES", 3)
+    images = [bytes([label]) * tables.IMAGE for label in range(6)]
+    for name, part in (("data_batch_1.bin", images[:4]), ("test_batch.bin", images[4:])):
+        (tmp_path / name).write_bytes(b"".join(part))
+    other = tables.with_enough_tests(tmp_path)
+    assert (other / "data_batch_1.bin").read_bytes() == b"".join(images[:3])
+    assert (other / "test_batch.bin").read_bytes() == b"".join(images[3:])
+    assert tables.with_enough_tests(other) == other

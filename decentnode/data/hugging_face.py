@@ -14,7 +14,7 @@ from decentnode import rng
 from decentnode.config.component import Config
 from decentnode.data.base import CachedConfig, Dataset, checked_indices, checked_targets, existing
 from decentnode.data.cache import Writer, indexed
-from decentnode.data.token_rows import TokenRows, TokenRowsWriter
+from decentnode.data.token_rows import TokenRows, TokenRowsWriter, TokenWindows, TokenWindowsWriter
 from decentnode.data.tokens import CountedWords, OfTransformers, Tokenizer, WordPiece
 from decentnode.errors import DataError, told
 from decentnode.samples import DataSpec, Samples
@@ -23,6 +23,8 @@ from decentnode.system import hub_offline
 INPUTS = ("image", "img", "text", "sentence", "content")
 TARGETS = ("label", "labels", "fine_label")
 """Columns that are looked for where the section names none."""
+MOST_TOKENS = 1 << 24
+"""Of one text that is cut into pieces."""
 BLOCK = 256
 """Samples that are in memory at once while they are converted."""
 
@@ -42,7 +44,8 @@ class HuggingFaceConfig(CachedConfig):
     input: str | None = None
     """Column of the inputs: images, texts or lists of numbers. Default: image, img, text, sentence or content."""
     target: str | None = None
-    """Column of the classes, whole numbers. Default: label, labels or fine_label."""
+    """Column of the classes, whole numbers, or of the numbers of a regression. Default: label, labels or fine_label;
+    of texts without such a column the next token is to be predicted."""
     key: str | None = None
     """Column of the natural owner of a sample, for `partition: by_key`."""
     vocabulary: Path | None = None
@@ -53,7 +56,7 @@ class HuggingFaceConfig(CachedConfig):
     """Of texts where neither is given: how many numbers there are, of the most frequent words, padding and the
     unknown."""
     length: int = Field(128, ge=2, le=1 << 16)
-    """Longer texts are cut to so many tokens."""
+    """Longer texts are cut to so many tokens; where the next one is to be predicted, into pieces of so many."""
 
     @model_validator(mode="after")
     def _one_tokenizer(self) -> Self:
@@ -63,8 +66,8 @@ class HuggingFaceConfig(CachedConfig):
 
 
 class HuggingFace(Dataset):
-    """Images in classes (pixels in [-1, 1]), lists of numbers, or texts as tokens; they are converted once. Needs
-    datasets (extra `hf`)."""
+    """Images (pixels in [-1, 1]), lists of numbers, or texts as tokens, with a class or a number each; or texts alone,
+    of which the next token is to be predicted. They are converted once. Needs datasets (extra `hf`)."""
 
     Config: ClassVar[type[Config]] = HuggingFaceConfig
 
@@ -79,7 +82,13 @@ class HuggingFace(Dataset):
                         (("train", config.train_split), ("test", config.test_split)) if name in splits}  # fmt: skip
         columns = self._splits["train"].column_names
         self._input = _column("input", config.input, INPUTS, columns)
-        self._target = _column("target", config.target, TARGETS, columns)
+        first = self._splits["train"][:1][self._input]
+        if not len(first):
+            raise DataError(f"{config.name} has no samples")
+        self._texts = isinstance(first[0], str)
+        alone = self._texts and config.target is None and not set(TARGETS) & set(columns)
+        self._target = None if alone else _column("target", config.target, TARGETS, columns)
+        self._task = self._task_of()
         if config.key is not None:
             _column("key", config.key, (), columns)
         files = [Path(each["filename"]) for split in self._splits.values() for each in split.cache_files]
@@ -91,25 +100,28 @@ class HuggingFace(Dataset):
         self.index = indexed("hf", files, options, self._build, config.cache_folder(base_dir))
         notes = self.index.notes
         self.num_classes, self.input_shape = notes["classes"], tuple(notes["shape"])
-        self._rows = {split: TokenRows(self.index, split, notes["padding"]) for split in ("train", "test")
-                      if notes["vocabulary"] is not None}  # fmt: skip
+        self._rows: dict[str, TokenRows | TokenWindows] = {}
+        if self._texts:
+            self._rows = {split: TokenWindows(self.index, split) if alone else
+                          TokenRows(self.index, split, notes["padding"]) for split in ("train", "test")}  # fmt: skip
 
     @property
     def spec(self) -> DataSpec:
         notes = self.index.notes
         return DataSpec(
-            self.input_shape, "values" if notes["vocabulary"] is None else "ids", num_classes=self.num_classes,
+            self.input_shape, "ids" if self._texts else "values", self._task, num_classes=self.num_classes,
             vocabulary=notes["vocabulary"], padding=notes["padding"],
+            target_shape=self.input_shape if self._target is None else (),
         )  # fmt: skip
 
     def check_private(self) -> None:
         raise DataError("data.name must be one dataset for all nodes; private files are for the other readers")
 
-    def train_targets(self) -> np.ndarray:
-        return np.array(self.index["train_y"])
+    def train_targets(self) -> np.ndarray | None:
+        return np.array(self.index["train_y"]) if self.num_classes is not None else None
 
-    def test_labels(self) -> np.ndarray:
-        return np.array(self.index["test_y"])
+    def test_labels(self) -> np.ndarray | None:
+        return np.array(self.index["test_y"]) if self.num_classes is not None else None
 
     def train_keys(self) -> np.ndarray | None:
         return np.array(self.index["train_user"]) if self.config.key is not None else None
@@ -117,11 +129,14 @@ class HuggingFace(Dataset):
     def test_keys(self) -> np.ndarray | None:
         return np.array(self.index["test_user"]) if self.config.key is not None else None
 
+    def num_train(self) -> int:
+        return len(self.index["train_user"])
+
     def num_test(self) -> int:
-        return len(self.index["test_y"])
+        return len(self.index["test_user"])
 
     def train(self, indices: np.ndarray) -> Samples:
-        return self._samples("train", checked_indices(indices, len(self.index["train_y"])), copy=True)
+        return self._samples("train", checked_indices(indices, self.num_train()), copy=True)
 
     def test(self) -> Samples:
         return self._samples("test", np.arange(self.num_test()), copy=False)
@@ -137,32 +152,49 @@ class HuggingFace(Dataset):
     # -- conversion ----------------------------------------------------------------------------------------------
 
     def _build(self, writer: Writer) -> None:
-        first = self._splits["train"][:1][self._input]
-        if not len(first):
-            raise DataError(f"{self.config.name} has no samples")
-        classes = self._classes()
+        classes = self._classes() if self._task == "classification" else None
         writer.notes |= {"vocabulary": None, "padding": None, "classes": classes}
-        if isinstance(first[0], str):
+        if self._target is None:
+            self._build_windows(writer)
+        elif self._texts:
             self._build_texts(writer, classes)
         else:
             self._build_arrays(writer, classes)
 
+    def _task_of(self) -> str:
+        if self._target is None:
+            return "next_token"
+        train = self._splits["train"]
+        named = getattr(train.features[self._target], "num_classes", None)
+        numbers = named is None and np.array(train[:1][self._target]).dtype.kind == "f"
+        return "regression" if numbers else "classification"
+
     def _parts(self, classes: int | None = None) -> Iterator[tuple[np.ndarray, list[Any], np.ndarray, np.ndarray]]:
         """Yields which samples are tested on [n], inputs, targets [n] and owners [n], some at a time. Raises
-        DataError for a target that is none of so many classes."""
+        DataError for a target that is none of so many classes, or no number."""
         users: dict[Any, int] = {}
         draw = rng.stream(0, rng.GLOBAL, "test samples")
         for split, rows in self._splits.items():
             for start in range(0, len(rows), BLOCK):
                 some = rows[start : start + BLOCK]
-                inputs, raw = some[self._input], some[self._target]
-                tested = np.full(len(raw), split == "test")
+                inputs = list(some[self._input])
+                tested = np.full(len(inputs), split == "test")
                 if "test" not in self._splits:
-                    tested = draw.random(len(raw)) < self.config.test_fraction
+                    tested = draw.random(len(inputs)) < self.config.test_fraction
                 where = f"{self.config.name}, {split} sample {start} on"
-                targets, _ = checked_targets(np.array(raw), classes, where)
-                owners = some[self.config.key] if self.config.key is not None else [0] * len(raw)
-                yield tested, list(inputs), targets, np.array([users.setdefault(each, len(users)) for each in owners])
+                targets = self._checked(some, classes, where, len(inputs))
+                owners = some[self.config.key] if self.config.key is not None else [0] * len(inputs)
+                yield tested, inputs, targets, np.array([users.setdefault(each, len(users)) for each in owners])
+
+    def _checked(self, some: Any, classes: int | None, where: str, count: int) -> np.ndarray:
+        if self._target is None:
+            return np.zeros(count, np.int64)
+        raw = np.array(some[self._target])
+        if self._task == "regression":
+            if raw.shape != (count,) or raw.dtype.kind not in "iuf" or not np.isfinite(raw).all():
+                raise DataError(f"{where}: column {self._target} must have one finite number for each sample")
+            return raw.astype(np.float32)
+        return checked_targets(raw, classes, where)[0]
 
     def _classes(self) -> int:
         """As the column's type says, else the highest training label + 1."""
@@ -175,25 +207,38 @@ class HuggingFace(Dataset):
         if self._vocabulary is not None:
             return WordPiece(self._vocabulary)
         if self.config.tokenizer is not None:
-            return OfTransformers(self.config.tokenizer)
+            return OfTransformers(self.config.tokenizer, padded=self._target is not None)
         texts = (text for tested, inputs, *_ in self._parts()
                  for text, aside in zip(inputs, tested, strict=True) if not aside)  # fmt: skip
         return CountedWords(texts, self.config.vocabulary_size)
 
-    def _build_texts(self, writer: Writer, classes: int) -> None:
+    def _build_windows(self, writer: Writer) -> None:
+        tokenizer, length = self._tokenizer(), self.config.length
+        writers = {split: TokenWindowsWriter(writer, split, length) for split in ("train", "test")}
+        for tested, texts, _, users in self._parts():
+            for aside, text, user in zip(tested, texts, users.tolist(), strict=True):
+                writers["test" if aside else "train"].add(tokenizer.encode(self._text(text), MOST_TOKENS), user)
+        self._check_both({split: each.count for split, each in writers.items()})
+        writer.notes |= {"vocabulary": tokenizer.size, "shape": [length]}
+
+    def _text(self, text: Any) -> str:
+        if not isinstance(text, str):
+            raise DataError(f"{self.config.name}: column {self._input} must have texts, got {text!r:.40}")
+        return text
+
+    def _build_texts(self, writer: Writer, classes: int | None) -> None:
         tokenizer = self._tokenizer()
         writers = {split: TokenRowsWriter(writer, split) for split in ("train", "test")}
         for tested, texts, targets, users in self._parts(classes):
             for aside, text, target, user in zip(tested, texts, targets.tolist(), users.tolist(), strict=True):
-                if not isinstance(text, str):
-                    raise DataError(f"{self.config.name}: column {self._input} must have texts, got {text!r:.40}")
-                writers["test" if aside else "train"].add(tokenizer.encode(text, self.config.length), target, user)
+                tokens = tokenizer.encode(self._text(text), self.config.length)
+                writers["test" if aside else "train"].add(tokens, target, user)
         for each in writers.values():
             each.flush()
         self._check_both({split: each.count for split, each in writers.items()})
         writer.notes |= {"vocabulary": tokenizer.size, "padding": tokenizer.padding, "shape": [self.config.length]}
 
-    def _build_arrays(self, writer: Writer, classes: int) -> None:
+    def _build_arrays(self, writer: Writer, classes: int | None) -> None:
         shape: tuple[int, ...] | None = None
         counts = {"train": 0, "test": 0}
         for tested, inputs, targets, users in self._parts(classes):

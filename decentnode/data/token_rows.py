@@ -1,11 +1,12 @@
-"""Texts as rows of tokens in an index, each with a class and a user."""
+"""Texts as rows of tokens in an index, each with a target and a user; or cut into windows, where behind each token the
+next is to be predicted."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from decentnode.data.cache import Index, Writer
-from decentnode.samples import Rows, Samples
+from decentnode.samples import PADDING, Rows, Samples
 
 BLOCK = 1024
 """Texts that are in memory at once while they are converted."""
@@ -29,10 +30,10 @@ class TokenRowsWriter:
 
     def __init__(self, writer: Writer, split: str) -> None:
         self._writer, self._split = writer, split
-        self._held: list[tuple[list[int], int, int]] = []
+        self._held: list[tuple[list[int], float, int]] = []
         self.count = 0
 
-    def add(self, tokens: list[int], target: int, user: int) -> None:
+    def add(self, tokens: list[int], target: float, user: int) -> None:
         self._held.append((tokens, target, user))
         self.count += 1
         if len(self._held) >= BLOCK:
@@ -44,6 +45,40 @@ class TokenRowsWriter:
         tokens, targets, users = zip(*self._held, strict=True)
         self._writer.append(f"{self._split}_tokens", np.array([each for row in tokens for each in row], np.int32))
         self._writer.append(f"{self._split}_length", np.array([len(row) for row in tokens], np.int32))
-        self._writer.append(f"{self._split}_y", np.array(targets, np.int64))
+        kind = np.int64 if all(isinstance(target, int) for target in targets) else np.float32
+        self._writer.append(f"{self._split}_y", np.array(targets, kind))
         self._writer.append(f"{self._split}_user", np.array(users, np.int64))
         self._held.clear()
+
+
+class TokenWindows:
+    """Windows of a split's texts, read from the index; none reaches from one text into another."""
+
+    def __init__(self, index: Index, split: str) -> None:
+        self._tokens = index[f"{split}_tokens"]
+        self._starts, self._lengths = (np.array(index[f"{split}_{what}"]) for what in ("start", "length"))
+
+    def samples(self, indices: np.ndarray) -> Samples:
+        """Tokens [length], and for each the one behind it; both shorter at the end of a text."""
+        starts, lengths = self._starts[indices], self._lengths[indices]
+        return Samples(Rows(self._tokens, starts, lengths), Rows(self._tokens, starts + 1, lengths, PADDING), ids=True)
+
+
+class TokenWindowsWriter:
+    """The texts of a split on their way into the index, cut into windows of `length` tokens."""
+
+    def __init__(self, writer: Writer, split: str, length: int) -> None:
+        self._writer, self._split, self._length = writer, split, length
+        self._tokens = self.count = 0
+
+    def add(self, tokens: list[int], user: int) -> None:
+        """Texts of fewer than two tokens are left out: nothing follows."""
+        firsts = np.arange(0, len(tokens) - 1, self._length)
+        if not len(firsts):
+            return
+        self._writer.append(f"{self._split}_tokens", np.array(tokens, np.int32))
+        self._writer.append(f"{self._split}_start", firsts + self._tokens)
+        self._writer.append(f"{self._split}_length", np.minimum(self._length, len(tokens) - 1 - firsts))
+        self._writer.append(f"{self._split}_user", np.full(len(firsts), user))
+        self._tokens += len(tokens)
+        self.count += len(firsts)

@@ -98,8 +98,8 @@ class WordPiece(Tokenizer):
 class OfTransformers(Tokenizer):
     """A tokenizer of transformers from its local cache or a folder; nothing is downloaded."""
 
-    def __init__(self, name: str) -> None:
-        """Raises DataError where it is not there, or has no padding."""
+    def __init__(self, name: str, padded: bool = True) -> None:
+        """Raises DataError where it is not there, or has no padding and it is needed (`padded`)."""
         try:
             transformers: Any = importlib.import_module("transformers")
         except ImportError as error:
@@ -110,9 +110,9 @@ class OfTransformers(Tokenizer):
         except Exception as error:
             raise DataError(f"data.tokenizer: {name} is neither in the local cache nor a folder with a tokenizer; "
                             f"`hf download {name}` loads it where there is a network: {told(error)[:300]}") from error
-        if self._tokenizer.pad_token_id is None:
+        if self._tokenizer.pad_token_id is None and padded:
             raise DataError(f"data.tokenizer: {name} has no token for padding")
-        self.padding, self.size = int(self._tokenizer.pad_token_id), len(self._tokenizer)
+        self.padding, self.size = int(self._tokenizer.pad_token_id or 0), len(self._tokenizer)
 
     def encode(self, text: str, most: int) -> list[int]:
         found: list[int] = self._tokenizer(text, truncation=True, max_length=most)["input_ids"]

@@ -34,6 +34,18 @@ def _mapping(experiment: Experiment) -> Config | None:
     return section(MAPPINGS, "mapping").validate(default)
 
 
+def _nodes_per_machine(experiment: Experiment) -> Config | None:
+    """As many nodes on each machine as it takes for the graph, where they can be dealt evenly."""
+    config: Any = experiment.mapping
+    if getattr(config, "nodes_per_machine", 0) is not None:
+        return None
+    each, left = divmod(experiment.make_graph().num_nodes, config.machines)
+    if left or not each:
+        return None
+    found: Config = config.model_copy(update={"nodes_per_machine": each})
+    return found
+
+
 def _sharing(experiment: Experiment) -> Config | None:
     """The rule's section with the step of an error-feedback rule."""
     config: Any = experiment.sharing
@@ -64,7 +76,7 @@ def _task(experiment: Experiment) -> Config | None:
 
 
 FINDERS: Mapping[str, Callable[[Experiment], Config | None]] = {
-    "mapping": _mapping, "task": _task, "sharing.step_size": _sharing,
+    "mapping": _mapping, "mapping.nodes_per_machine": _nodes_per_machine, "task": _task, "sharing.step_size": _sharing,
 }  # fmt: skip
 """Key -> what finds the section that has its value; None where it was given, or has no value to be found."""
 

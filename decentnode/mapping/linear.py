@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from decentnode.config import component
+from decentnode.errors import MappingError
 from decentnode.mapping.addresses import Addresses, hosts
 from decentnode.mapping.base import MappingConfig
 from decentnode.mapping.table import MachineConfig, Table
@@ -16,8 +17,8 @@ from decentnode.mapping.table import MachineConfig, Table
 class LinearConfig(MappingConfig):
     machines: int = Field(1, ge=1)
     """Number of machines. With several, the command of the run is given on each."""
-    nodes_per_machine: int = Field(ge=1)
-    """Number of nodes on every machine."""
+    nodes_per_machine: int | None = Field(None, ge=1)
+    """Number of nodes on every machine. Default: the nodes of the graph, divided by the machines."""
     addresses: Addresses | None = None
     """Host of each machine, a name or an IPv4 or IPv6 address: a list, {machine: host}, or the path of a YAML or JSON
     file with either; needed for several machines."""
@@ -38,7 +39,11 @@ class Linear(Table):
     Config: ClassVar[type[component.Config]] = LinearConfig
 
     def __init__(self, config: LinearConfig, *, base_dir: Path = Path()) -> None:
-        """Raises MappingError for missing addresses and colliding ports."""
+        """Raises MappingError for missing addresses, colliding ports, and where nobody said or found how many nodes a
+        machine has."""
+        if config.nodes_per_machine is None:
+            raise MappingError(f"mapping.nodes_per_machine must be given: the nodes of the graph are not a multiple of "
+                               f"{config.machines} machines")  # fmt: skip
         self._lay_out(
             [
                 MachineConfig(

@@ -11,7 +11,7 @@ from decentnode.tasks.base import Task
 from decentnode.tensors import FlatModel
 from decentnode.training.compiled import CompileConfig, Forward, compiled, failure_of
 from decentnode.training.losses import Loss
-from decentnode.training.precision import Attempt, LossScale, autocast
+from decentnode.training.precision import Attempt, LossScale, autocast, unsupported
 from decentnode.training.supervised_config import SupervisedConfig
 
 
@@ -74,7 +74,8 @@ class Gradients:
             weighted = loss if whole is None else loss * (units / whole)
             (weighted if scale == 1.0 else weighted * scale).backward()
         except Exception as error:
-            told = failure_of(error) if self._compiles else None
+            told = (failure_of(error) if self._compiles else None) or unsupported(
+                error, self._config.amp, self._model.device)
             if told is None:
                 raise
             raise told from error

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from decentnode.errors import Diverged
+from decentnode.errors import Diverged, EnvironmentFault
 
 Precision = Literal["bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,6 +27,18 @@ def autocast(precision: Precision | None, device: torch.device) -> AbstractConte
     if precision is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+def unsupported(error: Exception, precision: Precision | None, device: torch.device) -> EnvironmentFault | None:
+    """Returns what to tell the user of an error that torch raised as it has no 16-bit form of a layer (oneDNN's LSTM on
+    a CPU, say); None for any other error."""
+    text = str(error)
+    known = ("could not create a primitive", "not implemented for 'Half'", "not implemented for 'BFloat16'")
+    if precision is None or not isinstance(error, RuntimeError) or not any(each in text for each in known):
+        return None
+    other = "fp16" if precision == "bf16" else "bf16"
+    return EnvironmentFault(f"training.amp: this torch cannot compute a layer of the model in {precision} on "
+                            f"{device.type}; try {other}, or leave the key out ({text.strip().splitlines()[0]:.200})")
 
 
 class LossScale:

@@ -77,8 +77,21 @@ def test_a_derived_value_that_was_changed_in_the_file_is_told(write, caplog):
 
 @pytest.mark.parametrize("listed", ["[seed]", "mapping", "{mapping: 1}", "[[mapping]]"])
 def test_only_what_can_be_derived_is_listed_as_derived(write, listed):
-    assert "a.yaml:6:10: derived must be a list of some of mapping, task, sharing.step_size" in said(
-        write(BASE + f"derived: {listed}\n"))  # fmt: skip
+    known = "mapping, mapping.nodes_per_machine, task, sharing.step_size"
+    assert f"a.yaml:6:10: derived must be a list of some of {known}" in said(write(BASE + f"derived: {listed}\n"))
+
+
+def test_nodes_are_dealt_to_the_machines_that_are_given(write, caplog):
+    experiment = load(write(BASE + "mapping: {threads: 1}\n"), environ={})
+    assert experiment.mapping.nodes_per_machine == 4 and experiment.mapping.threads == 1
+    assert experiment.derived == ("mapping.nodes_per_machine", "task")
+    path = write(experiment.resolved_yaml(), "resolved.yaml")
+    two = load(path, ["mapping.machines=2", "mapping.addresses=[127.0.0.1, 127.0.0.2]", "graph.nodes=6"], {})
+    assert two.mapping.nodes_per_machine == 3 and two.make_mapping().num_nodes == 6
+    assert "mapping.nodes_per_machine is derived: 3 now, where resolved.yaml shows 4" in caplog.text
+    three = "mapping: {machines: 3, addresses: [127.0.0.1, 127.0.0.2, 127.0.0.3]}\n"
+    assert "mapping.nodes_per_machine must be given: the nodes of the graph are not a multiple of 3" in said(
+        write(BASE + three, "three.yaml"))  # fmt: skip
 
 
 def test_an_experiment_travels_to_another_process(write):

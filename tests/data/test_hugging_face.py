@@ -35,6 +35,9 @@ COLUMNS: dict[str, dict[str, list[Any]]] = {
     "texts": {"text": [("good " * (1 + n % 3)) if n % 2 else "bad book" for n in range(40)],
               "label": [n % 2 for n in range(40)], "writer": [f"w{n % 4}" for n in range(40)]},
     "numbers": {"row": [[float(n % 2), 1.0] for n in range(40)], "kind": [n % 2 for n in range(40)]},
+    "heights": {"row": [[float(n), 1.0] for n in range(40)], "kind": [0.5 * n for n in range(40)]},
+    "said": {"text": ["to be or not to be" if n % 2 else "x" * (n < 2) for n in range(40)],
+             "writer": [f"w{n % 4}" for n in range(40)]},
 }  # fmt: skip
 
 
@@ -77,15 +80,20 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def section(name: str, **keys: Any) -> dict[str, Any]:
-    columns = {"input": "row", "target": "kind"} if name == "numbers" else {}
+    columns = {"input": "row", "target": "kind"} if name in ("numbers", "heights") else {}
     return {"name": f"hf:{name}", **columns, **keys}
+
+
+def check_size(name: str, data: Any) -> None:
+    expected = {"heights": (30, 10, None), "said": (15, 5, None)}.get(name, (30, 10, 2))
+    assert (data.num_train(), data.num_test(), data.num_classes) == expected
 
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_contract(library: Any, name: str) -> None:
-    data = open_dataset(section(name, **({"key": "writer"} if name == "texts" else {})))
+    data = open_dataset(section(name, **({"key": "writer"} if "writer" in COLUMNS[name] else {})))
     check_dataset(data)
-    assert (data.num_train(), data.num_test(), data.num_classes) == (30, 10, 2)
+    check_size(name, data)
 
 
 def test_images_texts_and_numbers(library: Any) -> None:
@@ -98,6 +106,30 @@ def test_images_texts_and_numbers(library: Any) -> None:
     assert texts.spec.padding == 0 and texts.spec.vocabulary == 5 and texts.train_keys().tolist()[:5] == [0, 1, 2, 3, 0]  # type: ignore[union-attr]
     numbers = open_dataset(section("numbers")).train(np.arange(2))
     assert numbers.inputs.tolist() == [[0, 1], [1, 1]] and numbers.inputs.dtype == np.float32  # type: ignore[union-attr]
+
+
+def test_texts_alone_are_cut_into_pieces_of_which_the_next_token_is_to_be_predicted(library: Any) -> None:
+    data = open_dataset(section("said", key="writer", length=3))
+    assert (data.spec.task, data.spec.input_shape, data.spec.target_shape) == ("next_token", (3,), (3,))
+    assert data.spec.padding is None and data.train_targets() is None
+    be, to, others = 2, 3, [4, 5]  # the most frequent words first; texts of one word have nothing that follows
+    found = data.train(np.arange(2))
+    assert isinstance(found.inputs, Rows) and isinstance(found.targets, Rows)  # type: ignore[union-attr]
+    inputs, targets = found.inputs.padded(), found.targets.padded()  # type: ignore[union-attr]
+    middle = [each for each in inputs.ravel().tolist() if each not in (to, be)]
+    assert inputs.tolist() == [[to, be, middle[0]], [middle[1], to, 0]] and sorted(middle[:2]) == others
+    assert targets.tolist() == [[be, middle[0], middle[1]], [to, be, -100]]
+    assert data.train_keys().tolist()[:4] == [1, 1, 3, 3]  # type: ignore[union-attr]
+
+
+def test_numbers_are_a_regression(library: Any) -> None:
+    data = open_dataset(section("heights"))
+    assert data.spec.task == "regression" and data.train_targets() is None
+    assert data.train(np.arange(3)).targets.tolist() == [0, 0.5, 1]  # type: ignore[union-attr]
+    library.known["heights"]["test"].columns["kind"][3] = float("nan")
+    library.known["heights"]["test"]._fingerprint = "changed"
+    with pytest.raises(DataError, match="hf:heights, test sample 0 on: column kind must have one finite number"):
+        open_dataset(section("heights"))
 
 
 def test_a_dataset_without_a_test_split(library: Any) -> None:
@@ -155,7 +187,8 @@ def test_the_library_itself(tmp_path: Path, name: str) -> None:
     import pyarrow
 
     kinds = {"image": datasets.Image(), "text": datasets.Value("string"), "writer": datasets.Value("string"),
-             "row": datasets.Sequence(datasets.Value("float32"))}  # fmt: skip
+             "row": datasets.Sequence(datasets.Value("float32")), **(
+                 {"kind": datasets.Value("float64")} if name == "heights" else {})}  # fmt: skip
     features = datasets.Features({key: kinds.get(key, datasets.Value("int64")) for key in COLUMNS[name]})
     made = {}
     for part, rows in (("train", slice(30)), ("test", slice(30, 40))):
@@ -167,6 +200,6 @@ def test_the_library_itself(tmp_path: Path, name: str) -> None:
     datasets.DatasetDict(made).save_to_disk(str(tmp_path / name))
     data = open_dataset(section(name), tmp_path)
     check_dataset(data)
-    assert (data.num_train(), data.num_test(), data.num_classes) == (30, 10, 2)
+    check_size(name, data)
     with pytest.raises(DataError, match="neither in the local cache"):
         open_dataset({"name": "hf:nobody/nothing"}, tmp_path)

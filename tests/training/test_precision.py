@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decentnode.build import build_in_process, step_all
 from decentnode.data.base import Samples
@@ -245,3 +245,26 @@ def test_products_repeat_bit_for_bit_in_a_run(amp: str | None, rule: str) -> Non
 
     found = models()
     assert bool(found.isfinite().all()) and torch.equal(found, models())
+
+
+class Halves(nn.Module):
+    """A layer that has no 16-bit form, as oneDNN's LSTM on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.layer(inputs.flatten(1))
+        if found.dtype == torch.float16:
+            raise RuntimeError("could not create a primitive descriptor for an LSTM forward propagation primitive")
+        return found
+
+
+def test_a_layer_without_a_form_in_16_bits_is_told_with_what_to_change() -> None:
+    with pytest.raises(EnvironmentFault, match=r"training.amp: .* in fp16 on cpu; try bf16, or leave the key out"):
+        make(module=Halves, amp="fp16", **STEPS).local_update(0)
+    make(module=Halves, amp="bf16", **STEPS).local_update(0)
+    with pytest.raises(RuntimeError, match="mine"):
+        unknown = type("Unknown", (Halves,), {"forward": lambda *_: (_ for _ in ()).throw(RuntimeError("mine"))})
+        make(module=unknown, amp="fp16", **STEPS).local_update(0)
