@@ -176,8 +176,8 @@ JUDGES = 5_000
 
 
 def with_enough_tests(folder: Path) -> Path:
-    """A folder with at least JUDGES test images: `folder`, or one with the same images, of which the last JUDGES are for
-    testing. With 2,000 of them, by chance alone two models that are equally good differ by more than a point."""
+    """A folder with at least JUDGES test images: `folder`, or one with the same images, of which the last JUDGES are
+    for testing. With 2,000, two models that are equally good differ by more than a point by chance alone."""
     test = folder / "test_batch.bin"
     if test.stat().st_size >= JUDGES * IMAGE:
         return folder
