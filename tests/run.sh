@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# bash tests/run.sh [--stress] [pytest arguments]: the tests, then linters and type checks.
-# --stress runs the stress tests at their full counts. Four tests run at a time, as most of them
-# wait rather than compute; -n 0 runs one.
+# bash tests/run.sh [--all] [--stress] [pytest arguments]: linters, type checks, then the tests, in five minutes without
+# those marked `slow`; --all runs these too, as CI does and as pytest arguments do; --stress runs all at their full
+# counts. Four tests run at a time, as many of them wait rather than compute; -n 0 runs one.
 set -euo pipefail
 . "$(dirname "$0")/../eval/_env.sh"
 cd "$root"
 arguments=()
+chosen=(-m "not slow")
 for argument in "$@"; do
-  if [ "$argument" = --stress ]; then
-    export DECENTNODE_STRESS=1
-  else
-    arguments+=("$argument")
-  fi
+  case $argument in
+    --all) chosen=() ;;
+    --stress) export DECENTNODE_STRESS=1; chosen=() ;;
+    *) arguments+=("$argument"); chosen=() ;;
+  esac
 done
 # What Python compiles is kept, whatever the environment says: else each of the workers rewrites all test files anew, and
 # each of the hundreds of processes that tests start compiles the package.
@@ -20,7 +21,7 @@ unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -m mypy
 [ ${#arguments[@]} -gt 0 ] || rm -f .pytest_cache/v/cache/lastfailed
 status=0
-"$venv/bin/python" -m pytest -n 4 --dist worksteal ${DECENTNODE_STRESS:+--timeout=1800} "${arguments[@]+"${arguments[@]}"}" || status=$?
+"$venv/bin/python" -m pytest -n 4 --dist worksteal ${DECENTNODE_STRESS:+--timeout=1800} "${chosen[@]+"${chosen[@]}"}" "${arguments[@]+"${arguments[@]}"}" || status=$?
 # Tests start processes and stop them at a moment of their life; a machine that is busy with four at a time can be too
 # late for one. Up to three that failed are run again, one at a time and nothing beside them: what fails then has failed.
 # What passes then is named, as a test that depends on the pace of the machine is to be mended.

@@ -24,6 +24,7 @@ def one_thread() -> None:
 
 
 @pytest.mark.parametrize("path", RUN_HERE, ids=lambda p: p.name)
+@pytest.mark.slow
 def test_two_rounds(path: Path) -> None:
     sets = ["node.rounds=2", "node.evaluate_every=0"]
     if load(path).data.name == "synthetic":
@@ -45,6 +46,7 @@ def test_editors_find_the_schema(path: Path) -> None:
     assert (path.parent / first.partition("$schema=")[2]).exists()
 
 
+@pytest.mark.slow
 def test_the_quickstart_learns() -> None:
     nodes = build_in_process(load(CONFIGS[[p.name for p in CONFIGS].index("quickstart.yaml")]))
     step_all(nodes)

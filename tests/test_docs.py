@@ -123,6 +123,7 @@ def tutorial_command(line: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", TUTORIAL, ids=lambda p: p.stem)
+@pytest.mark.slow
 def test_the_tutorial_runs(page: Path, folder: Path) -> None:
     ran = 0
     for language, name, text in blocks(page):
@@ -138,6 +139,7 @@ HOWTO = sorted((DOCS / "howto").glob("*.rst"))
 
 
 @pytest.mark.parametrize("page", HOWTO, ids=lambda p: p.stem)
+@pytest.mark.slow
 def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
     found = blocks(page)
     shown = [line for language, _, text in found if language == "console" for line in text.splitlines()]

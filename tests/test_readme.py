@@ -53,6 +53,7 @@ def test_its_yaml_trains(tmp_path: Path) -> None:
     assert float(nodes[0].figures()["accuracy_mean"]) > 0.7
 
 
+@pytest.mark.slow
 def test_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text(block("yaml"))
     monkeypatch.chdir(tmp_path)
@@ -64,6 +65,7 @@ def test_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(found["model"], torch.nn.Module) and (tmp_path / "mine.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order, each in this process; of those that train, two rounds."""
     (tmp_path / "mine.yaml").write_text(block("yaml"))

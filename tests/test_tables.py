@@ -54,6 +54,7 @@ def overrides(name: str, data: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+@pytest.mark.slow
 def test_every_config_of_a_table_runs(path: Path, data: Path, modules: tuple[ModuleType, ModuleType]) -> None:
     tables = modules[0]
     point = tables.Point(path.stem, (*overrides(path.stem, data), "node.rounds=2", "training.local_steps=1"))

@@ -58,6 +58,7 @@ def test_a_file_a_dict_a_resolved_experiment_and_a_run_are_the_same_experiment()
             assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_processes_give_the_bits_of_this_process_and_see_what_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork server may be older than the current folder and the environment."""
     monkeypatch.setenv("DECENTNODE_TEST_WORD", "now")
@@ -154,6 +155,7 @@ def script(text: str, *arguments: str, **more: Any) -> subprocess.Popen[str]:
                             stderr=subprocess.STDOUT, start_new_session=True, **more)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_runs_once_and_its_own_classes_are_objects() -> None:
     """Under each way to start processes; the classes are those of __main__."""
     with script("""
@@ -181,6 +183,7 @@ def test_a_script_without_a_main_guard_runs_once_and_its_own_classes_are_objects
     assert out.count("round=2/2") == 2 and out.count("done in") == 2, out
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_script_stops_its_processes_too() -> None:
     with script("""
         import decentnode

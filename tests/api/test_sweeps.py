@@ -26,6 +26,7 @@ class Seen(Watcher):
         self.before.append(ended.before)
 
 
+@pytest.mark.slow
 def test_a_sweep_comes_back_as_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas")
     seen = Seen()

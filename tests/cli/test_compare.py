@@ -19,6 +19,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 QUICK = ["--set", "node.rounds=3", "--set", "data={name: digits, partition: {name: iid}}"]
 
 
+@pytest.mark.slow
 def test_configs_are_run_over_seeds_and_runs_are_read_back(tmp_path: Path) -> None:
     table = tmp_path / "out" / "table.csv"
     command = ["compare", str(CONFIGS / "digits_ring_dsgt.yaml"), "--seeds", "2", *QUICK, "--run-dir", str(tmp_path),

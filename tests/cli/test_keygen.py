@@ -41,6 +41,7 @@ def test_keys_are_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bulk", ["curve", "aes-gcm"])
+@pytest.mark.slow
 def test_a_run_with_keys(bulk: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert CliRunner().invoke(main, ["keygen", "4", "-o", str(keys)]).exit_code == 0

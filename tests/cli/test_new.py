@@ -22,6 +22,7 @@ def new(*arguments: str) -> object:
     return main.main(["new", *arguments], prog_name="decentnode", standalone_mode=False)
 
 
+@pytest.mark.slow
 def test_what_it_writes_runs_and_learns(tmp_path: Path) -> None:
     """In processes of its own, as for its reader: nothing that this process has imported helps."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -59,6 +59,7 @@ def models(run: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (run / "models").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_from_its_folder_alone(tmp_path: Path) -> None:
     home = tmp_path / "home"
     write_experiment(home)
@@ -91,6 +92,7 @@ def test_a_run_is_repeated_from_its_folder_alone(tmp_path: Path) -> None:
     assert load(moved / "config.yaml", environ={}, check=False).digest() == summaries[0]["digest"]
 
 
+@pytest.mark.slow
 def test_other_code_of_decentnode_is_said(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(node={"rounds": 1})))
     assert decentnode(tmp_path, "run", "tiny.yaml")[0] == 0
@@ -102,6 +104,7 @@ def test_other_code_of_decentnode_is_said(tmp_path: Path) -> None:
     assert f"run {path.parent.relative_to(tmp_path)} --set node.rounds=4" in out
 
 
+@pytest.mark.slow
 def test_what_comes_of_a_run_copied_alone_stands_beside_it(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(node={"rounds": 1})))
     assert decentnode(tmp_path, "run", "tiny.yaml")[0] == 0
@@ -115,6 +118,7 @@ def test_what_comes_of_a_run_copied_alone_stands_beside_it(tmp_path: Path) -> No
     assert code == 0 and (tmp_path / "chosen" / "tiny").is_dir(), err
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_with_other_values_and_what_follows_from_them(tmp_path: Path) -> None:
     """Fewer entries bear a smaller step, and other nodes need another mapping than the run's folder shows."""
     written = {key: value for key, value in experiment(node={"rounds": 1}).items() if key != "mapping"}

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -16,6 +17,7 @@ from tests.launch.faults import experiment
 from tests.launch.test_resume import Folder, check_same
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_in_the_middle_of_writing_goes_on(tmp_path: Path) -> None:
     training = {**experiment()["training"], "name": "tests.launch.faults:DiesWriting"}
     node = {"rounds": 8, "evaluate_every": 0, "checkpoint": {"every": 2}}
@@ -34,6 +36,7 @@ def test_a_run_that_was_killed_in_the_middle_of_writing_goes_on(tmp_path: Path) 
     check_same(straight, latest)
 
 
+@pytest.mark.slow
 def test_two_machines_go_on_where_one_stopped(tmp_path: Path) -> None:
     node = {"rounds": 8, "evaluate_every": 0, "checkpoint": {"every": 3}}
     folder = Folder(tmp_path, node=node)

@@ -43,6 +43,7 @@ def wait_for(process: Command, text: str) -> str:
     raise AssertionError(f"{text!r} never came:\n{seen}")
 
 
+@pytest.mark.slow
 def test_header_lines_and_closing(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "run", write(tmp_path))
     assert code == 0, err
@@ -108,6 +109,7 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.slow
 def test_no_orphan_survives(tmp_path: Path, number: int) -> None:
     with started(tmp_path, "run", write(tmp_path, **LONG)) as process:
         wait_for(process, "all connected")
@@ -145,6 +147,7 @@ def test_a_supervisor_that_is_killed_leaves_no_sockets_and_status_tells_so(froze
             psutil.wait_procs(family, timeout=60)
 
 
+@pytest.mark.slow
 def test_two_machines_on_two_addresses(tmp_path: Path) -> None:
     port = free_ports(8)
     mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"], "base_port": port}
@@ -163,6 +166,7 @@ def test_two_machines_on_two_addresses(tmp_path: Path) -> None:
     assert not (runs / "latest-machine1" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_one_node_per_process(tmp_path: Path) -> None:
     port = free_ports(4)
     config = write(tmp_path, graph={"name": "ring", "nodes": 2}, mapping={"nodes_per_machine": 2, "base_port": port})
@@ -176,6 +180,7 @@ def test_one_node_per_process(tmp_path: Path) -> None:
     assert code == 2 and "mapping.base_port" in err
 
 
+@pytest.mark.slow
 def test_nodes_of_processes_of_their_own_go_on_from_their_checkpoints(tmp_path: Path) -> None:
     config = write(tmp_path, graph={"name": "ring", "nodes": 2}, node={"rounds": 3, "checkpoint": {"every": 2}},
                    mapping={"nodes_per_machine": 2, "base_port": free_ports(4)})  # fmt: skip

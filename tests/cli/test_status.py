@@ -71,6 +71,7 @@ def test_without_a_run(tmp_path: Path) -> None:
     assert result.exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
     """SIGSTOP of one node: the others are seen to wait for it, and the run ends in time with its name."""
     command = ["run", str(ROOT / "configs" / "quickstart.yaml"), "--plain", "--run-dir", str(tmp_path),

@@ -41,6 +41,7 @@ def outcomes(folder: Path) -> dict[str, tuple[str, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_points_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
     faults = [f"tests.launch.faults:{name}" for name in ("Dies", "Raises", "Poisons")]
     config = write(tmp_path)
@@ -71,6 +72,7 @@ def test_points_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
 SLOW = {"training": {**experiment()["training"], "name": "tests.sweeps.work:SlowUntil"}}
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) -> None:
     training = {**SLOW["training"], "marker": str(tmp_path / "quick")}
     config = write(tmp_path, training=training, node={"rounds": 40, "evaluate_every": 0, "checkpoint": {"every": 4}})
@@ -95,6 +97,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) 
     assert resumed["resumed"]["round"] == stopped["rounds"] > 0, "it went on from where it was stopped"
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_leaves_no_process_and_loses_nothing_that_is_done(tmp_path: Path) -> None:
     training = {**SLOW["training"], "marker": str(tmp_path / "quick")}
     config = write(tmp_path, training=training, node={"rounds": 40, "evaluate_every": 0})
@@ -131,6 +134,7 @@ def processes(session: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_who_is_promoted_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     config = write(tmp_path, node={"rounds": 9, "evaluate_every": 0})
     code, out, err = run(tmp_path, "sweep", config, "-g", f"{LR}=.05,.001,1e-5", "--halving", "--every-model",
@@ -149,6 +153,7 @@ def test_who_is_promoted_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
         assert all(torch.equal(tensor, found[key]) for key, tensor in whole.items())
 
 
+@pytest.mark.slow
 def test_points_of_processes_have_the_same_figures(tmp_path: Path) -> None:
     config = write(tmp_path, communication={"name": "auto"})
     found = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 from decentnode.metrics.reader import read_kind
@@ -42,6 +43,7 @@ def status(folder: Path) -> str:
     return str(json.loads(path.read_text())["status"]) if path.exists() else ""
 
 
+@pytest.mark.slow
 def test_a_held_terminal_stops_nothing_and_shows_the_end_later(tmp_path: Path) -> None:
     with running(tmp_path, slow(60)) as terminal:
         terminal.read_until("all connected")
@@ -53,6 +55,7 @@ def test_a_held_terminal_stops_nothing_and_shows_the_end_later(tmp_path: Path) -
     assert terminal.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_terminal_held_from_the_start_does_not_keep_a_run_from_beginning(tmp_path: Path) -> None:
     with running(tmp_path, slow(20), "run", "tiny.yaml", "--plain") as terminal:
         terminal.press(HOLD)
@@ -74,6 +77,7 @@ def test_ctrl_c_in_a_held_terminal_stops_the_run_and_writes(tmp_path: Path) -> N
     assert (latest(tmp_path) / "models" / "merged.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_z_stops_the_display_and_not_the_nodes(tmp_path: Path) -> None:
     with running(tmp_path, slow(150)) as terminal:
         terminal.read_until("all connected")
@@ -133,6 +137,7 @@ def test_an_error_goes_where_somebody_may_see_it_when_the_pipe_is_closed(tmp_pat
         assert "RuntimeError: a bug in my model" in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_holds_up_the_last_lines_alone(tmp_path: Path) -> None:
     """`decentnode run tiny.yaml 2>&1 | less`: rounds go on while the first page is looked at."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(slow(30)))
@@ -150,6 +155,7 @@ def test_a_pipe_that_nobody_reads_holds_up_the_last_lines_alone(tmp_path: Path) 
         assert process.wait(200) == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_a_reader_and_keeps_the_exit_code(tmp_path: Path) -> None:
     with running(tmp_path, slow(60)) as terminal:  # held before it ends, however busy the machine is
         terminal.read_until("all connected")

@@ -74,6 +74,7 @@ def check(arrival: Arrival, uid: int, sources: tuple[int, ...], round: int, phas
 
 @pytest.mark.parametrize("transport", ["collective", BATCHED, "hybrid"])
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_directed_graphs_that_change_every_round_never_deadlock_or_mix_up(transport: str) -> None:
     rounds = scale(200, 4000)
     with nodes(transport, 5, OPEN * 2) as made:

@@ -79,6 +79,7 @@ def one_round(made: list[ZeroMQ], elements: int, r: int) -> None:
 @pytest.mark.parametrize("seed", range(0, scale(4, 32), 4))
 @pytest.mark.parametrize("transport", ["tcp", "tcp+curve", "tcp+aes-gcm"])
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_cut_anywhere_every_model_arrives_once_and_bit_exact(transport: str, seed: int) -> None:
     elements, cuts = 3 * BLOCK_ELEMENTS + 17, scale(4, 50)
     settings = {"cut_every_bytes": 1 << 20, "cuts": cuts}
@@ -112,6 +113,7 @@ def watch_numbers(node: ZeroMQ, seen: dict[tuple[int, int], bytes]) -> list[int]
 
 @pytest.mark.parametrize("transport", ["tcp", "tcp+aes-gcm"])
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_what_is_sent_again_is_what_was_sent_although_the_model_goes_on(transport: str) -> None:
     """Models live in places that the transport sends from; connections are cut, so that much is sent again."""
     elements, rounds = 2 * BLOCK_ELEMENTS, scale(20, 200)

@@ -24,6 +24,7 @@ FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 
 @FUZZ
 @given(st.dictionaries(KEYS, TREES, max_size=8), st.lists(KEYS, min_size=1, max_size=3), LEAVES)
+@pytest.mark.slow
 def test_any_tree_is_an_experiment_or_a_config_error(write, tree, keys, value):
     good = yaml.safe_load(BASE)
     for text in (yaml.safe_dump(tree), yaml.safe_dump(good | tree)):

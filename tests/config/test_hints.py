@@ -109,6 +109,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=away, env=environ, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_plain_module_beside_the_file_runs_without_pythonpath(folder: Path) -> None:
     (folder / "helper.py").write_text("WIDTH = 7\n")
     (folder / "net.py").write_text(NET)
@@ -124,6 +125,7 @@ def test_a_module_that_is_nowhere_says_where_it_was_looked_for(folder: Path) -> 
     assert done.returncode == 2 and f"no module named 'nett'; looked for in {folder} and where Python" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_that_everybody_may_write_to_gives_no_modules(folder: Path) -> None:
     (folder / "net.py").write_text("raise RuntimeError('planted')")
     folder.chmod(0o777)

@@ -30,6 +30,7 @@ def test_resolved_reads_back(write):
 STEP = "sharing: {name: choco, fraction: 0.2}\n"
 
 
+@pytest.mark.slow
 def test_derived_values_are_found_anew_when_a_resolved_file_is_loaded(write, caplog):
     """Whatever they follow from was changed: the compression, the graph, its weights, or the seed of a random one."""
     text = BASE.replace("{name: ring, nodes: 4}", "{name: erdos_renyi, nodes: 10}") + STEP

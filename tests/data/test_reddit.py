@@ -84,6 +84,7 @@ def test_a_vocabulary_that_comes_later_is_seen(tmp_path: Path) -> None:
     assert not np.array_equal(counted.inputs, read.inputs) and words[read.inputs[0, 0]] == "<BOS>"
 
 
+@pytest.mark.slow
 def test_a_node_holds_its_share_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaf, "CHUNK", 1 << 14)
     row = [f"w{n}" for n in range(10)]

@@ -70,6 +70,7 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
 
 @given(st.text(alphabet="0123456789 \n-x", max_size=60), st.sampled_from([".edges", ".adj"]))
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str, suffix: str) -> None:
     path = tmp_path_factory.getbasetemp() / f"fuzz{suffix}"  # one file: a folder per example takes most of the time
     path.write_text(text)

@@ -36,6 +36,7 @@ def models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+@pytest.mark.slow
 def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, schedule: str) -> None:
     runs = {
         way: models(tmp_path / way, f"communication={way}", f"node.schedule={schedule}")
@@ -50,6 +51,7 @@ def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, schedule: str
     assert any(not torch.equal(tensor, other[name]) for name, tensor in runs["inproc"].items())
 
 
+@pytest.mark.slow
 def test_so_do_they_in_sixteen_bits_compiled_with_averages(tmp_path: Path) -> None:
     keys = ["training.amp=bf16", "training.accumulate=2", "training.clip_norm=1.0", "training.ema=0.8",
             "training.compile={backend: eager}", "sharing=gradient_tracking"]  # fmt: skip

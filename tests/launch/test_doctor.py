@@ -53,6 +53,7 @@ def test_what_would_fail_is_an_error() -> None:
     pytest.param("127.0.0.1, 127.0.0.2", id="IPv4"),
     pytest.param("'::1', localhost", id="IPv6 and a name", marks=needs_ipv6),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_two_machines_examine_each_other(hosts: str, tmp_path: Path) -> None:
     port = free_ports(16)
     config = str(ROOT / "configs" / "two_machines.yaml")

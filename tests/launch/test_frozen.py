@@ -56,6 +56,7 @@ OTHERS = [("zeromq", "sequential"), ("shared_memory", "overlapped"), ("auto", "s
 
 
 @pytest.mark.parametrize(("transport", "schedule"), [*WAYS, *OTHERS[: scale(0, 3)]])
+@pytest.mark.slow
 def test_who_waits_for_a_frozen_node_is_not_given_up_by_the_others(
     tmp_path: Path, transport: str, schedule: str
 ) -> None:

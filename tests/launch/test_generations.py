@@ -70,6 +70,7 @@ def generations(outcome: Outcome, uid: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("way", ["auto", "zeromq", "collective"])
+@pytest.mark.slow
 def test_the_others_finish_without_a_node_that_dies(tmp_path: Path, way: str) -> None:
     outcome, listener = go_on(tmp_path, "Dies", communication={"name": way})
     assert outcome.exit_code == 0, listener.failures
@@ -114,6 +115,7 @@ def test_a_node_that_raises_is_left_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["auto", "collective"])
+@pytest.mark.slow
 def test_a_node_that_is_started_again_joins_the_next_generation(tmp_path: Path, way: str) -> None:
     outcome, listener = go_on(tmp_path, "DiesOnce", rounds=150, node={"restarts": 1}, communication={"name": way},
                               keys={"pid_file": str(tmp_path / "pid")})  # fmt: skip
@@ -125,6 +127,7 @@ def test_a_node_that_is_started_again_joins_the_next_generation(tmp_path: Path, 
     assert generations(outcome, 2)[0]["joined"] == [2]
 
 
+@pytest.mark.slow
 def test_a_node_that_freezes_is_left_behind_and_comes_back(tmp_path: Path) -> None:
     outcome, listener = go_on(tmp_path, "Stops", rounds=250, keys={"pid_file": str(tmp_path / "pid")},
                               communication=FREEZES)  # fmt: skip
@@ -136,6 +139,7 @@ def test_a_node_that_freezes_is_left_behind_and_comes_back(tmp_path: Path) -> No
     assert '"outside"' in events
 
 
+@pytest.mark.slow
 def test_too_few_end_the_run_and_say_what_it_takes(tmp_path: Path) -> None:
     outcome, _ = go_on(tmp_path, "Dies", nodes=3, node={"min_nodes": 3}, communication={"start_timeout_seconds": 2})
     assert outcome.exit_code == 8
@@ -146,6 +150,7 @@ def test_too_few_end_the_run_and_say_what_it_takes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["auto", "collective"])
 @pytest.mark.parametrize("when", ["the others go on", "is started again", "generation 1", "generation 2"])
+@pytest.mark.slow
 def test_a_stop_costs_nobody_what_the_others_have_wherever_a_node_on_its_way_back_is(
     tmp_path: Path, when: str, way: str
 ) -> None:
@@ -161,6 +166,7 @@ def test_a_stop_costs_nobody_what_the_others_have_wherever_a_node_on_its_way_bac
     assert finished == {"0", "1", "3", "4"}
 
 
+@pytest.mark.slow
 def test_a_stop_while_a_node_on_its_way_back_never_gets_ready(tmp_path: Path) -> None:
     """It hangs where it loads its data; the others do not wait for it."""
     outcome, listener = go_on(
@@ -189,6 +195,7 @@ def test_a_run_that_is_over_does_not_wait_for_a_node_on_its_way_back(
     assert told.endswith("; started again, it was not back in time before the run was over")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_does_not_wait_for_a_node_that_it_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

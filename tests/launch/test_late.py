@@ -37,6 +37,7 @@ class Thaws(Witness):
 
 
 @pytest.mark.parametrize("way", ["shared_memory", "auto", "zeromq"])
+@pytest.mark.slow
 def test_who_was_frozen_is_given_the_models_of_its_rounds_or_none(tmp_path: Path, way: str) -> None:
     pid_file = tmp_path / "pid"
     witness = Thaws(pid_file)

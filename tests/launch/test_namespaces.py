@@ -122,6 +122,7 @@ def write_config(folder: Path, hosts: list[tuple[str, ...]], **more: str) -> Pat
     return path
 
 
+@pytest.mark.slow
 def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, ...]], tmp_path: Path) -> None:
     config = write_config(tmp_path, hosts)
     with launched(config, tmp_path, *((host, "auto") for host in hosts)) as processes:
@@ -134,6 +135,7 @@ def test_two_machines_find_themselves_and_train(hosts: list[tuple[str, ...]], tm
     assert figures["accuracy_mean"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_machine_that_never_comes_is_named(hosts: list[tuple[str, ...]], tmp_path: Path) -> None:
     config = write_config(tmp_path, hosts, communication="{name: auto, start_timeout_seconds: 3}")
     with launched(config, tmp_path, (hosts[0], "auto")) as (process,):
@@ -142,6 +144,7 @@ def test_a_machine_that_never_comes_is_named(hosts: list[tuple[str, ...]], tmp_p
     assert "machine 1" in output and hosts[1][1] in output, output
 
 
+@pytest.mark.slow
 def test_two_machines_train_over_ipv6_by_address_and_by_name(
     hosts6: list[tuple[str, ...]], named: list[tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 LOOK = """
 import json, sys, threading
 from decentnode.launch import preload
@@ -19,6 +21,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_children_find_their_modules_imported_and_inherit_no_thread() -> None:
     """A fork has the calling thread alone: a pool or a CUDA context made before would be broken in every child."""
     found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=300, check=False)

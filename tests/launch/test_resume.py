@@ -73,6 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_a_run_of_processes_goes_on_where_one_process_stopped(tmp_path: Path, case: str) -> None:
     """And the other way round: a checkpoint does not know how its payloads came."""
     transport, *others = CASES[case]

@@ -68,6 +68,7 @@ def test_files_and_figures_are_those_of_a_process_per_node(tmp_path: Path) -> No
     assert found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_a_node_that_raises_fails_alone(tmp_path: Path) -> None:
     """Those of its process go on with all others."""
     outcome, listener = go_on(tmp_path, "Raises", mapping=together(3))
@@ -84,6 +85,7 @@ def test_a_node_that_raises_ends_a_run_without_generations_and_is_quoted(tmp_pat
     assert "a bug in my model" in (outcome.run_dir / "nodes" / "002" / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_the_loss_of_all_its_nodes(tmp_path: Path) -> None:
     outcome, listener = go_on(tmp_path, "Dies", mapping=together(2))
     assert outcome.exit_code == 0, listener.failures
@@ -99,6 +101,7 @@ def test_a_killed_process_is_the_loss_of_all_its_nodes(tmp_path: Path) -> None:
     assert "node 2-3 was killed by SIGKILL" in failed.failure.title and failed.followers == (0, 1)
 
 
+@pytest.mark.slow
 def test_nodes_whose_process_was_killed_come_back_together(tmp_path: Path) -> None:
     outcome, listener = go_on(
         tmp_path, "DiesOnce", rounds=150, node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},

@@ -187,6 +187,7 @@ def test_nan_in_a_model_has_its_own_exit_code(tmp_path: Path) -> None:
     assert "node 2" in outcome.failure.text and "round 3" in outcome.failure.text
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decentnode.launch.run.GRACE_SECONDS", 3.0)
     sections = faulty("Hangs") | {"communication": {"name": "zeromq", "timeout_seconds": 3}}
@@ -196,6 +197,7 @@ def test_a_node_that_hangs_is_found_out(tmp_path: Path, monkeypatch: pytest.Monk
     assert 2 in outcome.silent
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_end_after_its_last_word_is_killed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

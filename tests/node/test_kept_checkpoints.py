@@ -117,6 +117,7 @@ def test_by_minutes_where_a_round_takes_longer(tmp_path: Path) -> None:
     assert on_disk(tmp_path / "a") in ([2, 4, 6, 8], [3, 5, 7, 8])
 
 
+@pytest.mark.slow
 def test_by_minutes_nodes_ask_seldom(tmp_path: Path) -> None:
     """Rounds of a millisecond: not every one may cost a mean over all nodes."""
     every = scale(250, 1000)

@@ -301,6 +301,7 @@ def check_all(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
     return done, refused
 
 
+@pytest.mark.slow
 def test_pairs_of_codec_schedule_losses_buffers_and_graph() -> None:
     """Plain averaging goes with everything. By default four graphs, and half the codecs: of each kind one."""
     plain = {key: values for key, values in VALUES.items() if key != "rule"}
@@ -321,6 +322,7 @@ def drawn(rule: str, schedule: str, draw: random.Random) -> Iterator[Case]:
         yield Case(**{**chosen, "rule": rule, "schedule": schedule})
 
 
+@pytest.mark.slow
 def test_every_rule_runs_or_is_refused() -> None:
     """With a codec, losses, buffers and a graph as they come: those that are refused first, and one that runs, mixed in
     the background by every rule that can be."""

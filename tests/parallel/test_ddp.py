@@ -91,6 +91,7 @@ def test_frozen_tied_unused_reordered_and_channels_last_parameters(clip: float) 
 
 
 @pytest.mark.parametrize("what", ["autocast", "mixed", "compiled inside", "compiled outside", "channels_last"])
+@pytest.mark.slow
 def test_kinds_of_models(what: str) -> None:
     for difference, kept in run_ranks(2, training.variant, what):
         assert difference < 1e-6 and kept

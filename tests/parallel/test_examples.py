@@ -34,6 +34,7 @@ def accuracy(output: str, way: str, ranks: int) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_digits() -> None:
     output = torchrun(2, "eval/ddp_digits.py", "--parallel", "decent", "--epochs", "5")
     assert accuracy(output, "decent", 2) > 0.9

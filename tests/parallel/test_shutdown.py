@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import free_ports
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_thread_of_gloo_that_is_slow_does_not_abort_the_process(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.parallel.ends", str(tmp_path), str(free_ports(4))],

@@ -12,6 +12,7 @@ from tests.sharing.helpers import spread
 RING = make("ring", nodes=8)
 
 
+@pytest.mark.slow
 def test_choco_keeps_the_mean_that_naive_compression_loses() -> None:
     """With a gap of the ring of 8, step .2: at most (1 - .2 * .195)^600 < 1e-10 of the spread is left
     (docs/explanation/algorithms.rst, "Steps of compressed rules")."""
@@ -30,6 +31,7 @@ def test_choco_keeps_the_mean_that_naive_compression_loses() -> None:
     {"name": "choco", "choose": "all", "compression": {"name": "int4", "unbiased": True}},
     {"name": "choco", "choose": "random", "fraction": 0.3, "step_size": 0.2},
 ])  # fmt: skip
+@pytest.mark.slow
 def test_every_operator_under_choco_agrees_and_keeps_the_mean(options: dict[str, object]) -> None:
     models = draw(8, 50, torch.float64)
     mean = torch.stack(models).mean(0)
@@ -38,6 +40,7 @@ def test_every_operator_under_choco_agrees_and_keeps_the_mean(options: dict[str,
     torch.testing.assert_close(torch.stack(models).mean(0), mean, atol=1e-9, rtol=0)
 
 
+@pytest.mark.slow
 def test_choco_recovers_from_a_lost_message() -> None:
     models = draw(6, 40, torch.float64)
     graph, rules = make("ring", nodes=6), bound(rule("choco", fraction=0.3, step_size=0.2), models)

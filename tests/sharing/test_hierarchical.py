@@ -211,6 +211,7 @@ def test_every_byte_crosses_once(transport: str, count: int, size: int) -> None:
 
 @pytest.mark.parametrize("missing", ["fail", "return_weight"])
 @pytest.mark.parametrize("until", [0, 1])
+@pytest.mark.slow
 def test_a_member_that_falls_silent(missing: str, until: int) -> None:
     """Node 3 sends in the phases up to `until` and in none after."""
     graph = make("grouped", nodes=4, between={"name": "ring", "nodes": 2})

@@ -54,6 +54,7 @@ def after_a_loss(name: str, lost: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", SHARINGS)
+@pytest.mark.slow
 def test_one_loss_is_forgotten_or_the_rule_says_that_it_is_not(name: str) -> None:
     error, moved = after_a_loss(name, lost=False)
     error_after, moved_after = after_a_loss(name, lost=True)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 RING = make("ring", nodes=16)
 
 
+@pytest.mark.slow
 def test_bias_is_corrected_on_a_ring() -> None:
     """Plain gossip is biased, the correcting rules go to the optimum (docs/explanation/algorithms.rst, "Known
     errors")."""
@@ -38,6 +39,7 @@ def test_bias_is_corrected_on_a_ring() -> None:
     assert lam[1] < lam[0] < plain
 
 
+@pytest.mark.slow
 def test_tracking_works_on_one_peer_sequences_and_d2_is_refused_there() -> None:
     sequence = make("one_peer_exponential", nodes=16)
     assert quadratics("gradient_tracking", sequence, 400, 0.05) < 1e-9

@@ -167,6 +167,7 @@ def test_many_vectors_are_compressed_as_each_alone(name: str) -> None:
             assert float((row - alone).norm() / alone.norm()) < 0.02, "blocks span vectors"
 
 
+@pytest.mark.slow
 def test_rules_without_a_graph_take_a_careful_step() -> None:
     for options in COMPRESSORS.values():
         search = parts(options)[2]

@@ -48,6 +48,7 @@ def changes() -> dict[tuple[str, int], tuple[float, float]]:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in OFF], ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.mark.slow
 def test_the_published_change(case: tuple[str, int], changes: dict[tuple[str, int], tuple[float, float]]) -> None:
     predicted, published = changes[case]
     assert predicted == pytest.approx(published, abs=0.05)

@@ -54,6 +54,7 @@ def shape(value: Any) -> Any:
     return "number" if isinstance(value, float | int) else type(value).__name__
 
 
+@pytest.mark.slow
 def test_files_and_figures_are_those_of_stepped_nodes(tmp_path: Path) -> None:
     stepped, wanted, _ = ran(tmp_path / "stepped", "simulate.engine=stepped")
     batched, found, notices = ran(tmp_path / "batched", BATCHED)
@@ -91,6 +92,7 @@ def test_a_batched_run_that_diverges_fails_as_a_run_does(tmp_path: Path) -> None
     assert json.loads((folder / "nodes" / "000" / "status.json").read_text())["doing"] == "failed"
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     words = ["simulate", QUICKSTART, "--run-dir", str(tmp_path), "--plain", "--engine", "batched", "--json"]
     for override in [*COMMON, "simulate.steps=layers"]:

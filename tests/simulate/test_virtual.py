@@ -32,6 +32,7 @@ def records(run: Path, uid: int) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / "nodes" / f"{uid:03d}" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_simulation_records_virtual_seconds(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["simulate", QUICKSTART, "--plain", "--run-dir", str(tmp_path),
                                        *sets([*SMALL, *WORLD])])  # fmt: skip
@@ -55,6 +56,7 @@ def test_a_simulation_records_virtual_seconds(tmp_path: Path) -> None:
     assert picture.exit_code == 0 and Path(picture.output.strip()).stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_finished_run_gets_virtual_time_afterwards(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["simulate", QUICKSTART, "--plain", "--run-dir", str(tmp_path), *sets(SMALL)])
     assert result.exit_code == 0, result.output

@@ -144,6 +144,7 @@ def test_senders_may_change_the_model_at_once(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", NETWORKED)
+@pytest.mark.slow
 def test_a_silent_neighbor_is_missing_and_named(transport: str) -> None:
     patience, both_sent = 1.5, threading.Barrier(2, timeout=60)
     with nodes(transport, 3, flat_schema(10)) as made:
@@ -293,6 +294,7 @@ def test_payloads_for_rounds_that_a_node_leaves_out_do_not_hold_up_closing_means
         assert all(not node.counters.faults for node in made)
 
 
+@pytest.mark.slow
 def test_start_and_close_leak_nothing() -> None:
     import psutil
 

@@ -128,6 +128,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_an_owner_that_is_killed_is_gone_and_its_file_with_it(tmp_path: Path) -> None:
     """And nothing else: a living owner's, a young one, another name, what is no file."""
     paths = [tmp_path / f"segment-{number}" for number in range(3)]

@@ -191,6 +191,7 @@ def test_a_stop_gives_up_means_but_closing_ones(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.slow
 def test_reports_reach_the_lowest_uid(transport: str) -> None:
     with nodes(transport, 20, flat_schema(4)) as made:
 

@@ -25,6 +25,7 @@ TAKE = (7, 22, 35, 39, 41, 81, 104, 109, 166)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))
+@pytest.mark.slow
 def test_a_swarm_of_worlds(first: int) -> None:
     failed = []
     for seed in range(first, first + PER_CASE):
@@ -54,6 +55,7 @@ for seed in (3, 12):
 """
 
 
+@pytest.mark.slow
 def test_a_seed_replays_exactly_in_another_process() -> None:
     told = [
         subprocess.run(
