@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,16 +14,20 @@ from decentnode.launch.messages import ChildMessage, Finished, NodeJoined, Progr
 from decentnode.launch.node_files import model_path, save, save_merged
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.run_dir import node_dir
+from decentnode.launch.simulated_records import lines_of
 from decentnode.metrics.events import EventLog
 from decentnode.metrics.writer import MetricsWriter, encode, finite
 from decentnode.simulate.batched import Batched, RoundOfAll, Sink
 from decentnode.simulate.virtual import VirtualTime
 from decentnode.system import write_atomic
 
-FLUSH_SECONDS = 1.0
+WRITE_SECONDS = 1.0
 """Least time between two writings of all nodes' files."""
-FLUSH_SHARE = 0.05
-"""The part of the time that writing them may take before it becomes rarer."""
+WRITE_SHARE = 0.01
+"""The part of the time that the files of one kind, and what is told of a round, may take before they become rarer."""
+KEPT_RECORDS = 1 << 17
+"""Records of rounds, one per node and round, that wait to be written: at some 400 bytes each, and as much for their
+text."""
 
 
 class Stoppable(Protocol):
@@ -31,6 +35,26 @@ class Stoppable(Protocol):
 
     def ask_stop(self) -> None:
         """Ask for an end after the round under way. Any thread may call it."""
+
+
+class _Pace:
+    """When something is due that may take WRITE_SHARE of the time. A context manager around the doing."""
+
+    def __init__(self, first: float = WRITE_SECONDS, seconds: float = WRITE_SECONDS) -> None:
+        """first: seconds until the first doing. seconds: the least from one doing to the next."""
+        self._seconds = seconds
+        self._next = clock.now() + first
+
+    @property
+    def is_due(self) -> bool:
+        return clock.now() >= self._next
+
+    def __enter__(self) -> None:
+        self._started = clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        now = clock.now()
+        self._next = now + max(self._seconds, (now - self._started) / WRITE_SHARE)
 
 
 class Files(Sink):
@@ -45,18 +69,21 @@ class Files(Sink):
         self._engine, self.task, self.send, self._tick, self._virtual = engine, task, send, tick, virtual
         self._rounds: list[RoundOfAll] = []
         self._lines: dict[int, list[bytes]] = {uid: [] for uid in task.uids}
-        self._next_flush = clock.now() + FLUSH_SECONDS
-        self._next_sent = 0.0
+        self._told, self._records, self._states = _Pace(0.0, task.progress_seconds), _Pace(), _Pace()
 
     def take_round(self, found: RoundOfAll) -> None:
         self._rounds.append(found)
-        now = clock.now()
-        if now >= self._next_sent:
-            self._next_sent = now + self.task.progress_seconds
-            for uid, line in enumerate(lines_of(found, self._virtual)):
-                self.send(Progress(uid, json.loads(line)))
-        if now >= self._next_flush:
-            self.flush("local steps")
+        if self._told.is_due:
+            with self._told:
+                for uid, line in enumerate(lines_of([found], self._virtual)):
+                    self.send(Progress(uid, json.loads(line)))
+        if self._records.is_due or len(self._rounds) * len(self._lines) >= KEPT_RECORDS:
+            self._format()  # not timed: it grows with the rounds since, and would make writing rarer and rarer
+            with self._records:
+                self._write_records()
+        if self._states.is_due:
+            with self._states:
+                self._write_states("local steps")
 
     def take_record(self, uid: int, record: dict[str, Any]) -> None:
         self._format()
@@ -71,25 +98,28 @@ class Files(Sink):
     def _format(self) -> None:
         """Make lines of the rounds so far."""
         rounds, self._rounds = self._rounds, []
-        for found in rounds:
-            for lines, line in zip(self._lines.values(), lines_of(found, self._virtual), strict=True):
-                lines.append(line.encode())
+        for lines, text in zip(self._lines.values(), lines_of(rounds, self._virtual), strict=False):
+            lines.append(text)
 
     def flush(self, doing: str) -> None:
         """Write the records so far and what every node does now. Blocking. Raises OSError but on a full disk."""
-        started = clock.now()
         self._format()
+        self._write_records()
+        self._write_states(doing)
+
+    def _write_records(self) -> None:
         for uid, lines in self._lines.items():
-            if self.task.run_dir:
-                folder = node_dir(self.task.run_dir, uid)
-                if lines:
-                    writer = MetricsWriter(folder / "metrics.jsonl")
-                    writer.append(b"".join(lines))
-                    writer.close()
-                write_atomic(folder / "status.json", encode(self._status(uid, doing)).decode())
+            if lines and self.task.run_dir:
+                writer = MetricsWriter(node_dir(self.task.run_dir, uid) / "metrics.jsonl")
+                writer.append(b"".join(lines))
+                writer.close()
             lines.clear()
-        now = clock.now()
-        self._next_flush = now + max(FLUSH_SECONDS, (now - started) / FLUSH_SHARE)
+
+    def _write_states(self, doing: str) -> None:
+        if self.task.run_dir:
+            for uid in self._lines:
+                status = encode(self._status(uid, doing)).decode()
+                write_atomic(node_dir(self.task.run_dir, uid) / "status.json", status)
 
     def _status(self, uid: int, doing: str) -> dict[str, Any]:
         return {
@@ -104,39 +134,6 @@ class Files(Sink):
             log = EventLog(node_dir(self.task.run_dir, uid) / "events.jsonl", uid)
             log(kind, peer, detail)
             log.close()
-
-
-def _head(found: RoundOfAll) -> str:
-    """Returns the part of a round's record that all nodes have in common, without its end."""
-    return json.dumps({
-        "kind": "round", "round": found.round, "time": found.time, "seconds": found.seconds,
-        "train_seconds": found.train_seconds, "send_seconds": 0.0, "wait_seconds": 0.0,
-        "mix_seconds": found.mix_seconds, "overlap": 1.0,
-    }, separators=(",", ":"))[:-1]  # fmt: skip
-
-
-def lines_of(found: RoundOfAll, virtual: VirtualTime | None = None) -> Iterator[str]:
-    """Yields the round's record of every node, ascending, as a line of JSON. They are put together by hand: with a
-    small model, an encoder that looks at every key of every node would take as long as the round."""
-    local, head = found.local, _head(found)
-    reports = [_more(each) for each in local.reports] or [""] * len(found.edges)
-    lr = f'"lr":{local.lr!r}'
-    if virtual is not None:
-        ends = [{"virtual_seconds": virtual.finished(found.round + 1, uid)} for uid in range(len(reports))]
-        reports = [report + _more(end) for report, end in zip(reports, ends, strict=True)]
-    for loss, steps, samples, more, data, metadata, evaluation, edges in zip(
-        local.losses.tolist(), local.steps.tolist(), local.samples.tolist(), reports, found.data.tolist(),
-        found.metadata.tolist(), found.evaluation.tolist(), found.edges, strict=True,
-    ):
-        yield (
-            f'{head},"loss":{loss!r},"steps":{steps},"samples":{samples},{lr}{more},"data_bytes_sent":{data},'
-            f'"metadata_bytes_sent":{metadata},"protocol_bytes_sent":0,"evaluation_bytes_sent":{evaluation},'
-            f'"control_bytes_sent":0,"edges":{edges}}}\n'
-        )
-
-
-def _more(report: dict[str, float]) -> str:
-    return "".join(f',"{key}":{json.dumps(finite(value))}' for key, value in report.items())
 
 
 def run_batched(engine: Batched, files: Files, ready: Callable[[Sequence[Stoppable]], None]) -> int:

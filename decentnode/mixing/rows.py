@@ -30,6 +30,8 @@ class RowWeights:
         self._starts = np.cumsum([0, *map(len, others)], dtype=np.uintp)
         self._sources = np.array([j for each in others for j, _ in each], np.uintp)
         self._weights = np.array([w for each in others for _, w in each], np.float32)
+        arrays = (self._own, self._starts, self._sources, self._weights)
+        self._pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
         self._rows = rows
         self._matrices: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -49,12 +51,10 @@ class RowWeights:
         library, (rows, width) = cpu.library(), x.shape
         assert library is not None
         tile = max(64, CACHE_BYTES // (4 * max(1, rows)) // 16 * 16)
-        arrays = [array.ctypes.data_as(ctypes.c_void_p)
-                  for array in (self._own, self._starts, self._sources, self._weights)]  # fmt: skip
         to, of = out.data_ptr(), x.data_ptr()
 
         def call(start: int, stop: int) -> None:
-            library.weighted_rows(rows, width, start, stop, tile, to, of, *arrays)
+            library.weighted_rows(rows, width, start, stop, tile, to, of, *self._pointers)
 
         threads = min(native.threads(), rows * width // _PER_THREAD, width // 64)
         if threads < 2:

@@ -35,12 +35,12 @@ class Planner:
         All are known before the first phase sends (H2 in communication/path.py). lr: of the round's local steps.
         """
         rule, members = self.rule, generation.members
-        seen = replace(self._seen(self.fragment.turn(round), generation), lr=lr)
+        seen = self._seen(self.fragment.turn(round), generation, lr)
         views = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.requirements.phases)]
         views.append(views[0] if len(views) == 1 else rule.plan_buffers(seen))
         return views if len(members) == self._graph.num_nodes else [view.among(members) for view in views]
 
-    def _seen(self, turn: int, generation: Generation) -> RoundView:
+    def _seen(self, turn: int, generation: Generation, lr: float) -> RoundView:
         """Returns the graph's view of a turn. For a graph that never changes it is computed once per generation."""
         members = generation.members
         alive = members if len(members) < self._graph.num_nodes else None
@@ -48,9 +48,9 @@ class Planner:
         last = self._last_view
         known = last is not None and last.generation == generation.number and self._graph.period == 1
         if number is not None and last is not None and known:
-            return replace(last, round=turn, extra={})
+            return replace(last, round=turn, lr=lr, extra={})
         seen = replace(rule_view(self.rule, self._graph, self._uid, turn, self._seed, alive),
-                       generation=generation.number, fragment=self.fragment.index)  # fmt: skip
+                       generation=generation.number, fragment=self.fragment.index, lr=lr)  # fmt: skip
         if number is not None:
             seen = self._last_view = replace(seen, averaging_group=self._averaging_group(number, members, alive))
         return seen

@@ -1,0 +1,107 @@
+"""The lines of rounds whose nodes were computed together, and when they are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decentnode import clock
+from decentnode.launch import simulated
+from decentnode.launch.messages import Request, Task
+from decentnode.launch.run_dir import node_dir
+from decentnode.launch.simulated import Files
+from decentnode.launch.simulated_records import lines_of
+from decentnode.simulate.batched import RoundOfAll
+from decentnode.simulate.steps import Local
+
+LOSSES = np.array([0.1234567890123, 12345.678901234, 1e-30])
+
+
+def of(round: int, reports: bool = False, uneven: bool = False) -> RoundOfAll:
+    same, own = np.full(3, 8), np.array([1, 20, 300]) if uneven else np.full(3, 4)
+    told = [{"gradient_norm": 0.5 + uid} for uid in range(3)] if reports else []
+    local = Local(LOSSES + round, same, own, 0.05, told)
+    edges = [json.dumps({"2": [uid, 7, 0, 0, 0.0]}) for uid in range(3)]
+    return RoundOfAll(round, 1e9 + round, 0.5, 0.25, 0.125, local, edges, own * 1000, same * 0, same * 3)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("reports", [False, True])
+def test_every_node_gets_a_line_per_round(reports: bool, uneven: bool) -> None:
+    rounds = [of(round, reports, uneven) for round in range(4)]
+    texts = list(lines_of(rounds))
+    assert len(texts) == 3
+    for uid, text in enumerate(texts):
+        lines = text.decode().splitlines()
+        assert text.endswith(b"\n") and len(lines) == 4
+        for found, line in zip(rounds, lines, strict=True):
+            record = json.loads(line)
+            own = int(found.local.samples[uid])
+            more = {"gradient_norm": 0.5 + uid} if reports else {}
+            assert record.pop("loss") == pytest.approx(found.local.losses[uid], rel=1e-8)
+            assert record == {
+                "kind": "round", "round": found.round, "time": found.time, "seconds": 0.5, "train_seconds": 0.25,
+                "send_seconds": 0.0, "wait_seconds": 0.0, "mix_seconds": 0.125, "overlap": 1.0, "steps": 8,
+                "samples": own, "lr": 0.05, **more, "data_bytes_sent": own * 1000, "metadata_bytes_sent": 0,
+                "protocol_bytes_sent": 0, "evaluation_bytes_sent": 24, "control_bytes_sent": 0,
+                "edges": {"2": [uid, 7, 0, 0, 0.0]},
+            }  # fmt: skip
+
+
+def test_no_rounds_are_no_lines() -> None:
+    assert list(lines_of([])) == []
+
+
+def files(folder: Path, sent: list[Any]) -> Files:
+    for uid in range(3):
+        node_dir(folder, uid).mkdir(parents=True)
+    engine: Any = SimpleNamespace(round=0, config=SimpleNamespace(rounds=10**6))
+    task = Task(Request(""), [0, 1, 2], 0, str(folder), 1, "00" * 8, True, 2.0, "")
+    return Files(engine, task, sent.append, lambda: None)
+
+
+def lines_in(folder: Path) -> list[int]:
+    paths = [node_dir(folder, uid) / "metrics.jsonl" for uid in range(3)]
+    return [len(path.read_text().splitlines()) if path.exists() else 0 for path in paths]
+
+
+def test_files_are_written_once_a_second_and_rounds_are_told_less_often(tmp_path: Path) -> None:
+    sent: list[Any] = []
+    with clock.use(clock.VirtualClock()):
+        made = files(tmp_path, sent)
+        for number in range(9):
+            made.take_round(of(number))
+            clock.sleep(0.25)
+        assert lines_in(tmp_path) == [9] * 3
+        assert len(sent) == 2 * 3 and sent[0].record["round"] == 0
+        made.flush("finished")
+    assert lines_in(tmp_path) == [9] * 3
+    assert json.loads((node_dir(tmp_path, 2) / "status.json").read_text())["doing"] == "finished"
+
+
+def test_slow_formatting_does_not_make_writing_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(rounds: list[RoundOfAll], *_: Any) -> Any:
+        clock.sleep(0.2 * len(rounds))
+        return lines_of(rounds)
+
+    monkeypatch.setattr(simulated, "lines_of", slow)
+    with clock.use(clock.VirtualClock()):
+        made = files(tmp_path, [])
+        for number in range(40):
+            made.take_round(of(number))
+            clock.sleep(0.8)
+    assert min(lines_in(tmp_path)) >= 35
+
+
+def test_records_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "KEPT_RECORDS", 12)
+    with clock.use(clock.VirtualClock()):  # in which no time passes
+        made = files(tmp_path, [])
+        for number in range(10):
+            made.take_round(of(number))
+    assert lines_in(tmp_path) == [8] * 3
