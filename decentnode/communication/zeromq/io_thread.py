@@ -45,6 +45,9 @@ RECEIVE_BURST = 64
 out."""
 LOOK_SECONDS = 1.0
 """Longest sleep at the sockets, after which all of them are looked at, whatever they told of or not."""
+LINGER_SECONDS = 0.2
+"""How long the last messages (a Bye, acknowledgements) have to get into a connection. All else was acknowledged, so
+that no buffer on the way is full; libzmq keeps them for that long where a peer that closed at the same time is gone."""
 JOIN_SECONDS = 0.1
 """How often whoever closes looks whether the thread at the sockets still has time."""
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -428,7 +431,7 @@ class IoThread(threading.Thread):
         for which, monitor in self._sender_monitors.items():
             connections.end_monitor(self._senders[which], monitor)
         for each in self._senders.values():
-            each.close(linger=int(1000 * min(left, 1.0)))
+            each.close(linger=int(1000 * min(left, LINGER_SECONDS)))
         for listener, monitor in zip(self.listeners, self._monitors, strict=True):
             connections.end_monitor(listener, monitor)
             listener.close(linger=0)
