@@ -145,7 +145,7 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
     shown = [line for language, _, text in found if language == "console" for line in text.splitlines()]
     for included in re.findall(r"^\.\. literalinclude:: (\S+)", page.read_text(), re.M):
         shutil.copy(page.parent / included, folder)
-    leaves = any("decentnode plot" in line or "decentnode compare" in line for line in shown)
+    leaves = any(f"decentnode {command}" in line for command in ("plot", "compare", "replay") for line in shown)
     for language, name, text in found:
         if name:
             (folder / name).write_text(text)

@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "compare": "Run experiments over several seeds and tabulate them side by side.",
     "sweep": "Run an experiment with many values of some keys, and tabulate what they make of it.",
     "plan": "Predict time, bytes and consensus of graphs, rules and codecs on given links, and choose.",
+    "replay": "Repeat a run from what its nodes recorded, with its failures, and name the first difference.",
     "timeline": "Compute when nodes begin and end their rounds in a described world, and who waits for whom.",
     "plot": "Draw test metrics, loss and consensus distance of runs.",
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decentnode.communication.parts import ConfigT, Endpoints, TransportParts
 from decentnode.communication.run_state import Steps, Wait, at_once
+from decentnode.metrics.history import History
 from decentnode.wire.generation import Generation
 
 
@@ -108,6 +109,11 @@ class Hooks(Generic[ConfigT]):
     def idle_seconds(self) -> float | None:
         """How long that thread has slept because all of its nodes waited; None where a node has its own."""
         return None
+
+    # -- a record of what the node does with models
+
+    history: History | None = None
+    """Where the node's record is kept; None where nobody keeps one. Set before its first step."""
 
     # -- simulated time
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -49,7 +49,7 @@ DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full
 NOT_IN_DIGEST = frozenset(
     (
         *("address", "addresses", "bind", "host", "hosts", "interface", "base_port", "port", "ports"),
-        *("device", "devices", "threads", "threads_per_node", "nodes_per_process", "log_level", "logging"),
+        *("device", "devices", "threads", "threads_per_node", "nodes_per_process", "log_level", "logging", "record"),
     )
 )
 """Keys that may differ from machine to machine of one run, as may every path."""
@@ -69,6 +69,11 @@ class RunConfig(Settings):
     the current directory."""
     log_level: Annotated[Level, ADDED] = "info"
     """Which lines nodes write to their log.txt: those of this level and above. Machines of one run may differ in it."""
+    record: Annotated[Literal["auto"] | bool, ADDED] = "auto"
+    """Whether nodes write to events.jsonl what they do with models: a digest of every payload that is sent or mixed,
+    generations that they enter and leave. `decentnode replay` repeats a run from it. auto: where rounds may go on
+    without a node (`node.missing`), and models are in the host's memory. Nodes that all run in one process are recorded
+    with true alone."""
 
 
 class Experiment(Settings):

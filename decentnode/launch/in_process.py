@@ -79,7 +79,7 @@ def run_nodes(
             reporters[uid] = Reporter(uid, path, send, task.progress_seconds)
 
         def begin(nodes: list[Node]) -> None:
-            records.append(NodeRecords(nodes, task.run_dir))
+            records.append(NodeRecords(nodes, task.run_dir, experiment.run.record is True))
             ready(nodes)
             for node in nodes:
                 assert isinstance(node.communication, Inproc)

@@ -105,7 +105,8 @@ class _SeveralNodes:
             with logs.of_node(uid), blamed_on(uid):
                 self._hosted[uid] = _Hosted(build(experiment, uid, make, reporter.record), reporter)
         experiment.forget_data()
-        self._records = NodeRecords([each.node for each in self._hosted.values()], task.run_dir)
+        nodes = [each.node for each in self._hosted.values()]
+        self._records = NodeRecords(nodes, task.run_dir, experiment.run.record)
         for uid, each in self._hosted.items():
             with logs.of_node(uid), blamed_on(uid):
                 attach(each.node, experiment, task, each.reporter)

@@ -1,11 +1,15 @@
-"""The events of a node beside its rounds, in events.jsonl: a JSON object per line, bounded whatever strangers send."""
+"""The events of a node beside its rounds, in events.jsonl: a JSON object per line, bounded whatever strangers send.
+
+Where the run is recorded (`run.record`), the file also has what the node did with models (history.py)."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 from decentnode import clock
+from decentnode.metrics.history import HISTORY
 from decentnode.metrics.writer import MetricsWriter
 
 PER_KIND = 50
@@ -61,6 +65,8 @@ EVENTS: dict[str, str] = {
     "wrong_board": "shared memory that is not what the schema says",
     "malformed_payload": "a payload that cannot be decoded; it counted as missing",
     "non_finite": "a payload with NaN or infinity was rejected",
+    "suspected": "the node counts a member of its generation as gone, and why",
+    **HISTORY,
 }
 """Every kind of event, and its meaning."""
 
@@ -83,6 +89,13 @@ class EventLog:
             if count > PER_KIND or not self._open:
                 return
             self._write({"kind": kind, "peer": peer, "detail": detail[:MAX_DETAIL]})
+
+    def record(self, kind: str, fields: dict[str, Any]) -> None:
+        """Write what the node did: a key of HISTORY, with fields of its own. However many there are, all are written: a
+        node makes a few in each of its rounds."""
+        with self._lock:
+            if self._open:
+                self._write({"kind": kind, **fields})
 
     def _write(self, record: dict[str, object]) -> None:
         self._writer.write({"time": clock.wall(), "uid": self.uid, **record})

@@ -10,6 +10,7 @@ from torch import Tensor
 from decentnode.communication.base import Arrival, AveragingGroup, Exchange
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
+from decentnode.metrics.history import ExchangeRecord, History
 from decentnode.node.schedule import Schedule
 from decentnode.payload import Payload
 
@@ -21,6 +22,8 @@ class BufferExchange:
         """averaged: `node.buffers: average`; otherwise nothing is sent."""
         self._averaged = averaged
         self._exchange: Exchange | None = None
+        self._record: ExchangeRecord | None = None
+        self._history: History | None = None
 
     def send(self, view: RoundView, schedule: Schedule) -> Steps[None]:
         """Begin the exchange of the model's buffers, in a phase after those of the rule, as steps."""
@@ -31,6 +34,9 @@ class BufferExchange:
         outgoing = dict.fromkeys(view.neighbors, payload)
         group = AveragingGroup(view.averaging, payload) if schedule.averaging_groups and view.averaging else None
         channel = schedule.buffer_channel
+        self._history = schedule.communication.history
+        if self._history is not None:
+            self._record = self._history.sent(view.round, channel, outgoing)
         self._exchange = yield from schedule.communication.exchange_steps(
             view.round, outgoing, view.sources, channel, group
         )
@@ -44,7 +50,9 @@ class BufferExchange:
             if not isinstance(arrival, Arrival):
                 yield arrival
                 continue
-            part = flat[arrival.start : arrival.stop]
+            part, record = flat[arrival.start : arrival.stop], self._record
+            if record is not None:
+                record.take(arrival.stop, arrival.received, arrival.total)
             if arrival.total is not None:
                 part.copy_(_mixed_sum(part, arrival.total, view))
                 continue
@@ -54,7 +62,20 @@ class BufferExchange:
             while spoiled := exchange.spoiled() & received.keys():
                 received, missing = {u: p for u, p in received.items() if u not in spoiled}, missing | spoiled
                 mixed = _mixed(part, received, view.without(missing))
+                if record is not None:
+                    record.spoiled(spoiled, arrival.start)
             part.copy_(mixed)
+            if record is not None:
+                record.stop = arrival.stop
+        if self._record is not None and self._history is not None:
+            self._history.mixed(self._record, exchange.missing, exchange.departed, exchange.undelivered)
+            self._record = None
+
+    def abandon(self) -> None:
+        """The generation is over: what was under way will not be mixed any further."""
+        record, self._record = self._record, None
+        if record is not None and self._history is not None:
+            self._history.broken_off(record)
 
 
 def _mixed_sum(part: Tensor, total: Tensor, view: RoundView) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decentnode.communication.base import Communication, Pending
 from decentnode.communication.run_state import Steps
+from decentnode.metrics.history import History
 from decentnode.tasks.base import EMA, Task
 from decentnode.tensors import blocks
 from decentnode.training.base import EvaluatedSplit, Evaluation, Training
@@ -64,7 +65,7 @@ class Evaluator:
         average = self._average()
         own = self._of_shared(torch.cat([model.parameters, model.buffers.to(model.dtype)]))
         sent = own if average is None else torch.cat([own, self._of_shared(average)])
-        pending = communication.mean(f"{key}/model", sent, closing)
+        pending = begin_mean(communication, f"{key}/model", sent, closing)
         yield None  # nodes of this process begin it, too, before one of them takes its time to evaluate
         splits = training.evaluated
         told = [SplitFigures(split, training.task) for split in splits]
@@ -83,7 +84,8 @@ class Evaluator:
             merged_average = yield from self._merged(rest, average, f"{key}/average-statistics", closing)
             of_merged += self._evaluate_merged(merged_average, share, splits[:1])
         packed = [value for each, *both in zip(told, local, of_merged, strict=True) for value in each.packed(*both)]
-        pending = communication.mean(f"{key}/figures", torch.tensor([distance, *packed], dtype=torch.float64), closing)
+        sums = torch.tensor([distance, *packed], dtype=torch.float64)
+        pending = begin_mean(communication, f"{key}/figures", sums, closing)
         mean, _ = yield from mean_of(pending, self._phases, timeout)
         figures = figures_of(told, local, mean.tolist(), contributors, norm)
         if training.has_validation:
@@ -128,7 +130,7 @@ class Evaluator:
             measured = self._measure()
         if not measured.numel():
             return merged
-        pending = self._communication.mean(key, measured, closing)
+        pending = begin_mean(self._communication, key, measured, closing)
         mean, _ = yield from mean_of(pending, self._phases, self._communication.config.timeout_seconds)
         with self._holding(merged):
             self._training.load_statistics(mean)
@@ -218,6 +220,37 @@ def steps_until_ready(pending: Pending, phases: int) -> Steps[None]:
     for _ in range(phases):
         if not pending.ready:
             yield None
+
+
+class RecordedMean(Pending):
+    """A mean over all nodes whose end is recorded."""
+
+    def __init__(self, of: Pending, history: History, key: str) -> None:
+        self._of, self._history, self._key = of, history, key
+
+    @property
+    def ready(self) -> bool:
+        return self._of.ready
+
+    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
+        found = self._of.wait(timeout_seconds)
+        self._history.averaged(self._key)
+        return found
+
+    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
+        found = yield from self._of.steps(timeout_seconds)
+        self._history.averaged(self._key)
+        return found
+
+
+def begin_mean(communication: Communication, key: str, tensor: Tensor, closing: bool = False) -> Pending:
+    """As `Communication.mean`, for a mean on which models or the course of the run depend: it is recorded where the
+    node's record is kept."""
+    history = communication.history
+    if history is None:
+        return communication.mean(key, tensor, closing)
+    history.averaging(key)
+    return RecordedMean(communication.mean(key, tensor, closing), history, key)
 
 
 def mean_of(pending: Pending, phases: int, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:

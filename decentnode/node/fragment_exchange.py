@@ -16,6 +16,7 @@ from decentnode.communication.base import Arrival, AveragingGroup, Communication
 from decentnode.communication.run_state import Steps, Wait
 from decentnode.errors import PeerFault, PeerLost
 from decentnode.graph.base import RoundView
+from decentnode.metrics.history import ExchangeRecord
 from decentnode.node.dumps import Dumps
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
@@ -125,6 +126,8 @@ class FragmentExchange:
         self._outgoing: dict[int, Payload] = {}
         self._refused: frozenset[int] = frozenset()
         self._exchange: Exchange | None = None
+        self._record: ExchangeRecord | None = None
+        """Of the exchange under way, where it is kept."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of what is kept between rounds, of which a turn may have several; no exchange is under way."""
@@ -191,6 +194,9 @@ class FragmentExchange:
         if self._averaging_groups and view.averaging and not self.rule.requirements.scalars:
             group = AveragingGroup(view.averaging, self.rule.own_contribution(own, view))
         channel = channel_of(phase, self.fragment.index, self._num_fragments)
+        history = self._communication.history
+        if history is not None:
+            self._record = history.sent(self._round, channel, self._outgoing)
         self._exchange = yield from self._communication.exchange_steps(
             self._round, self._outgoing, view.sources, channel, group
         )
@@ -209,7 +215,7 @@ class FragmentExchange:
         """Yields slices of the fragment as their payloads arrive, in blocks that fit a core's cache, with a view in
         which the weights of missing sources are returned. Blocking between them, or yielding waits as `Exchange.steps`
         does; the time goes to `times.wait`."""
-        exchange, view = self.exchange, self.view
+        exchange, view, record = self.exchange, self.view, self._record
         now, missing = view, frozenset[int]()
         waiting, wait = clock.now(), 0.0
         for arrival in exchange.steps(timeout_seconds):
@@ -217,20 +223,24 @@ class FragmentExchange:
                 yield arrival
                 continue
             wait += clock.now() - waiting
+            if record is not None:
+                record.take(arrival.stop, arrival.received, arrival.total)
             if arrival.missing != missing:
                 missing, now = arrival.missing, view.without(arrival.missing)
             if arrival.total is not None:
                 yield Slice(arrival.start, arrival.stop, {}, now, exchange, arrival.total)
             elif self.rule.requirements.elementwise:
                 cuts = list(blocks(arrival.start, arrival.stop))
-                if len(cuts) == 1:
-                    yield Slice(arrival.start, arrival.stop, arrival.received, now, exchange)
-                else:
-                    flats = {uid: payload.tensors["x"] for uid, payload in arrival.received.items()}
-                    for a, b in cuts:
-                        part = slice(a - arrival.start, b - arrival.start)
-                        received = {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}
-                        yield Slice(a, b, received, now, exchange)
+                in_place = record is not None and exchange.in_place
+                known = exchange.missing if in_place else missing
+                flats = {} if len(cuts) == 1 else {uid: each.tensors["x"] for uid, each in arrival.received.items()}
+                for a, b in cuts:
+                    part = slice(a - arrival.start, b - arrival.start)
+                    received = {uid: Payload({"x": flat[part]}) for uid, flat in flats.items()}
+                    yield Slice(a, b, received or arrival.received, now, exchange)
+                    if record is not None and in_place:  # mixed by now, without those that changed meanwhile
+                        record.spoiled(exchange.missing - known, a)
+                        known = exchange.missing
             else:
                 received = self._unpacked(arrival.received)
                 yield Slice(arrival.start, arrival.stop, received, now.without(self._refused), exchange)
@@ -256,6 +266,18 @@ class FragmentExchange:
                                    f"the sharing rule cannot go on without it: {fault}", [uid]) from fault
         return found
 
+    def applied(self, stop: int) -> None:
+        """The exchange under way is mixed into the model itself, up to element `stop`."""
+        if self._record is not None:
+            self._record.stop = stop
+
+    def abandon(self) -> None:
+        """The generation is over: the exchange under way will not be mixed any further."""
+        record, self._record = self._record, None
+        history = self._communication.history
+        if record is not None and history is not None:
+            history.broken_off(record)
+
     def settle(self, times: RoundTimes) -> Mixed:
         """After the phase was mixed: the rule hears what was not delivered."""
         exchange = self.exchange
@@ -264,6 +286,10 @@ class FragmentExchange:
             self.rule.undelivered(uid, self._outgoing[uid])
         self._outgoing = {}
         refused, self._refused = self._refused, frozenset()
+        history = self._communication.history
+        if self._record is not None and history is not None:
+            history.mixed(self._record, exchange.missing, exchange.departed, exchange.undelivered, refused)
+            self._record = None
         return Mixed(exchange.missing | refused, exchange.departed | refused, exchange.undelivered)
 
 

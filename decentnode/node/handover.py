@@ -6,7 +6,7 @@ import torch
 
 from decentnode.communication.run_state import Steps
 from decentnode.node.course import SIZE
-from decentnode.node.evaluation import mean_of
+from decentnode.node.evaluation import begin_mean, mean_of
 from decentnode.node.resumable import Resumable
 
 
@@ -16,7 +16,7 @@ def give_models(node: Resumable, to: frozenset[int], key: str) -> Steps[None]:
     model, shared = node.training.model, node.shared
     own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)])
     fresh = node.uid in to
-    pending = node.communication.mean(key, torch.zeros_like(own) if fresh else own, closing=True)
+    pending = begin_mean(node.communication, key, torch.zeros_like(own) if fresh else own, closing=True)
     timeout_seconds = node.communication.config.timeout_seconds
     mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
     if fresh:
@@ -34,7 +34,7 @@ def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps
         return
     giver = min(uid for uid in node.generation.members if uid not in without)
     numbers = node.course.numbers() if node.uid == giver else [0.0] * SIZE
-    pending = node.communication.mean(key, torch.tensor(numbers, dtype=torch.float64), closing=True)
+    pending = begin_mean(node.communication, key, torch.tensor(numbers, dtype=torch.float64), closing=True)
     timeout_seconds = node.communication.config.timeout_seconds
     mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
     node.course.load_numbers((mean * contributors).tolist())  # the giver, too: rounded alike on all

@@ -156,22 +156,28 @@ class Node:
         Interrupted only where a stop finds the node outside of the run and without a round of its own.
         """
         work = self._work()
+        reason: Exception
         while True:
             try:
                 yield from work
                 return
-            except Regrouping as reason:
-                logger.info("round %d: %s", self.round, reason)
+            except Regrouping as over:
+                reason = over
+                logger.info("round %d: %s", self.round, over)
             except PeerLost as lost:
                 if self.config.missing != "regroup" or not lost.missing:
                     raise
+                reason = lost
                 self.communication.suspect(lost.missing, str(lost))
-            except Interrupted as reason:
+            except Interrupted as stop:
                 if self.round == 0:
                     raise
-                logger.warning("%s: this node ends with what it has after round %d", reason, self.round)
+                logger.warning("%s: this node ends with what it has after round %d", stop, self.round)
                 return
             self.schedule.abandon()
+            self._buffers.abandon()
+            if self.communication.history is not None:
+                self.communication.history.left(self.round, str(reason))
             work = self._work(first=self._regroup())
 
     def _work(self, first: Steps[None] | None = None) -> Steps[None]:
@@ -199,6 +205,8 @@ class Node:
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
                 yield from self.evaluate_between()
         if self._stopping():
+            if self.communication.history is not None:
+                self.communication.history.stopping(self.round)
             later = self._planners.neighbors_from(self.round, self.generation, self.training.learning_rate)
             self.communication.depart(self.round, later)
         if self.checkpoints is not None:
@@ -241,6 +249,10 @@ class Node:
         first."""
         before, self.generation = self.generation, generation
         first_round = min(generation.first_round, self.config.rounds)
+        if self.communication.history is not None:
+            self.communication.history.entered(
+                generation.name, generation.members, first_round, generation.fresh, generation.stopping
+            )
         if generation.fresh:
             self.doing = "getting a model" if self.uid in generation.fresh else "giving a model"
             yield from give_models(self, generation.fresh, "generation/model")

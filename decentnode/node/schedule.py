@@ -115,6 +115,8 @@ class Schedule(abc.ABC):
             self.communication.exposed_since = clock.now()
             with contextlib.suppress(Exception):
                 mixing.join()
+        for fragment in self._due:
+            fragment.abandon()
 
     def timeout_seconds(self, phase: int) -> float:
         """Returns the longest wait for a neighbor in a phase: in a later phase it may itself still wait in earlier
@@ -133,6 +135,8 @@ class Schedule(abc.ABC):
     def _train(self, round: int) -> Steps[Update]:
         started = clock.now()
         update = self.training.local_update(round, self._direct if self.sharing.requirements.gradient else None)
+        if self.communication.history is not None:
+            self.communication.history.steps(round)
         computed = self.communication.computed(round)
         if computed is not None:
             yield computed
@@ -172,6 +176,8 @@ class Schedule(abc.ABC):
                     place = yield from self._place(model)
                 with torch.no_grad():
                     each.mix(fragment.rule, part, place)
+                if place is None:
+                    fragment.applied(each.stop)
         if place is not None:
             self.model.rebind(place)
         self.times.mix += clock.now() - started - (self.times.wait - waited)
@@ -333,6 +339,7 @@ class Overlapped(Schedule):
                     delta = x - was
                     seen = each.mix(fragment.rule, before, model)
                     fragment.rule.advance(x, delta, seen)
+                fragment.applied(each.stop)
         self.times.mix += clock.now() - started - (self.times.wait - waited)
 
 

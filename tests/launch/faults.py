@@ -249,6 +249,26 @@ class DiesOnce(Supervised):
         return super().local_update(round, direction)
 
 
+class DiesInTheRun(DiesOnce):
+    """As `DiesOnce`, but not when the run is repeated."""
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        if Path(self.config.pid_file + ".back").exists():  # type: ignore[attr-defined]
+            return Supervised.local_update(self, round, direction)
+        return super().local_update(round, direction)
+
+
+class WaitsForFile(Supervised):
+    """Node 2 makes no steps of round 3 before there is a file."""
+
+    Config: ClassVar[type[Config]] = StopsConfig
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        if self._uid == UID and round == ROUND:
+            wait_until(Path(self.config.pid_file).exists)  # type: ignore[attr-defined]
+        return super().local_update(round, direction)
+
+
 class NeverBack(Slow):
     """Node 2 dies in round 3; started again, it hangs before it has asked anybody to let it in."""
 

@@ -46,6 +46,8 @@ class Exchange:
 class Transport:
     """Takes what is sent, and answers with one exchange."""
 
+    history = None
+
     class config:
         timeout_seconds = 7.0
 

@@ -53,7 +53,7 @@ class Line:
     """What a schedule needs of a transport; node 0 hears of the others what `sent` holds."""
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters, self.history = Counters(), None
         self.config = SimpleNamespace(timeout_seconds=1.0)
         self.sent: dict[int, Payload] = {}
 

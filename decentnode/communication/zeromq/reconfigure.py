@@ -144,6 +144,9 @@ class Reconfiguration:
     def suspect(self, uids: Collection[int], reason: str, now: float, *, dead: bool = False) -> None:
         """These do not answer, or (dead) have ended: once this returns, no round of the generation begins here."""
         if self.active:
+            known = self.membership.suspects | self.membership.failed
+            for uid in sorted({*uids} & {*self.generation.members} - known):
+                self.counters.on_event("suspected", uid, reason)
             self._obey(self.membership.suspect(uids, now, reason, dead), now)
 
     def fail(self, now: float) -> None:

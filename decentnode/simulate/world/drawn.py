@@ -20,7 +20,7 @@ from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Ki
 from decentnode.graph import GRAPHS
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node, NodeParts
+from decentnode.node.node import Node, NodeParts, Record
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
@@ -175,17 +175,17 @@ class Run:
             "rounds": self.rounds, "evaluate_every": 0 if drawn.impatient else 4, "missing": drawn.missing,
             "schedule": drawn.schedule,
         })  # fmt: skip
-        limits = None
+        self.limits = None
         if drawn.missing == "regroup":
-            limits = Limits(SUSPECT_SECONDS, TIMEOUT_SECONDS, drawn.nodes // 2 + 1, ROUNDS)
-        config = ZeroMQConfig.model_validate({
+            self.limits = Limits(SUSPECT_SECONDS, TIMEOUT_SECONDS, drawn.nodes // 2 + 1, ROUNDS)
+        self.communication = ZeroMQConfig.model_validate({
             "name": "zeromq", "checksum": drawn.checksum,
             "timeout_seconds": SHORT_SECONDS if drawn.impatient else TIMEOUT_SECONDS,
             "suspect_seconds": SUSPECT_SECONDS, "start_timeout_seconds": START_SECONDS,
         })  # fmt: skip
         pace = 0.05 if drawn.impatient else random.Random(f"{drawn.seed} pace").choice((0.05, 0.3, 1.0))
         self.world = World(Setting(
-            num_nodes=drawn.nodes, config=config, limits=limits, faults=drawn.faults, seed=drawn.seed,
+            num_nodes=drawn.nodes, config=self.communication, limits=self.limits, faults=drawn.faults, seed=drawn.seed,
             compute_seconds=lambda uid, round: pace * (1 + (7 * uid + 3 * round) % 5 / 10), starts_within_seconds=0.5,
         ), self._make_node, self.history)  # fmt: skip
         self.history.watch(self.world)
@@ -194,6 +194,12 @@ class Run:
         self.killed = {uid for fault in drawn.faults.plan if isinstance(fault, Kill) for uid in fault.nodes}
 
     def _make_node(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Simulated]) -> Node:
+        return self.make_node(uid, make_communication, lambda each: self.history.recorded(uid, each))
+
+    def make_node(
+        self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Simulated], record: Record = lambda _: None
+    ) -> Node:
+        """Returns a node of the drawn world."""
         training = self.trainings[uid] = Quadratic(uid, self.drawn.elements, LR)
         new = make_rule(self.drawn.rule)
 
@@ -205,7 +211,7 @@ class Run:
         rules = make_rules()
         communication = make_communication(schemas_of(rules, training.model))
         parts = NodeParts(self.graph, training, rules, communication, make_rules)
-        return Node(uid, self.config, parts, seed=self.drawn.seed, record=lambda each: self.history.recorded(uid, each))
+        return Node(uid, self.config, parts, seed=self.drawn.seed, record=record)
 
     def _strike(self, process: Process, stage: str) -> None:
         """Kill a process as it comes to the stage of the ambush, where a majority lives on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from decentnode.communication.shared_memory.model_slots import PlaceWait
 from decentnode.communication.zeromq.link_sender import MAX_QUEUED
 from decentnode.communication.zeromq.link_state import BULK, MAX_URGENT
 from decentnode.communication.zeromq.reliable_links import ACK_EVERY, ACK_SECONDS, ReliableLinks
+from decentnode.metrics.history import History as Recorder
 from decentnode.payload import Payload
+from decentnode.simulate.world.records import Life, Lives, must
 from decentnode.simulate.world.transport import Key, Simulated, Witness
 from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Generation, Name
@@ -29,16 +32,6 @@ Published = tuple[Name, int, Key]
 """(generation, source, (round, phase))"""
 KEPT_ROUNDS = 8
 """Payloads of rounds that are further behind the newest of their source are forgotten."""
-
-
-class Violation(AssertionError):
-    """Something happened that must never happen."""
-
-
-def must(holds: bool, what: str) -> None:
-    """Raises Violation."""
-    if not holds:
-        raise Violation(what)
 
 
 def check_links(links: ReliableLinks, now: float) -> None:
@@ -79,7 +72,11 @@ Sent = dict[tuple[Name, int], dict[int, Tensor]]
 class History(Witness):
     """Of one world."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: bool = False) -> None:
+        """record: whether to keep what nodes record, as a run on machines does."""
+        self.record = record
+        self.lives: Lives = {}
+        """What they recorded."""
         self.events: Counter[str] = Counter()
         """Branches that were taken: events of nodes by kind, stages of membership, and what is counted here."""
         self.log: list[tuple[float, int, int, str]] = []
@@ -109,6 +106,12 @@ class History(Witness):
             self.note(uid, life, kind, f"{peer} {detail}")
 
         process.transport.counters.on_event = on_event
+        if self.record:
+            kept = Life(uid, life, Path(f"{uid:03d}") / "events.jsonl")
+            self.lives.setdefault(uid, []).append(kept)
+            process.transport.history = Recorder(
+                lambda kind, fields: kept.add(kind, fields, len(kept.events) + 1, self.world.heap.now)
+            )
 
     def note(self, uid: int, life: int, kind: str, detail: str = "") -> None:
         """Count an event, and remember when it was."""

@@ -173,9 +173,8 @@ class Simulated(Communication[ZeroMQConfig]):
                              timeout_seconds=config.timeout_seconds, hold=held)  # fmt: skip
         self.reconfiguration: Reconfiguration | None = None
         if place.limits is not None:
-            membership = Membership(place.uid, place.num_nodes, place.limits, draw=entropy.draw, digest=place.digest)
             self.reconfiguration = Reconfiguration(
-                membership, self.links.sender, self.facts, self.counters, self.facts.notify
+                self._membership(place.limits), self.links.sender, self.facts, self.counters, self.facts.notify
             )
         self.protocol = NodeProtocol(ProtocolParts(
             session=self.session, links=self.links, inbox=self.inbox, facts=self.facts, counters=self.counters,
@@ -185,6 +184,10 @@ class Simulated(Communication[ZeroMQConfig]):
         self.protocol.take_slot = self._no_slots
         self.shell.serve(self.protocol, self._has_room)
         self._begin_generation()
+
+    def _membership(self, limits: Limits) -> Membership:
+        place = self.place
+        return Membership(place.uid, place.num_nodes, limits, draw=entropy.draw, digest=place.digest)
 
     def _begin_generation(self) -> None:
         self.collectives = CollectiveState(self.session, self.config.chunk_bytes, self.facts, self.protocol)

@@ -65,12 +65,15 @@ class Process:
         self._steps = self._life()
 
     def _transport(self, schemas: tuple[Schema, ...]) -> Simulated:
+        self.transport = Simulated(self.world.setting.config, schemas, self._place())
+        return self.transport
+
+    def _place(self) -> Place:
         world = self.world
-        self.transport = Simulated(world.setting.config, schemas, Place(
+        return Place(
             uid=self.uid, num_nodes=world.setting.num_nodes, network=world.network, witness=world.witness,
             digest="simulated", limits=world.setting.limits, compute_seconds=self._compute_seconds,
-        ))  # fmt: skip
-        return self.transport
+        )  # fmt: skip
 
     def _compute_seconds(self, round: int) -> float:
         return self.world.setting.compute_seconds(self.uid, round) * self.world.slowness.get(self.uid, 1.0)
@@ -205,8 +208,11 @@ class World:
                 self.heap.at(setting.faults.lossy_seconds, self._heal)
             return self.heap.run(lambda: not any(each.alive for each in self.processes.values()), until_seconds)
 
+    def _process(self, uid: int, life: int) -> Process:
+        return Process(self, uid, life)
+
     def _begin(self, uid: int, life: int) -> Process:
-        process = self.processes[uid] = Process(self, uid, life)
+        process = self.processes[uid] = self._process(uid, life)
         self.lives.append(process)
         self.began(process)
         return process

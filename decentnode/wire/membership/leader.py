@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decentnode.wire.codec import bitmap
-from decentnode.wire.generation import Install, proposer_of
+from decentnode.wire.generation import Install, Name, proposer_of
 from decentnode.wire.membership.proposal import Proposal
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import Commit, Go, Prepare, Promise, Ready
@@ -25,8 +25,12 @@ class Leader:
             self._fall_short()
             return
         number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
-        name = state.promised = state.new_name(number)
-        state.coordinator = state.uid
+        self.prepare(state.new_name(number), members, now)
+
+    def prepare(self, name: Name, members: frozenset[int], now: float) -> None:
+        """Begin an attempt with these, under a name that is higher than any that this node promised."""
+        state = self._state
+        state.promised, state.coordinator = name, state.uid
         state.change("proposes")
         state.proposal = Proposal(name, members, dict.fromkeys(members - {state.uid}, now))
         state.proposal.promises[state.uid] = state.promise()

@@ -1,0 +1,143 @@
+"""`decentnode replay`: a run, repeated from what its nodes recorded, with everything that failed in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from decentnode.errors import DecentnodeError, UsageError
+
+if TYPE_CHECKING:
+    from decentnode.experiment import Experiment
+    from decentnode.simulate.world.records import Lives
+
+
+class Differs(DecentnodeError):
+    """The replay, or the record itself, is not what the run's nodes must have done."""
+
+    exit_code = 1
+
+
+@click.command()
+@click.argument("run", metavar="RUN")
+@click.option("--check", "only_check", is_flag=True, help="Check the records against each other, and repeat nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(run: str, only_check: bool, as_json: bool) -> None:
+    """Repeat RUN from what its nodes recorded: the same nodes in one process, on virtual time, with the deaths,
+    returns, missing payloads and generations of members of the run. Every payload that a node sends or mixes, and every
+    generation, is compared with the run's; the first that differs is named with its node and round.
+
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Before that, the
+    records are checked: payloads are mixed as their sources sent them, generations follow each other.
+
+    Exit code 1 where something differs.
+    """
+    from decentnode.launch.run_dir import resolve
+
+    folder = resolve(run)
+    if not (folder / "summary.json").is_file():
+        raise UsageError(f"{folder} is not finished: it has no summary.json; a run is repeated once it is over")
+    from decentnode.experiment import load
+    from decentnode.simulate.world.records import Violation, read_lives
+
+    experiment = load(folder / "config.resolved.yaml", check=False)
+    lives = read_lives(folder, experiment.make_graph().num_nodes)
+    refuse(experiment, lives)
+    for warning in warnings(experiment, lives):
+        click.echo(f"warning: {warning}", err=True)
+    try:
+        told = {"run": str(folder), **_checked(experiment, lives)}
+        if not only_check:
+            told |= _repeated(experiment, lives)
+    except Violation as violation:
+        raise Differs(str(violation)) from violation
+    click.echo(json.dumps(told) if as_json else _text(told))
+
+
+def refuse(experiment: Experiment, lives: Lives) -> None:
+    """Raises UsageError for runs that cannot be repeated."""
+    from decentnode.simulate.world.records import every_event
+
+    again = [life.uid for each in lives.values() for life in each[1:]]
+    if experiment.node.checkpoint is not None and again:
+        raise UsageError(f"node {again[0]} was started again and took from a checkpoint what it had; that is not "
+                         f"recorded")  # fmt: skip
+    for each in lives.values():
+        first = next((event for event in each[0].events if event.kind == "steps"), None)
+        if first is not None and first.round:
+            raise UsageError(f"{each[0].path} begins with round {first.round}: the run went on from a checkpoint of "
+                             f"another one; repeat a run from its first round on")  # fmt: skip
+    for life, event in every_event(lives):
+        if "total" in event.fields:
+            raise UsageError(f"{life.path}, line {event.line}: payloads were summed on their way (collective "
+                             f"communication), where the sum depends on the machines")  # fmt: skip
+
+
+def warnings(experiment: Experiment, lives: Lives) -> list[str]:
+    """Returns why a replay may differ though nothing is wrong."""
+    import torch
+
+    import decentnode
+    from decentnode.launch.header import other_code
+
+    found = [text for _, text in other_code(experiment)]
+    headers = [life.header for each in lives.values() for life in each]
+    for key, here in (("version", decentnode.__version__), ("torch", torch.__version__)):
+        others = sorted({str(each.get(key)) for each in headers} - {here})
+        if others:
+            what = "decentnode" if key == "version" else key
+            found.append(f"the run was made with {what} {', '.join(others)}, this is {here}: results may differ")
+    threads = sorted({int(each.get("threads", 1)) for each in headers})
+    if len(threads) > 1:
+        found.append(f"nodes computed with {threads} threads; here all do with {threads[0]}: results may differ")
+    return found
+
+
+def _checked(experiment: Experiment, lives: Lives) -> dict[str, Any]:
+    from decentnode.simulate.world.records import check_generations, check_payloads
+
+    node = experiment.node
+    least = node.min_nodes or len(lives) // 2 + 1
+    return {
+        "nodes": len(lives), "processes": sum(map(len, lives.values())), "payloads": check_payloads(lives),
+        "generations": check_generations(lives, min_nodes=least, rounds=node.rounds),
+    }  # fmt: skip
+
+
+def _repeated(experiment: Experiment, lives: Lives) -> dict[str, Any]:
+    import torch
+
+    from decentnode.simulate.world.run_again import run_again
+
+    threads, logger = torch.get_num_threads(), logging.getLogger("decentnode")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # nodes say again what they said in the run
+    torch.set_num_threads(min(int(life.header.get("threads", 1)) for each in lives.values() for life in each))
+    try:
+        world, found = run_again(experiment, lives)
+    finally:
+        torch.set_num_threads(threads)
+        logger.setLevel(level)
+    return {
+        "compared": found.compared, "rounds": max(process.node.round for process in world.processes.values()),
+        "skipped": [[life.uid, life.number] for life in found.skipped],
+    }  # fmt: skip
+
+
+def _text(told: dict[str, Any]) -> str:
+    generations = told["generations"] + 1
+    processes = told["processes"] - told["nodes"]
+    lines = [
+        f"{Path(told['run']).name}: {told['nodes']} nodes, {processes} of them started again, "
+        f"{generations} generation{'s' if generations > 1 else ''} of members",
+        f"checked: {told['payloads']:,} payloads were mixed as their sources sent them",
+    ]
+    if "compared" in told:
+        lines.append(f"repeated: {told['rounds']} rounds, {told['compared']:,} records, all the same")
+    for uid, number in told.get("skipped", []):
+        lines.append(f"  not repeated: process {number} of node {uid}, which ended before it took part")
+    return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""What a node did with models, record by record: the vocabulary that real and simulated runs share, and that the replay
+and the checks of a run read (simulate/world/).
+
+A record is a JSON object with its `kind`, a key of `HISTORY`. Nothing between two records depends on time: the records
+of all nodes, with the config, say which bits every model had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from decentnode.payload import Payload
+
+HISTORY: dict[str, str] = {
+    "recording": "a process begins to record what its node does: versions, threads",
+    "steps": "the local steps of a round are made",
+    "sent": "payloads are handed to the transport: digest by neighbor",
+    "mixed": "an exchange is over: digest of what was mixed, by source; who is missing, and who got nothing",
+    "broken_off": "a generation ended while an exchange was mixed into the model, so far",
+    "averaging": "the node gives its part to a mean over all nodes",
+    "averaged": "that mean is there",
+    "left": "the node begins no further round of its generation, and why",
+    "entered": "the node is a member of a generation in force: its name, members, and its first round",
+    "stopping": "the run is asked to stop: the node begins no further round",
+}
+"""Every kind of record, and its meaning."""
+
+NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8})
+"""Types of which NumPy gives the bytes at once: five payloads of a small model take 25 us less than by way of uint8."""
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""tell(kind, fields) keeps one record. Its caller is the training thread."""
+
+
+class Digest:
+    """64 bits (XXH3) of the bytes of tensors, which are added one after the other."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def add(self, tensor: Tensor) -> None:
+        """tensor: of one dimension, or contiguous. Blocking where it lies on a GPU."""
+        if tensor.requires_grad or not tensor.is_cpu or tensor.dtype not in NUMPY or not tensor.is_contiguous():
+            tensor = tensor.detach().cpu().contiguous().view(torch.uint8)
+        self._hash.update(tensor.numpy().data)
+
+    def note(self, text: str) -> None:
+        """Add what is no tensor."""
+        self._hash.update(text.encode())
+
+    @property
+    def value(self) -> str:
+        """Of all that was added so far: 16 hexadecimal digits."""
+        return self._hash.hexdigest()
+
+
+def digest_of(payload: Payload) -> str:
+    """Returns the digest of a payload; of a single tensor, the one that its slices add up to."""
+    digest = Digest()
+    _add(digest, payload)
+    return digest.value
+
+
+def _add(digest: Digest, payload: Payload) -> None:
+    if len(payload.tensors) == 1 and not payload.scalars:
+        digest.add(next(iter(payload.tensors.values())))
+        return
+    for name, tensor in sorted(payload.tensors.items()):
+        digest.note(f"{name} {tensor.dtype} {tensor.numel()};")
+        digest.add(tensor)
+    for name, value in sorted(payload.scalars.items()):
+        digest.note(f"{name} {value!r};")
+
+
+class ExchangeRecord:
+    """What of one exchange was mixed so far."""
+
+    def __init__(self, round: int, channel: int) -> None:
+        """channel: tells the exchanges of one round apart."""
+        self.round, self.channel = round, channel
+        self.stop = 0
+        """So many elements are in the model already, where slices are mixed into it one after the other."""
+        self._digests: dict[int, Digest] = {}
+        self._stops: dict[int, int] = {}
+        self._total: Digest | None = None
+
+    def take(self, stop: int, received: Mapping[int, Payload], total: Tensor | None = None) -> None:
+        """Payloads, or the sum of a group's, of the next slice, up to element `stop`, are about to be mixed."""
+        if total is not None:
+            self._total = self._total or Digest()
+            self._total.add(total)
+        for uid, payload in received.items():
+            digest = self._digests.get(uid)
+            if digest is None:
+                digest = self._digests[uid] = Digest()
+            _add(digest, payload)
+            self._stops[uid] = stop
+
+    def spoiled(self, uids: Collection[int], stop: int) -> None:
+        """Payloads of these sources changed while they were read: they were mixed up to element `stop` alone."""
+        for uid in self._digests.keys() & uids:
+            del self._digests[uid]
+            self._stops[uid] = stop
+
+    def fields(self, without: Collection[int] = ()) -> dict[str, Any]:
+        """Returns what a record says of it. without: sources of which not all was mixed, or nothing."""
+        found: dict[str, Any] = {"round": self.round, "channel": self.channel}
+        digests = {uid: digest.value for uid, digest in sorted(self._digests.items())}
+        found["from"] = {str(uid): digest for uid, digest in digests.items() if uid not in without}
+        partly = {str(uid): [stop, digests.get(uid)] for uid, stop in sorted(self._stops.items())
+                  if uid in without and stop}  # fmt: skip
+        if partly:
+            found["partly"] = partly
+        if self._total is not None:
+            found["total"] = self._total.value
+        return found
+
+
+class History:
+    """Makes the records of one node. Used by its training thread."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def steps(self, round: int) -> None:
+        """The local steps of a round are made."""
+        self._tell("steps", {"round": round})
+
+    def sent(self, round: int, channel: int, outgoing: Mapping[int, Payload]) -> ExchangeRecord:
+        """Payloads are about to be handed to the transport. Returns the record of what comes in exchange."""
+        known: dict[int, str] = {}
+        to = {}
+        for uid, payload in outgoing.items():
+            if id(payload) not in known:  # one payload for all, as a rule
+                known[id(payload)] = digest_of(payload)
+            to[str(uid)] = known[id(payload)]
+        self._tell("sent", {"round": round, "channel": channel, "to": to})
+        return ExchangeRecord(round, channel)
+
+    def mixed(
+        self, exchange: ExchangeRecord, missing: Collection[int], departed: Collection[int],
+        undelivered: Collection[int], refused: Collection[int] = (),
+    ) -> None:
+        """An exchange is over. missing: sources of which nothing came, or not all; departed: those among them that were
+        not waited for; undelivered: neighbors that certainly got nothing; refused: sources whose payload could not be
+        read."""
+        found = exchange.fields({*missing, *refused})
+        if refused:
+            found["partly"] = {uid: each for uid, each in found.get("partly", {}).items() if int(uid) not in refused}
+        lists = {"missing": {*missing, *refused}, "departed": {*departed, *refused}, "undelivered": undelivered}
+        self._tell("mixed", {**found, **{name: sorted(uids) for name, uids in lists.items() if uids}})
+
+    def broken_off(self, exchange: ExchangeRecord) -> None:
+        """A generation ended while an exchange was under way."""
+        if exchange.stop:
+            self._tell("broken_off", {**exchange.fields(), "stop": exchange.stop})
+
+    def averaging(self, key: str) -> None:
+        """The node is about to give its part to a mean over all nodes."""
+        self._tell("averaging", {"key": key})
+
+    def averaged(self, key: str) -> None:
+        """That mean is there."""
+        self._tell("averaged", {"key": key})
+
+    def left(self, round: int, reason: str) -> None:
+        """The node begins no further round of its generation, and `round` is not over."""
+        self._tell("left", {"round": round, "reason": reason[:300]})
+
+    def entered(
+        self, name: tuple[int, bytes], members: Collection[int], first_round: int, fresh: Collection[int],
+        stopping: bool,
+    ) -> None:
+        """The node is a member of a generation in force."""
+        number, origin = name
+        self._tell("entered", {
+            "generation": number, "origin": origin.hex(), "round": first_round, "members": sorted(members),
+            "fresh": sorted(fresh), **({"stopping": True} if stopping else {}),
+        })  # fmt: skip
+
+    def stopping(self, round: int) -> None:
+        """The run is asked to stop: the node begins neither `round` nor a later one."""
+        self._tell("stopping", {"round": round})

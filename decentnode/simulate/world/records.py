@@ -1,0 +1,273 @@
+"""What the nodes of a run recorded (metrics/history.py), read back, and what must hold in it whatever happened.
+
+The same checks serve runs on machines, of which nothing else is known, and simulated ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decentnode.errors import UsageError
+from decentnode.metrics.history import HISTORY
+from decentnode.wire.generation import FIRST, Name
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+def must(holds: bool, what: str) -> None:
+    """Raises Violation."""
+    if not holds:
+        raise Violation(what)
+
+
+Channel = tuple[int, int]
+"""Round, and the number that tells its exchanges apart."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One record."""
+
+    kind: str
+    fields: Mapping[str, Any]
+    line: int = 0
+    """Of events.jsonl, from 1 on."""
+    generation: Name = FIRST
+    """The one that the node was in."""
+    time: float = 0.0
+    """Seconds since the epoch."""
+
+    @property
+    def round(self) -> int | None:
+        found = self.fields.get("round")
+        return found if isinstance(found, int) else None
+
+    @property
+    def channel(self) -> Channel:
+        return int(self.fields["round"]), int(self.fields["channel"])
+
+    @property
+    def name(self) -> Name:
+        """Of the generation that was entered."""
+        return int(self.fields["generation"]), bytes.fromhex(self.fields["origin"])
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Likewise."""
+        return tuple(self.fields["members"])
+
+    @property
+    def fresh(self) -> frozenset[int]:
+        """Likewise."""
+        return frozenset(self.fields["fresh"])
+
+    def uids(self, key: str) -> frozenset[int]:
+        """A list of uids; empty where the record has none."""
+        return frozenset(self.fields.get(key, ()))
+
+    @property
+    def sources(self) -> dict[int, str]:
+        """Whose payloads were mixed whole, and their digests."""
+        return {int(uid): str(digest) for uid, digest in self.fields["from"].items()}
+
+    @property
+    def partly(self) -> dict[int, int]:
+        """Whose payloads were mixed in part, and up to which element."""
+        return {int(uid): int(stop) for uid, (stop, _) in self.fields.get("partly", {}).items()}
+
+
+@dataclass
+class Life:
+    """What one process recorded of its node, from its start to its end."""
+
+    uid: int
+    number: int
+    """How many processes of this uid there were before."""
+    path: Path
+    header: Mapping[str, Any] = field(default_factory=dict)
+    """Of the process: versions, threads."""
+    events: list[Event] = field(default_factory=list)
+    cursor: int = 0
+    """How many of `events` were replayed."""
+
+    @property
+    def next(self) -> Event | None:
+        """The first that was not replayed; None behind the last one."""
+        return self.events[self.cursor] if self.cursor < len(self.events) else None
+
+    def follows(self, kind: str) -> bool:
+        """Whether this is the next one's kind."""
+        return self.next is not None and self.next.kind == kind
+
+    def ahead(self, *kinds: str, **fields: Any) -> Event | None:
+        """Returns the next one of these kinds with such fields, before the node leaves its generation."""
+        for each in self.events[self.cursor :]:
+            if each.kind in kinds and all(each.fields.get(key) == value for key, value in fields.items()):
+                return each
+            if each.kind == "left":
+                return None
+        return None
+
+    def add(self, kind: str, fields: Mapping[str, Any], line: int = 0, time: float = 0.0) -> None:
+        """Append a record."""
+        generation = self.events[-1].generation if self.events else FIRST
+        event = Event(kind, fields, line, generation, time)
+        if kind == "entered":
+            event = Event(kind, fields, line, event.name, time)
+        self.events.append(event)
+
+
+def place_of(life: Life, event: Event) -> str:
+    """Where in the run something was recorded."""
+    again = f" (started again, process {life.number})" if life.number else ""
+    round = "" if event.round is None else f", round {event.round}"
+    return f"nodes/{life.path.parent.name}/{life.path.name}, line {event.line}: node {life.uid}{again}{round}"
+
+
+Lives = dict[int, list[Life]]
+"""By uid: the processes of a node, in the order in which they began."""
+
+
+def read_lives(run: Path, num_nodes: int) -> Lives:
+    """Reads what the nodes of a run recorded. Raises UsageError where one of them did not, or cannot be read."""
+    lives = {}
+    for uid in range(num_nodes):
+        path = run / "nodes" / f"{uid:03d}" / "events.jsonl"
+        if not path.is_file():
+            raise UsageError(f"{path} is missing: a run is repeated from the records of all {num_nodes} nodes; copy "
+                             f"those of other machines into {run / 'nodes'}")  # fmt: skip
+        lives[uid] = _read(path, uid)
+        if not lives[uid]:
+            raise UsageError(f"{path} does not say what the node did with models: a run is recorded with run.record: "
+                             f"true, and with auto where node.missing is not fail; older versions record none")
+    return lives
+
+
+def _read(path: Path, uid: int) -> list[Life]:
+    lives: list[Life] = []
+    for line, text in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found = json.loads(text)
+            kind = found.pop("kind")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a process was killed while it wrote
+        if kind not in HISTORY:
+            continue
+        time = found.pop("time", 0.0)
+        if kind == "recording":
+            lives.append(Life(uid, len(lives), path, found))
+            continue
+        if not lives:
+            raise UsageError(f"{path}, line {line}: {kind} comes before a process began to record")
+        found.pop("uid", None)
+        try:
+            lives[-1].add(kind, found, line, time)
+            _check_fields(lives[-1].events[-1])
+        except (KeyError, ValueError, TypeError) as error:
+            raise UsageError(f"{path}, line {line}: {kind} cannot be read: {error!r}") from error
+    return lives
+
+
+def _check_fields(event: Event) -> None:
+    """Raises KeyError, ValueError or TypeError for what a replay could not read."""
+    if event.kind in ("mixed", "broken_off", "sent"):
+        _ = event.channel
+    if event.kind in ("mixed", "broken_off"):
+        _ = event.sources, event.partly
+    if event.kind == "entered":
+        _ = event.name, event.members, event.fresh, int(event.fields["round"])
+
+
+def every_event(lives: Lives) -> Iterator[tuple[Life, Event]]:
+    """Yields all records of all nodes."""
+    for each in lives.values():
+        for life in each:
+            for event in life.events:
+                yield life, event
+
+
+# -- what must hold ----------------------------------------------------------------------------------------------------
+
+
+def check_payloads(lives: Lives) -> int:
+    """Checks that every payload was mixed as its source sent it, to this node, in this round and generation, and in no
+    round twice. Returns how many there were. Raises Violation."""
+    sent: dict[tuple[Name, Channel, int, int], set[str]] = defaultdict(set)
+    for life, event in every_event(lives):
+        if event.kind == "sent":
+            for to, digest in event.fields["to"].items():
+                sent[event.generation, event.channel, life.uid, int(to)].add(digest)
+    checked = 0
+    for one in (life for each in lives.values() for life in each):
+        before: set[tuple[Name, Channel]] = set()
+        for event in one.events:
+            if event.kind != "mixed":
+                continue
+            where = f"{place_of(one, event)}: it mixed"
+            must((event.generation, event.channel) not in before, f"{where} twice")
+            before.add((event.generation, event.channel))
+            for source, digest in event.sources.items():
+                said = sent.get((event.generation, event.channel, source, one.uid), set())
+                must(digest in said, f"{where} {digest} of node {source}, which sent it in that round "
+                                     f"{', '.join(sorted(said)) or 'nothing'}")  # fmt: skip
+                checked += 1
+    return checked
+
+
+def check_generations(lives: Lives, *, min_nodes: int, rounds: int) -> int:
+    """Checks that all members say the same of a generation, that each node's have ascending names, that rounds need
+    `min_nodes`, and that of two generations in which rounds were mixed one ended before the other. Returns how many
+    there were beside the first. Raises Violation."""
+    found: dict[Name, Event] = {}
+    for one in (life for each in lives.values() for life in each):
+        last = FIRST
+        for event in one.events:
+            if event.kind != "entered":
+                continue
+            where = f"{place_of(one, event)}: generation {event.name[0]}"
+            must(event.name > last, f"{where} follows generation {last[0]}")
+            last = event.name
+            other = found.setdefault(event.name, event)
+            must(other.fields == event.fields, f"{where} is {dict(event.fields)}, elsewhere {dict(other.fields)}")
+            must(one.uid in event.members, f"{where} is entered by a node that is no member")
+            closing = event.fields.get("stopping") or event.fields["round"] >= rounds
+            must(bool(closing) or len(event.members) >= min_nodes, f"{where} has {len(event.members)} members")
+    trained = _whole_and_trained(lives, found)
+    for name, members in trained.items():
+        for another, theirs in trained.items():
+            must(name == another or bool(members & theirs) or 2 * min_nodes <= len(lives),
+                 f"generations {name[0]} and {another[0]} have no node in common")  # fmt: skip
+    return len(found)
+
+
+def _whole_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, set[int]]:
+    """Members of the generations that all of them entered, and in which rounds were mixed."""
+    entered: dict[Name, set[int]] = defaultdict(set)
+    mixed = set()
+    for life, event in every_event(lives):
+        if event.kind == "entered":
+            entered[event.name].add(life.uid)
+        elif event.kind == "mixed":
+            mixed.add(event.generation)
+    return {name: {*event.members} for name, event in found.items()
+            if entered[name] == {*event.members} and name in mixed}  # fmt: skip
+
+
+def takers(lives: Lives) -> set[tuple[Name, Channel, int, int]]:
+    """Returns (generation, channel, source, uid) of every payload that was mixed, or a part of it."""
+    return {
+        (event.generation, event.channel, source, life.uid)
+        for life, event in every_event(lives) if event.kind in ("mixed", "broken_off")
+        for source in _sources(event)
+    }  # fmt: skip
+
+
+def _sources(event: Event) -> Iterable[int]:
+    return {*event.sources, *event.partly}

@@ -1,0 +1,473 @@
+"""A run on machines, repeated from what its nodes recorded: the same nodes on virtual time.
+
+Left to chance in a run are who misses whose payload, where in its round a node is when its generation ends, who leads
+the next one, with whom and under which name, and who dies and comes back when. All that is taken from the records. The
+rest happens again: local steps, what rules send, links, mixing, the promises of members and what follows from them.
+Every record that a node makes in the replay is compared with the run's, so that the first difference shows.
+
+A node goes on as long as its record does. Where the record says that it left its generation, it leaves; where the
+record ends, the process was killed, and it waits. Once all wait, the next generation is proposed by who proposed it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from decentnode.communication.base import Arrival, AveragingGroup, Exchange, Pending
+from decentnode.communication.parts import Schema
+from decentnode.communication.run_state import Steps, Wait, at_once
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.reconfigure import GenerationWait
+from decentnode.errors import Interrupted, Regrouping
+from decentnode.faults import Faults, Link
+from decentnode.metrics.history import History
+from decentnode.payload import Payload
+from decentnode.simulate.world.records import Event, Life, Lives, Violation, place_of, takers
+from decentnode.simulate.world.transport import Simulated, SimulatedExchange, SimulatedMean
+from decentnode.simulate.world.world import MakeNode, Process, Setting, World
+from decentnode.wire.generation import Limits, Name, proposer_of
+from decentnode.wire.membership import Membership
+from decentnode.wire.membership.state import name_of
+from decentnode.wire.messages import Go
+
+EVER = 1e9
+"""Seconds that never pass: nobody is given up but where the records say so."""
+PATIENCE_SECONDS = 60.0
+"""Virtual seconds without which nothing in a replay takes: connections have no faults."""
+
+
+class Difference(Violation):
+    """The replay did something else than the run."""
+
+
+class Hold(Wait):
+    """The wait of a process whose record is at its end."""
+
+    deadline = math.inf
+
+    def step(self, now: float) -> bool:  # noqa: ARG002
+        return False
+
+
+class GuidedMembership(Membership):
+    """Agrees on a generation when, with whom and under which name it is told to; all else is the protocol's."""
+
+    life: Life
+
+    def give_up(self) -> None:
+        """The node left the generation in force, and waits for whoever leads the next one."""
+        if self.stage == "steady":
+            self.end_generation("the run's node left its generation")
+            self.yields_until = math.inf
+
+    def propose_again(self, name: Name, members: frozenset[int], now: float) -> None:
+        """Lead as the run's leader did."""
+        self.give_up()
+        if self.stage != "suspecting":
+            self.change("new leader")
+        self.drop_attempt()
+        self._leader.prepare(name, members, now)
+
+    def enough(self, generation: object) -> bool:  # noqa: ARG002
+        """It was in the run."""
+        return True
+
+    def _request_join(self, now: float) -> None:
+        """The run's records say who comes back when."""
+
+    def _on_go(self, go: Go, now: float) -> None:
+        if self._enters(name_of(go)):
+            super()._on_go(go, now)
+
+    def _enter(self, cause: Any, now: float) -> None:
+        if self.pending is not None and self._enters(self.pending.name):
+            super()._enter(cause, now)
+
+    def _enters(self, name: Name) -> bool:
+        return any(each.kind == "entered" and each.name == name for each in self.life.events[self.life.cursor :])
+
+
+class ReplayedExchange(SimulatedExchange):
+    """Has the payloads that the run's node mixed, as far as it mixed them, and no others."""
+
+    of: Replayed
+    event: Event | None
+    """What the run's node recorded of it; None where it left the generation, or ended, before."""
+
+    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
+        event = self.event
+        if event is None:
+            yield from self.of.end()
+            return
+        for step in super().steps(timeout_seconds):
+            if isinstance(step, Arrival):
+                yield from self._cut(step, event)
+            else:
+                yield step
+            if event.kind == "broken_off" and isinstance(step, Arrival) and step.stop >= event.fields["stop"]:
+                yield from self.of.end()
+
+    def _cut(self, arrival: Arrival, event: Event) -> Iterator[Arrival]:
+        """Yields the arrival in parts, where a source was missing from an element on."""
+        last = event.fields["stop"] if event.kind == "broken_off" else arrival.stop
+        inside = {stop for stop in (*event.partly.values(), last) if arrival.start < stop < arrival.stop}
+        cuts = [arrival.start, *sorted(inside), arrival.stop]
+        for start, stop in itertools.pairwise(cuts):
+            if start >= last:
+                return
+            gone = {uid for uid, end in event.partly.items() if start >= end}
+            received = {uid: payload for uid, payload in arrival.received.items() if uid not in gone}
+            if (start, stop) != (arrival.start, arrival.stop):
+                part = slice(start - arrival.start, stop - arrival.start)
+                received = {uid: Payload({name: x[part] for name, x in payload.tensors.items()})
+                            for uid, payload in received.items()}  # fmt: skip
+            absent = event.uids("missing") - event.partly.keys()
+            yield Arrival(start, stop, received, frozenset(absent | gone))
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return self._of_event("missing")
+
+    @property
+    def departed(self) -> frozenset[int]:
+        return self._of_event("departed")
+
+    @property
+    def undelivered(self) -> frozenset[int]:
+        return self._of_event("undelivered")
+
+    def _of_event(self, key: str) -> frozenset[int]:
+        return frozenset() if self.event is None else self.event.uids(key)
+
+
+class ReplayedMean(SimulatedMean):
+    """Comes to its end where the run's did."""
+
+    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
+        of = self._of
+        assert isinstance(of, Replayed)
+        if of.life.ahead("averaged", key=self._key) is None:
+            if not self._closing and of.life.ahead("stopping") is not None:
+                raise Interrupted("the run was asked to stop")
+            yield from of.end()
+        return (yield from super().steps(timeout_seconds))
+
+
+class Replayed(Simulated):
+    """One process's end of the simulated network, where its record says what comes of every wait."""
+
+    life: Life
+    taken: set[tuple[Name, tuple[int, int], int, int]]
+    """(generation, channel, source, uid) of every payload that was mixed in the run: no other is sent."""
+
+    def __init__(self, *parts: Any, life: Life, taken: set[Any]) -> None:
+        """parts: of `Simulated`."""
+        self.life, self.taken = life, taken
+        self._stopped = False
+        super().__init__(*parts)
+
+    def _membership(self, limits: Limits) -> Membership:
+        place = self.place
+        made = GuidedMembership(place.uid, place.num_nodes, limits, draw=bytes, digest=place.digest)
+        made.life = self.life
+        return made
+
+    @property
+    def membership(self) -> GuidedMembership:
+        """Of a run with generations."""
+        assert self.reconfiguration is not None
+        found = self.reconfiguration.membership
+        assert isinstance(found, GuidedMembership)
+        return found
+
+    def end(self) -> Iterator[Wait]:
+        """What the record has no more of: the node leaves its generation, or its process was killed and waits."""
+        if self.life.ahead("left") is not None:
+            self._leave()
+        yield Hold()
+
+    def _leave(self) -> None:
+        self.facts.regrouping = self.facts.regrouping or "the run's node left its generation"
+        raise Regrouping(self.facts.regrouping)
+
+    def enter(self, round: int) -> None:
+        if self.life.follows("left"):
+            self._leave()
+        super().enter(round)
+
+    def exchange_steps(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        group: AveragingGroup | None = None,
+    ) -> Steps[Exchange]:
+        key = (round, phase)
+        event = self.life.ahead("mixed", "broken_off", round=round, channel=phase)
+        sources = frozenset[int]() if event is None else frozenset(event.sources) | event.partly.keys()
+        wanted = {uid: payload for uid, payload in outgoing.items()
+                  if (self.session.name, key, self.uid, uid) in self.taken}  # fmt: skip
+        came = tuple(uid for uid in expected if uid in sources)
+        yield from super().exchange_steps(round, wanted, came, phase, group)
+        if self.life.follows("left"):
+            self._leave()
+        made = ReplayedExchange(self.inbox, key, came, frozenset(wanted))
+        made.witness, made.of, made.event = lambda _arrival: None, self, event
+        return made
+
+    def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:  # noqa: ARG002
+        return at_once(None)
+
+    def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
+        super().mean(key, tensor, closing)
+        return ReplayedMean(self, key, closing, tuple(tensor.shape))
+
+    def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:  # noqa: ARG002
+        return at_once({})
+
+    # -- what the record decides ------------------------------------------------------------------------------
+
+    def suspect(self, uids: Any, reason: str) -> None:
+        """The record says when the generation is over."""
+
+    def fail(self, uid: int, reason: str) -> None:
+        """Likewise."""
+
+    def depart(self, rounds: int, neighbors: Any) -> None:
+        """Nobody waits for more than the run's nodes got."""
+
+    def announce_stop(self) -> None:
+        """The record says when."""
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopped or self.life.follows("stopping")
+
+    def told_to_stop(self) -> None:
+        """The record says that the run is asked to stop."""
+        self._stopped = True
+        if self.reconfiguration is not None:
+            self.membership.stopping = True
+
+
+class ReplayedProcess(Process):
+    """One life of a node, as far as it was recorded."""
+
+    world: ReplayWorld
+
+    def __init__(self, world: ReplayWorld, uid: int, life: Life) -> None:
+        self.record = life
+        super().__init__(world, uid, life.number)
+        self.transport.history = History(self._told)
+
+    def _transport(self, schemas: tuple[Schema, ...]) -> Simulated:
+        setting = self.world.setting
+        self.transport = Replayed(setting.config, schemas, self._place(), life=self.record, taken=self.world.taken)
+        return self.transport
+
+    def _told(self, kind: str, fields: dict[str, Any]) -> None:
+        """The node recorded something: the run's record has it next, or was at its end."""
+        event = self.record.next
+        if event is None:
+            return
+        wrong = difference(event, kind, fields)
+        if wrong:
+            raise Difference(f"{place_of(self.record, event)}: {wrong}")
+        self.record.cursor += 1
+        self.world.compared += 1
+        assert isinstance(self.transport, Replayed)
+        if kind == "stopping":
+            self.transport.told_to_stop()
+        elif kind == "left":
+            self.transport.membership.give_up()
+
+    def _life(self) -> Steps[None]:
+        why = ""
+        try:
+            if self.life:
+                self.transport.join()
+            else:
+                yield from self.transport.start_steps(EVER)
+            yield from self.node.steps()
+        except Violation:
+            raise
+        except Exception as error:  # what ended the run's node, too, if its record says no more
+            why = f"{type(error).__name__}: {error}"
+        event = self.record.next
+        if event is not None:
+            raise Difference(f"{place_of(self.record, event)}: the run's node {described(event)}, "
+                             f"this one ends{f' with {why}' if why else ''}")  # fmt: skip
+        yield Hold()
+
+    @property
+    def resting(self) -> bool:
+        """Whether it goes on only with another generation, if at all."""
+        return not self.alive or isinstance(self.wait, Hold | GenerationWait)
+
+
+@dataclass
+class Outcome:
+    """What a replay came to."""
+
+    compared: int
+    """Records that were the same."""
+    generations: list[Event]
+    """Those that were entered, beside the first."""
+    skipped: list[Life]
+    """Processes that were started again and died before they took part."""
+
+
+class ReplayWorld(World):
+    """The nodes of a run, once more."""
+
+    def __init__(self, setting: Setting, make_node: MakeNode, lives: Lives) -> None:
+        super().__init__(setting, make_node)
+        self.record, self.taken = lives, takers(lives)
+        self.compared = 0
+        self._entering: list[tuple[Life, Event]] = []
+        """Whose nodes are to enter the generation that is being agreed on."""
+
+    def _process(self, uid: int, life: int) -> Process:
+        return ReplayedProcess(self, uid, self.record[uid][life])
+
+    def replay(self) -> Outcome:
+        """Repeat the run. Blocking; raises Difference, and errors of the code."""
+        generations = []
+        with self._virtual():
+            for uid in self.record:
+                self.heap.after(0.0, self._begin(uid, 0).begin)
+            while True:
+                if not self.heap.run(self._rests, self.heap.now + PATIENCE_SECONDS):
+                    raise Difference(self._stuck())
+                event = self._next_generation()
+                if event is None:
+                    break
+                generations.append(event)
+                self._propose(event)
+        begun = {(process.uid, process.life) for process in self.lives}
+        return Outcome(self.compared, generations, [
+            life for each in self.record.values() for life in each if (life.uid, life.number) not in begun
+        ])  # fmt: skip
+
+    def _rests(self) -> bool:
+        entered = all(life.next is not event for life, event in self._entering)
+        return entered and all(process.resting for process in self.processes.values())  # type: ignore[attr-defined]
+
+    def _enterers(self, name: Name) -> list[tuple[Life, Event]]:
+        """Whose nodes entered this generation, and have not in the replay."""
+        return [(life, event) for each in self.record.values() for life in each
+                for event in life.events[life.cursor :] if event.kind == "entered" and event.name == name]  # fmt: skip
+
+    def _next_generation(self) -> Event | None:
+        """The next one that its members can enter; None where all records are at their end. Raises Difference."""
+        waiting = [event for each in self.record.values() for life in each if (event := _first_entry(life)) is not None]
+        for event in sorted(waiting, key=lambda each: each.name):
+            if all(_first_entry(life) is own for life, own in self._enterers(event.name)):
+                return event
+        for process in self.processes.values():
+            assert isinstance(process, ReplayedProcess)
+            event_ = process.record.next
+            if event_ is not None:
+                raise Difference(f"{place_of(process.record, event_)}: the run's node {described(event_)}, this one "
+                                 f"waits after round {process.node.round}: {process.node.doing}")  # fmt: skip
+        return None
+
+    def _propose(self, event: Event) -> None:
+        """Let the run's leader prepare a generation with the run's members."""
+        enterers = self._enterers(event.name)
+        living = {life.uid: life for life, _ in enterers}
+        for uid in event.members:
+            self._make_present(uid, living.get(uid), uid in event.fresh)
+        leader = self.processes[proposer_of(event.name[1])].transport
+        assert isinstance(leader, Replayed)
+        of = leader.reconfiguration
+        assert of is not None
+        if event.fields.get("stopping"):
+            leader.membership.stopping = True
+        self._entering = enterers
+        leader.membership.propose_again(event.name, frozenset(event.members), self.heap.now)
+        leader.shell.call(lambda: of.tick(self.heap.now))
+        leader.shell.settle()
+
+    def _make_present(self, uid: int, life: Life | None, fresh: bool) -> None:
+        """A member of the next generation is there: as a process that was started again, or as one from outside."""
+        process = self.processes[uid]
+        assert isinstance(process, ReplayedProcess)
+        if life is None and fresh and process.record.next is None and process.life + 1 < len(self.record[uid]):
+            life = self.record[uid][process.life + 1]
+        if life is not None and life is not process.record:
+            process.kill()
+            self._begin(uid, life.number).begin()
+        elif fresh:
+            transport = process.transport
+            assert isinstance(transport, Replayed) and transport.reconfiguration is not None
+            if not transport.membership.fresh:
+                transport.reconfiguration.leave("the others went on without this node", self.heap.now)
+
+    def _stuck(self) -> str:
+        told = [
+            f"node {process.uid} after round {process.node.round}, {process.node.doing}: {type(process.wait).__name__}"
+            for process in self.processes.values() if not process.resting  # type: ignore[attr-defined]
+        ]  # fmt: skip
+        if not told:
+            told = [f"{place_of(life, event)}: it does not enter generation {event.name[0]} as in the run"
+                    for life, event in self._entering if life.next is event]  # fmt: skip
+        return f"the replay does not go on as the run did: {'; '.join(told)}"
+
+
+def _first_entry(life: Life) -> Event | None:
+    """The generation that a process enters next, where all before is replayed: but what a process does before it first
+    takes part."""
+    for event in life.events[life.cursor :]:
+        if event.kind == "entered":
+            return event
+        if not (life.number and life.cursor == 0 and event.kind in ("left", "averaging")):
+            return None
+    return None
+
+
+WORDS = {
+    "steps": "made its local steps", "sent": "sent its payloads", "mixed": "mixed what came",
+    "broken_off": "broke off an exchange", "averaging": "began a mean", "averaged": "got a mean",
+    "left": "left its generation", "entered": "entered a generation", "stopping": "stopped",
+}  # fmt: skip
+
+
+def described(event: Event) -> str:
+    """A record in a few words, as a predicate."""
+    key = event.fields.get("key")
+    return WORDS[event.kind] + (f" ({key})" if key else "")
+
+
+def difference(event: Event, kind: str, fields: Mapping[str, Any]) -> str:
+    """What a node's record in the replay (kind, fields) says otherwise than the run's; "" where they are the same."""
+    if kind != event.kind:
+        at = f" in round {fields['round']}" if "round" in fields else f" ({fields['key']})" if "key" in fields else ""
+        return f"the run's node {described(event)}, this one {WORDS[kind]}{at}"
+    for key in sorted({*fields, *event.fields} - {"reason"}):
+        then, now = event.fields.get(key), fields.get(key)
+        if key == "partly" and then and now:  # what changed while it was read has no digest
+            now = {uid: [stop, digest if then.get(uid, (0, None))[1] else None] for uid, (stop, digest) in now.items()}
+        if then == now:
+            continue
+        if key in ("to", "from") and isinstance(then, dict) and isinstance(now, dict):
+            others = sorted(int(uid) for uid in {*then, *now} if then.get(uid) != now.get(uid))
+            one = str(others[0])
+            what = "sent node" if key == "to" else "mixed of node"
+            return (f"the run's node {what} {', '.join(map(str, others))} something else than this one: "
+                    f"{then.get(one, 'nothing')} in the run, {now.get(one, 'nothing')} here")  # fmt: skip
+        return f"the run's node {described(event)} with {key} {then}, this one with {now}"
+    return ""
+
+
+def setting_of(num_nodes: int, config: ZeroMQConfig, limits: Limits | None) -> Setting:
+    """The world of a replay: connections without faults, and patience without end. config: of the run, or like it."""
+    patient = {"timeout_seconds": EVER, "start_timeout_seconds": EVER, "suspect_seconds": EVER}
+    kept = {"chunk_bytes": config.chunk_bytes, "window_bytes": config.window_bytes}
+    plain = ZeroMQConfig.model_validate({"name": "zeromq", "checksum": "xxh3", **patient, **kept})
+    if limits is not None:
+        limits = Limits(EVER, EVER, limits.min_nodes, limits.rounds)
+    return Setting(num_nodes, plain, limits, Faults(links=Link(latency_seconds=1e-3, jitter_seconds=0.0)))
