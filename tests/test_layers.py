@@ -86,7 +86,7 @@ def test_rooms_of_pure_functions_do_not_ask_for_the_time(path: Path) -> None:
 
 
 COMMUNICATION: list[list[str]] = [
-    ["waker"],
+    ["poller", "waker"],
     ["shared_process"],
     ["counters", "parts", "routing"],
     ["run_state"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -11,6 +10,7 @@ import zmq
 from torch import Tensor
 
 from decentnode import clock
+from decentnode.communication.poller import Poller
 from decentnode.communication.waker import Waker
 from decentnode.wire.generation import Name
 from decentnode.wire.messages import Scalars
@@ -34,6 +34,13 @@ class LocalReceiver(Protocol):
         """A payload of (round, phase), in memory that nobody writes; let_go is called once it is read."""
 
 
+class SocketsThread(Protocol):
+    """The thread at the sockets of all nodes of a process; the transport's."""
+
+    def close(self) -> None:
+        """Blocking for a moment: end it, after the communication of every node was closed."""
+
+
 class SharedProcess:
     """Several nodes of one machine in this process. All methods are the stepping thread's, unless they say more."""
 
@@ -48,9 +55,11 @@ class SharedProcess:
         self.sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         """Of the sockets of all nodes, so that the process has libzmq's own two threads once."""
         self.sockets.set(zmq.MAX_SOCKETS, self.sockets.get(zmq.SOCKET_LIMIT))
+        self.io: SocketsThread | None = None
+        """Made with the first node's sockets."""
         self._waker = Waker()
-        self._poll = select.poll()
-        self._poll.register(self._waker.descriptor, select.POLLIN)
+        self._poller = Poller()
+        self._poller.register(self._waker.descriptor)
         self._watched: dict[int, Callable[[], None]] = {self._waker.descriptor: self._waker.clear}
 
     def wake(self) -> None:
@@ -60,13 +69,13 @@ class SharedProcess:
     def watch(self, descriptor: int, take_in: Callable[[], None]) -> None:
         """Any thread: from now on `take_in` is called on the stepping thread when there is something to read."""
         self._watched[descriptor] = take_in
-        self._poll.register(descriptor, select.POLLIN)
+        self._poller.register(descriptor)
         self.wake()  # a poll under way does not see it
 
     def forget(self, descriptor: int) -> None:
         """Any thread: undo `watch`, before the descriptor is closed. Idempotent."""
         if self._watched.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
+            self._poller.unregister(descriptor)
 
     def sleep(self, seconds: float) -> None:
         """Blocking for so long at most, until woken; takes in what neighbors of other processes have announced."""
@@ -80,8 +89,7 @@ class SharedProcess:
         self._take_in(0.0)
 
     def _take_in(self, seconds: float) -> None:
-        # up to the next millisecond, as a sleep that ends before what it is for only costs another look
-        for descriptor, _ in self._poll.poll(int(1000 * seconds) + 1 if seconds > 0 else 0):
+        for descriptor in self._poller.poll(seconds):
             take_in = self._watched.get(descriptor)
             if take_in is not None:
                 take_in()
@@ -89,7 +97,10 @@ class SharedProcess:
     def close(self) -> None:
         """After the communication of every node was closed. Blocking until what they sent last has left, for
         CLOSE_SECONDS at most."""
+        if self.io is not None:
+            self.io.close()
         last = threading.Thread(target=self.sockets.term, name="sockets", daemon=True)
         last.start()
         last.join(CLOSE_SECONDS)
+        self._poller.close()
         self._waker.close()

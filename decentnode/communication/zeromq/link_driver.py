@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import zmq
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import MESSAGE_COST, chunk_elements
+from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.handshakes import Handshakes
 from decentnode.communication.zeromq.io_thread import IoThread
 from decentnode.communication.zeromq.link_state import ExchangeKey, QueuedMessage, ReceiveCredits
+from decentnode.communication.zeromq.node_sockets import NodeSockets
+from decentnode.communication.zeromq.process_io import HostedSockets
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.communication.zeromq.security import Security
 from decentnode.errors import PeerFault
@@ -84,14 +86,14 @@ class Sending(contextlib.AbstractContextManager[None]):
 
 
 class LinkDriver:
-    """The I/O shell of `ReliableLinks`: what `IoThread` calls as its handler, and what the links call as their port."""
+    """The I/O shell of `ReliableLinks`: the handler of `NodeSockets`, and the port of the links."""
 
     def __init__(
         self, session: Session, counters: Counters, sizes: LinkSizes, security: Security | None,
-        sockets: zmq.Context[zmq.Socket[bytes]] | None = None,
+        process: SharedProcess | None = None,
     ) -> None:
-        """Opens sockets; they are bound, and the thread is started, later, with `serve` before. sockets: what they are
-        made in, where nodes of a process share it."""
+        """Opens sockets; they are bound, and the thread is started, later, with `serve` before. process: what the node
+        shares with others of its process, where there are any."""
         self.lock = threading.RLock()
         """Held around every call of the links."""
         self._counters = counters
@@ -101,7 +103,8 @@ class LinkDriver:
         self._credit_lock = threading.Lock()
         """Of the credits alone: payloads are used up with `RunState.changed` held, under which `lock` is not taken."""
         self.links = ReliableLinks(session, self, counters, self._credits, access)
-        self.io = IoThread(session.uid, sizes.max_bulk_bytes, self, security, access.given, sockets)
+        parts = session.uid, sizes.max_bulk_bytes, self, security, access.given
+        self.io: NodeSockets = IoThread(*parts) if process is None else HostedSockets(process, *parts)
         self.send, self.renew, self.received = self.io.send, self.io.renew, self.links.receive
         self._handshakes = Handshakes(session, self.io.endpoints)
         self._sending = Sending(self)

@@ -158,9 +158,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             raise ValueError("keyring must be given exactly when the config is secure")
         self._security = None if keyring is None else Security(keyring, config.bulk_security)
         sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
-        # with keys each node asks at a door of its own who comes, and libzmq has one door in a context
-        sockets = process.sockets if process is not None and self._security is None else None
-        self._driver = LinkDriver(self._session, self.counters, sizes, self._security, sockets)
+        self._driver = LinkDriver(self._session, self.counters, sizes, self._security, process)
         self._links, self._io = self._driver.links, self._driver.io
         self._links.sender.max_payloads = max(MAX_PAYLOADS, 2 * len(schemas))  # a round's fragments are sent together
         self._maker = MessageMaker(self._session, config)

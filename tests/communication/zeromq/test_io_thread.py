@@ -1,4 +1,5 @@
-"""The thread at the sockets: nothing that came waits for a tick, and a full socket is found again once it is empty."""
+"""The thread at the sockets, a node's own or that of several nodes: nothing that came waits for a tick, and a full
+socket is found again once it is empty."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ import pytest
 import zmq
 
 from decentnode import clock
-from decentnode.communication.zeromq import io_thread
-from decentnode.communication.zeromq.io_thread import BULK, CONTROL, RECEIVE_BURST, IoThread
+from decentnode.communication.shared_process import SharedProcess
+from decentnode.communication.zeromq import io_thread, node_sockets, process_io
+from decentnode.communication.zeromq.io_thread import IoThread
+from decentnode.communication.zeromq.node_sockets import BULK, CONTROL, RECEIVE_BURST, NodeSockets
+from decentnode.communication.zeromq.process_io import HostedSockets
 from tests.conftest import wait_until
 
 MESSAGES = 14 * RECEIVE_BURST
@@ -62,11 +66,24 @@ class Heard:
         self.error = error
 
 
+@pytest.fixture(params=["own", "hosted"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether each node has a thread at its sockets, or shares one with others of its process."""
+    monkeypatch.setattr("tests.communication.zeromq.test_io_thread.KIND", request.param)
+    return str(request.param)
+
+
+KIND = "own"
+
+
 @contextmanager
-def pair() -> Iterator[list[tuple[IoThread, Heard]]]:
+def pair() -> Iterator[list[tuple[NodeSockets, Heard]]]:
     """Two threads at their sockets that know each other's; not started."""
-    handlers = [Heard(), Heard()]
-    made = [IoThread(uid, 1 << 22, handler) for uid, handler in enumerate(handlers)]
+    handlers, processes = [Heard(), Heard()], [SharedProcess((0,)), SharedProcess((1,))]
+    made: list[NodeSockets] = [
+        IoThread(uid, 1 << 22, handler) if KIND == "own" else HostedSockets(processes[uid], uid, 1 << 22, handler)
+        for uid, handler in enumerate(handlers)
+    ]
     try:
         ends = []
         for io in made:
@@ -80,12 +97,15 @@ def pair() -> Iterator[list[tuple[IoThread, Heard]]]:
         for io, handler in zip(made, handlers, strict=True):
             io.close(0.1)
             assert handler.error is None
+        for process in processes:
+            process.close()
 
 
 @pytest.fixture
 def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """No look at all sockets after the first: what waits for one waits longer than a test may take."""
-    monkeypatch.setattr(io_thread, "LOOK_SECONDS", 1000.0)
+    for module in (io_thread, process_io):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 1000.0)
 
 
 @pytest.mark.usefixtures("one_look")
@@ -177,7 +197,7 @@ def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
 @pytest.mark.usefixtures("one_look")
 def test_a_socket_that_is_full_again_at_once_does_not_wait_for_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only looks at all sockets took care of it, every one would let two messages out."""
-    monkeypatch.setattr(io_thread, "SEND_MESSAGES", 2)
+    monkeypatch.setattr(node_sockets, "SEND_MESSAGES", 2)
     left = [400]
     with pair() as ((here, mine), (there, heard)):
 
