@@ -12,10 +12,11 @@ from torch import Tensor
 
 from decentnode.node.evaluation import SplitFigures, figures_of
 from decentnode.simulate.forward import Forward, Unsuitable
+from decentnode.simulate.jobs import evaluation_of
 from decentnode.simulate.population import Population
 from decentnode.simulate.steps import saved_bytes
 from decentnode.tasks.base import LOSS_SUMS
-from decentnode.training.base import EvaluatedSplit, Evaluation, Training
+from decentnode.training.base import EvaluatedSplit, Evaluation
 from decentnode.training.losses import Loss
 
 CHUNK_ELEMENTS = 1 << 17
@@ -92,7 +93,7 @@ class Evaluator:
         """Returns every node's evaluation of its own model."""
         if split.shared and self._forward is not None:
             return self._stacked(split, self._forward)
-        return self._population.each(lambda _, training: training.evaluate(split.name))
+        return [*map(evaluation_of, self._population.ask("evaluate", split.name))]
 
     def _stacked(self, split: EvaluatedSplit, forward: Forward) -> list[Evaluation]:
         population, task = self._population, self._population.task
@@ -146,8 +147,10 @@ class Evaluator:
     def _of_merged(self, merged: Tensor, splits: Sequence[EvaluatedSplit]) -> list[list[Evaluation]]:
         """Returns per node its evaluations of the merged model, in which parameters that are not shared are its own."""
         population, count = self._population, self._population.num_nodes
-        if self._shared < population.num_parameters:
-            return population.each(lambda uid, training: self._as_merged(uid, training, merged, splits))
+        if self._shared < population.num_parameters or (population.forks and not all(each.shared for each in splits)):
+            named = [(each.name, each.shared) for each in splits]
+            found = population.ask("evaluate_merged", (self._shared, count, named), merged)
+            return [[*map(evaluation_of, each)] for each in found]
         with population.holding(merged):
             parts: list[list[Evaluation]] = []
             for split in splits:
@@ -158,18 +161,6 @@ class Evaluator:
                 else:
                     parts.append([training.evaluate(split.name) for training in population.trainings])
         return [list(each) for each in zip(*parts, strict=True)]
-
-    def _as_merged(
-        self, uid: int, training: Training, merged: Tensor, splits: Sequence[EvaluatedSplit]
-    ) -> list[Evaluation]:
-        model, part = training.model, (uid, self._population.num_nodes)
-        own = model.parameters.clone(), model.buffers.clone()
-        model.parameters[: self._shared].copy_(merged[: self._shared])
-        model.buffers.copy_(merged[model.num_parameters :])
-        found = [training.evaluate(split.name, part if split.shared else (0, 1)) for split in splits]
-        model.parameters.copy_(own[0])
-        model.buffers.copy_(own[1])
-        return found
 
 
 @contextlib.contextmanager

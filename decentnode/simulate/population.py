@@ -15,6 +15,8 @@ from decentnode.build import SharedModel, device_of, shared_model
 from decentnode.config.component import load_class
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model
+from decentnode.simulate.jobs import JOBS
+from decentnode.simulate.row_processes import RowProcesses, can_fork, parts_together, shared_like
 from decentnode.training import TRAININGS
 from decentnode.training.base import Training
 
@@ -28,13 +30,15 @@ class Population:
     """The models of all nodes as rows of one tensor, and what computes on them.
 
     Node i trains on the module of worker i % W, whose parameters are views of its row while the node is bound. Modules,
-    unlike models, are as many as workers: their forward passes need memory of their own.
+    unlike models, are as many as workers: their forward passes need memory of their own. Workers are forks of this
+    process where that can be (`can_fork`) and no rule looks at gradients, whose state is in this process; else threads.
     """
 
     def __init__(self, experiment: Experiment, workers: int = 1, nodes: int | None = None) -> None:
         """nodes: at most so many, the first ones, to time them. Raises what the parts of nodes raise."""
         self.experiment = experiment
         self._pool: ThreadPoolExecutor | None = None
+        self._processes: RowProcesses | None = None
         self.graph = experiment.make_graph()
         self.num_nodes = min(self.graph.num_nodes, nodes or self.graph.num_nodes)
         workers = min(workers, self.num_nodes)
@@ -64,6 +68,13 @@ class Population:
         self._counts = [b for b in model.module.buffers() if not b.dtype.is_floating_point]
         self.counts = [b.expand(self.num_nodes, *b.shape).clone() for b in self._counts]
         """[N, ...] each: integer buffers of every node, such as how many batches its normalization has seen."""
+        self.forks = workers > 1 and can_fork(self.device) and not any(
+            rule.requirements.gradient for rule in self.shared[0].make_rules()
+        )
+        """Whether nodes are computed by several processes, so that trainings here are not up to date."""
+        self._whole = torch.empty(self.num_parameters + model.buffers.numel(), dtype=model.dtype, device=self.device)
+        self._everybodys: tuple[Tensor, ...] = ()
+        """Where forks see the rows, buffers, counts and `_whole`."""
 
     @property
     def model(self) -> Any:
@@ -93,39 +104,67 @@ class Population:
             shared.model.rebind(one)
             shared.model.rebind(other)
 
-    def each(self, work: Callable[[int, Training], T]) -> list[T]:
-        """Calls `work` with every node's uid and training while the node is bound, on as many threads as there are
-        workers, and returns its results by uid. An exception gets the node's uid as an attribute."""
-        found: list[Any] = [None] * self.num_nodes
-        workers = len(self.shared)
-
-        def share(worker: int) -> None:
-            for uid in range(worker, self.num_nodes, workers):
-                with self.bound(uid) as training:
-                    try:
-                        found[uid] = work(uid, training)
-                    except Exception as error:
-                        error.__dict__.setdefault("uid", uid)
-                        raise
-
-        if workers == 1:
-            share(0)
-        else:
-            self._pool = self._pool or ThreadPoolExecutor(workers, "simulate")
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            try:
-                for done in [self._pool.submit(share, worker) for worker in range(workers)]:
-                    done.result()
-            finally:
-                torch.set_num_threads(threads)
+    def ask(self, job: str, argument: Any = None, whole: Tensor | None = None) -> list[Any]:
+        """Returns what a job (`JOBS`) gives for every node, by uid, by all workers. Blocking. Raises as `each` does,
+        and NodeFailed where a process ended. whole: a model [P + B] for those jobs that take one."""
+        if whole is not None:
+            self._whole.copy_(whole)
+        if not self.forks:
+            return self.each(lambda uid, training: JOBS[job](uid, training, self._whole, argument))
+        self._share()
+        if self._processes is None:
+            self._processes = RowProcesses(len(self.shared), self._part_of_job)
+        with _one_thread():
+            found = parts_together(self._processes.run(job, argument), self.num_nodes)
         self.release()
         return found
 
+    def _share(self) -> None:
+        """Let what forks change or look at lie where they see it. Rules give new tensors: a copy is 2 % of a round of
+        GN-LeNet, and rules may keep what they gave, which so nobody changes."""
+        if not self._everybodys:
+            own = self.rows, self.buffers, self._whole, *self.counts
+            self._everybodys = tuple(map(shared_like, own))
+        else:
+            self._everybodys[0].copy_(self.rows)
+            self._everybodys[1].copy_(self.buffers)
+        self.rows, self.buffers, self._whole, *self.counts = self._everybodys
+
+    def _part_of_job(self, worker: int, job: str, argument: Any) -> list[Any]:
+        return self._part(worker, lambda uid, training: JOBS[job](uid, training, self._whole, argument))
+
+    def _part(self, worker: int, work: Callable[[int, Training], T]) -> list[T]:
+        """Returns what `work` gives for the nodes of a worker, one after the other."""
+        found = []
+        for uid in range(worker, self.num_nodes, len(self.shared)):
+            with self.bound(uid) as training:
+                try:
+                    found.append(work(uid, training))
+                except Exception as error:
+                    error.__dict__.setdefault("uid", uid)
+                    raise
+        return found
+
+    def each(self, work: Callable[[int, Training], T]) -> list[T]:
+        """Calls `work` with every node's uid and training while the node is bound, on as many threads as there are
+        workers, and returns its results by uid. An exception gets the node's uid as an attribute."""
+        workers = len(self.shared)
+        if workers == 1:
+            parts = [self._part(0, work)]
+        else:
+            self._pool = self._pool or ThreadPoolExecutor(workers, "simulate")
+            with _one_thread():
+                parts = [done.result() for done in
+                         [self._pool.submit(self._part, worker, work) for worker in range(workers)]]  # fmt: skip
+        self.release()
+        return parts_together(parts, self.num_nodes)
+
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads and processes. Idempotent."""
         if self._pool is not None:
             self._pool.shutdown()
+        if self._processes is not None:
+            self._processes.close()
 
     @contextlib.contextmanager
     def holding(self, whole: Tensor) -> Iterator[None]:
@@ -155,3 +194,14 @@ class Population:
                 self.buffers[uid].copy_(model.buffers)
             for own, kept in zip(counts, self.counts, strict=True):
                 kept[uid].copy_(own)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """In this block operations of torch are not shared among cores: every worker has one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

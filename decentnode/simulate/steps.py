@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decentnode.errors import Diverged
+from decentnode.simulate.jobs import plain_update
 from decentnode.simulate.population import Population
 from decentnode.training.base import Direction
 
@@ -58,14 +59,15 @@ class RowSteps(Steps):
 
     def run(self, round: int, directions: list[Direction] | None = None) -> Local:
         lr = self.learning_rate
-        updates = self.population.each(
-            lambda uid, training: training.local_update(round, directions[uid] if directions else None)
-        )
-        reports = [{key: value for key, value in each.report.items() if key != "lr"} for each in updates]
-        return Local(
-            np.array([each.loss for each in updates]), np.array([each.steps for each in updates]),
-            np.array([each.samples for each in updates]), lr, reports if any(reports) else [],
-        )  # fmt: skip
+        if directions is None:
+            found = self.population.ask("local_steps", round)
+        else:
+            found = self.population.each(
+                lambda uid, training: plain_update(training.local_update(round, directions[uid]))
+            )
+        losses, steps, samples, reports = zip(*found, strict=True)
+        more = list(reports) if any(reports) else []
+        return Local(np.array(losses), np.array(steps), np.array(samples), lr, more)
 
 
 def raise_if_diverged(losses: np.ndarray, round: int) -> None:

@@ -1,0 +1,170 @@
+"""Forks of this process that compute a part of the nodes each, on a core of their own.
+
+Threads do it too, but for small models they pass Python's lock to each other at every operation: two of them make .79
+of the steps of two processes. A fork has all that the nodes are made of, and shares the memory of what nobody writes;
+models lie in memory that all may write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from decentnode import clock, errors
+from decentnode.errors import DecentnodeError, NodeFailed
+
+POLL_SECONDS = 1.0
+PATIENCE_SECONDS = 120.0
+"""How long others may take beyond ten times what this process took for its own part."""
+END_SECONDS = 5.0
+
+Answer = dict[str, Any]
+
+
+def can_fork(device: torch.device) -> bool:
+    """Whether forks can compute. Not with GPUs, whose driver and whose autograd threads do not survive one."""
+    return sys.platform == "linux" and device.type == "cpu" and not torch.cuda.is_available()
+
+
+def shared_like(values: Tensor) -> Tensor:
+    """Returns a copy of a tensor in memory that forks share. Its rows begin where a page does."""
+    if not values.numel():
+        return values.clone()
+    memory = mmap.mmap(-1, values.numel() * values.element_size())
+    return torch.frombuffer(memory, dtype=values.dtype).view(values.shape).copy_(values)
+
+
+class RowProcesses:
+    """The forks of one population; the process that made them has a part of the nodes itself. Not for several
+    threads."""
+
+    def __init__(self, count: int, work: Callable[[int, str, Any], list[Any]]) -> None:
+        """work: (part, job, argument) -> the results of the part's nodes. It runs in the fork of that part, for part 0
+        here. It raises errors that have the node's `uid` as an attribute. count: of parts."""
+        self._work = work
+        self._pids: list[int] = []
+        self._ends: list[Connection] = []
+        self._number = 0
+        """Of the last job: an answer to one that was interrupted here may still come."""
+        for part in range(1, count):
+            here, there = Pipe()
+            pid = os.fork()
+            if pid == 0:
+                for end in (*self._ends, here):  # a fork that holds them would not see this process end
+                    end.close()
+                _serve(there, lambda job, argument, part=part: work(part, job, argument))  # type: ignore[misc]
+            there.close()
+            self._pids.append(pid)
+            self._ends.append(here)
+
+    def run(self, job: str, argument: Any) -> list[list[Any]]:
+        """Returns the results of all parts. Blocking. Raises what a node raised, the lowest first; NodeFailed where a
+        fork ended, or is far slower than this process."""
+        self._number += 1
+        asked = json.dumps([self._number, job, argument]).encode()
+        for part, end in enumerate(self._ends, 1):
+            try:
+                end.send_bytes(asked)
+            except OSError as error:
+                raise NodeFailed(self._ended(part)) from error
+        began, failed = clock.now(), list[BaseException]()
+        results: list[Any] = []
+        try:
+            results.append(self._work(0, job, argument))
+        except Exception as error:
+            failed.append(error)
+        deadline = clock.now() + 10 * (clock.now() - began) + PATIENCE_SECONDS
+        for part in range(1, len(self._ends) + 1):
+            answer = self._answer(part, deadline)
+            if "failed" in answer:
+                failed.append(_error_of(answer))
+            else:
+                results.append(answer["results"])
+        if failed:
+            raise min(failed, key=lambda error: getattr(error, "uid", 0))
+        return results
+
+    def _answer(self, part: int, deadline: float) -> Answer:
+        end = self._ends[part - 1]
+        try:
+            while True:
+                while not end.poll(POLL_SECONDS):
+                    if clock.now() > deadline:
+                        raise NodeFailed(f"the process {self._pids[part - 1]}, which computes part {part} of the "
+                                         "nodes, did not answer in time")  # fmt: skip
+                found: Answer = json.loads(end.recv_bytes())
+                if found["number"] == self._number:
+                    return found
+        except (EOFError, OSError) as error:
+            raise NodeFailed(self._ended(part)) from error
+
+    def _ended(self, part: int) -> str:
+        return (f"the process {self._pids[part - 1]}, which computes part {part} of the nodes, ended; if nobody "
+                "stopped it, there may not have been enough memory")  # fmt: skip
+
+    def close(self) -> None:
+        """End the forks. Blocking for END_SECONDS at most; those that do not end by themselves are killed.
+        Idempotent."""
+        for end in self._ends:
+            end.close()
+        pids, self._pids, self._ends = self._pids, [], []
+        deadline = clock.now() + END_SECONDS
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):  # another part of the program may reap all children
+                while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    if clock.now() > deadline:
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+                        break
+                    clock.sleep(0.002)
+
+
+def _serve(end: Connection, work: Callable[[str, Any], list[Any]]) -> NoReturn:
+    """What a fork does until its maker closes the other end, or is gone."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the maker is asked to stop, and ends this process when it has
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(1)  # of a pool with several, a fork has the first thread alone
+        while True:
+            number, job, argument = json.loads(end.recv_bytes())
+            try:
+                answer: Answer = {"results": work(job, argument)}
+            except Exception as error:
+                answer = {"failed": type(error).__name__, "text": str(error), "told": errors.told(error),
+                          "uid": getattr(error, "uid", None)}  # fmt: skip
+            end.send_bytes(json.dumps({"number": number, **answer}).encode())
+    except (EOFError, OSError):
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def _error_of(answer: Answer) -> DecentnodeError:
+    """Returns the error that a fork told of: of the same class where it is one of this project's."""
+    kind: Any = getattr(errors, answer["failed"], None)
+    if isinstance(kind, type) and issubclass(kind, DecentnodeError) and kind is not errors.ConfigError:
+        error: DecentnodeError = kind(answer["text"])
+    else:
+        error = NodeFailed(f"node {answer['uid']}: {answer['told']}")
+    if answer["uid"] is not None:
+        error.__dict__["uid"] = answer["uid"]
+    return error
+
+
+def parts_together(parts: Sequence[Sequence[Any]], count: int) -> list[Any]:
+    """Returns by uid what the parts gave, whose k-th has every `len(parts)`-th node from the k-th on."""
+    found: list[Any] = [None] * count
+    for first, results in enumerate(parts):
+        found[first :: len(parts)] = results
+    return found
