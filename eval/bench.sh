@@ -11,6 +11,8 @@
 #                                        AccumAdam, slow links, stragglers
 # bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other ways
 # bash eval/bench.sh simulate [CASE...]  node-updates per second of simulated runs, beside bare loops; --gossipy PATH
+# bash eval/bench.sh scale [CONFIG...]   memory and speed of simulations of 1,000 and 10,000 nodes
+# bash eval/bench.sh effect_of_n [GRAPH...]  consensus and accuracy of 16 to 4,096 nodes, graph by graph: table, picture
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 what=${1:-rounds}
@@ -18,7 +20,7 @@ what=${1:-rounds}
 script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
   [ "$what" = digits_reference ] || [ "$what" = beside_gossipy ]; then
-  echo "unknown benchmark '$what'; there is: collective, ddp, digits_table, link, overlap, pairs, rounds, sharing, simulate, virtual" >&2
+  echo "unknown benchmark '$what'; there is: collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, sharing, simulate, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

@@ -17,6 +17,9 @@ WITH_FILES = sorted((Path(__file__).parents[1] / "configs" / "tables").glob("*.y
 BENCHMARKS = sorted((Path(__file__).parents[1] / "eval" / "benchmarks").rglob("*.yaml"))
 RUN_HERE = [path for path in CONFIGS + BENCHMARKS if path not in WITH_FILES]
 
+MOST_NODES = 64
+"""Those with more are for simulations, and are run with 16 here."""
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -27,8 +30,11 @@ def one_thread() -> None:
 @pytest.mark.slow
 def test_two_rounds(path: Path) -> None:
     sets = ["node.rounds=2", "node.evaluate_every=0"]
-    if load(path).data.name == "synthetic":
+    whole = load(path)
+    if whole.data.name == "synthetic":
         sets.append("data.test_samples=32")
+    if whole.make_graph().num_nodes > MOST_NODES:
+        sets += ["graph.nodes=16", "mapping.nodes_per_machine=16", "data.train_samples=512"]
     experiment = load(path, sets)
     nodes = build_in_process(experiment)
     before = [node.training.model.parameters.clone() for node in nodes]

@@ -1,0 +1,35 @@
+"""The script behind the picture of the effect of n."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "eval" / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("effect_of_n")
+    for name in ("effect_of_n", "common"):
+        sys.modules.pop(name, None)
+
+
+def test_every_graph_is_run_and_drawn(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "4", "9", "--docs", str(tmp_path), "--set", "node.rounds=30", "--set", "data.test_samples=50"]
+    graphs = [graph for graph in script.GRAPHS if graph not in ("regular", "el")]  # which need more than 4 nodes
+    script.main([*graphs, *words])
+    assert (tmp_path / "pictures" / "effect_of_n.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "tables" / "effect_of_n.txt").read_text().splitlines()
+    assert sum(line.startswith(tuple(script.LABELS[graph] for graph in graphs)) for line in lines) == 2 * len(graphs)
+    assert "nodes=9, rounds=30" in capsys.readouterr().out
+
+
+def test_more_nodes_of_a_ring_are_further_apart(script: Any) -> None:
+    near, far = (script.run("ring", nodes, ["node.rounds=30", "data.test_samples=50"]) for nodes in (4, 32))
+    assert near.distance < 0.5 * far.distance and near.megabytes == far.megabytes > 0
