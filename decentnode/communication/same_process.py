@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -19,9 +19,10 @@ more than two exchanges. What comes on top goes as chunks over the sockets, wher
 
 
 class SameProcessPath(Path):
-    """One node's. A payload is copied once, for all its neighbors of this process together: the model that it is made
-    of goes on while some of them still have to be stepped. A neighbor that is not here any more, as it failed and was
-    started again by itself, is left to the sockets."""
+    """One node's. A payload that lies where the model may live (`ModelSlots`) is lent to neighbors of this process: the
+    model goes on in another place until they have mixed it. Other payloads are copied, once for all of them, and so are
+    those for a neighbor that has not mixed the one before: it may take long. A neighbor that is not here any more, as
+    it failed and was started again by itself, is left to the sockets."""
 
     leaves_chunks: ClassVar[bool] = True
 
@@ -31,6 +32,8 @@ class SameProcessPath(Path):
         self._max_held = max(MAX_HELD, 2 * len(context.schemas))
         self._held: dict[int, int] = {}
         """Payloads of this node that a neighbor holds."""
+        self._lent: dict[int, list[object]] = {}
+        """Leases on the payload that was lent to a neighbor, until it lets go of it; the list is emptied then."""
 
     @property
     def _process(self) -> SharedProcess | None:
@@ -51,23 +54,36 @@ class SameProcessPath(Path):
         """Returns those of `uids` that could not be given the payload."""
         receivers = {} if self._process is None else self._process.receivers
         left: list[int] = []
-        tensors: dict[str, Tensor] | None = None
+        leases: list[object] | None = None
+        copied: dict[str, Tensor] | None = None
         for uid in uids:
-            receiver = receivers.get(uid)
-            if receiver is None or receiver.generation != self.generation or self._held.get(uid, 0) >= self._max_held:
+            receiver, held = receivers.get(uid), self._held.get(uid, 0)
+            if receiver is None or receiver.generation != self.generation or held >= self._max_held:
+                if receiver is None and uid in self._lent:
+                    self._lent[uid].clear()  # who is gone reads nothing any more
                 left.append(uid)
                 continue
-            if tensors is None:
-                tensors = {name: tensor.detach().clone() for name, tensor in payload.tensors.items()}
-            self._held[uid] = self._held.get(uid, 0) + 1
+            if leases is None:
+                leases = [self.context.lease_of(tensor) for tensor in payload.tensors.values()]
+            lent = not held and None not in leases
+            if not lent and copied is None:
+                copied = {name: tensor.detach().clone() for name, tensor in payload.tensors.items()}
+            tensors = {name: tensor.detach() for name, tensor in payload.tensors.items()} if lent else copied
+            assert tensors is not None
+            self._held[uid] = held + 1
             self.context.counters.edge(uid).frames_sent += 1
-            receiver.take(key, self.context.uid, tensors, dict(payload.scalars), self._released(uid))
+            let_go = self._released(uid, leases if lent else ())
+            receiver.take(key, self.context.uid, tensors, dict(payload.scalars), let_go)
         return left
 
-    def _released(self, uid: int) -> Callable[[], None]:
-        held = [uid]
+    def _released(self, uid: int, leases: Iterable[object]) -> Callable[[], None]:
+        """What the neighbor calls once it has read a payload; leases: dropped then."""
+        kept, held = list(leases), [uid]
+        if kept:
+            self._lent[uid] = kept
 
         def let_go() -> None:
+            kept.clear()
             if held:
                 self._held[held.pop()] -= 1
 

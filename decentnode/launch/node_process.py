@@ -150,10 +150,10 @@ def limits_of(experiment: Experiment) -> Limits:
 
 
 def transport_maker(
-    experiment: Experiment, task: Task, uid: int, process: SharedProcess | None = None
+    experiment: Experiment, task: Task, uid: int, process: SharedProcess | None = None, digest: str = "",
 ) -> Callable[[tuple[Schema, ...]], Communication]:
     """Returns a function that makes the node's transport from the schemas of its sharing rule. process: what it shares
-    with others of this process."""
+    with others of this process. digest: the experiment's, where it is known: to find it takes milliseconds."""
     mapping = experiment.make_mapping()
     config = experiment.communication
     transport: type[Communication] = load_class(config.name, COMMUNICATIONS, "communication")
@@ -163,7 +163,7 @@ def transport_maker(
 
     def make(schemas: tuple[Schema, ...]) -> Communication:
         return transport.make(config, TransportParts(
-            uid=uid, schemas=schemas, digest=experiment.digest(), base_dir=experiment.base_dir, device=device,
+            uid=uid, schemas=schemas, digest=digest or experiment.digest(), base_dir=experiment.base_dir, device=device,
             machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
             bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints.get(str(uid), [])),

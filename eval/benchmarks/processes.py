@@ -3,14 +3,16 @@ bare steps, memory, threads and open files per node, and the start.
 
 python eval/benchmarks/processes.py [NODES] [SECONDS] [NODES_PER_PROCESS...]   (64, 30, 1 and auto)
 
-CPU time changes little with what else the machine does, other than the seconds of the start. Each way runs for SECONDS
-after its first rounds, then is stopped.
+The bare steps are those of the same nodes without any exchange, a process per core, all at once, and are measured for
+SECONDS before and after each way. Each way runs for SECONDS after its first rounds, then is stopped. CPU time changes
+less with what else the machine does than the seconds of the start, but changes with it: caches and memory are shared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,20 +22,46 @@ from pathlib import Path
 
 import psutil
 import torch
-from common import CONFIG, machine, planned_mb
+from common import CONFIG, cores, machine, planned_mb
 from floor import prepare
 
 from decentnode import clock
+from decentnode.launch.forkserver import MALLOC
 
 
-def bare_seconds(overrides: list[str], steps: int = 24) -> float:
-    """CPU seconds of a node's local step, of 8 nodes in turn."""
+def bare(first: str, count: str, seconds: str, *overrides: str) -> None:
+    """In a process of its own: print the CPU seconds of a local step of so many nodes, which are stepped in turn; waits
+    for a line on standard input first."""
     torch.set_num_threads(1)
-    trainings = prepare(str(CONFIG), overrides, range(8))
-    began = clock.cpu()
-    for step in range(steps):
-        trainings[step % 8].local_update(1 + step // 8)
-    return (clock.cpu() - began) / steps
+    trainings = prepare(str(CONFIG), list(overrides), range(int(first), int(first) + int(count)))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began, ends, round = clock.cpu(), clock.now() + float(seconds), 0
+    while clock.now() < ends:
+        round += 1
+        for training in trainings:
+            training.local_update(round)
+    print((clock.cpu() - began) / (round * len(trainings)), flush=True)
+
+
+def bare_seconds(overrides: list[str], nodes: int, seconds: float) -> float:
+    """Mean CPU seconds of a bare local step, of all nodes by one process per core, all at once."""
+    shares = [range(nodes)[core :: cores()] for core in range(min(cores(), nodes))]
+    started, first = [], 0
+    for share in shares:
+        command = [sys.executable, __file__, "bare", str(first), str(len(share)), str(seconds), *overrides]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                        env={**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}))  # fmt: skip
+        first += len(share)
+    for process in started:
+        assert process.stdout is not None
+        process.stdout.readline()
+    for process in started:  # all are ready
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    found = [float(process.communicate()[0]) for process in started]
+    return sum(found) / len(found)
 
 
 def status(folder: Path) -> list[dict[str, int]]:
@@ -47,10 +75,10 @@ def status(folder: Path) -> list[dict[str, int]]:
 
 def look(folder: Path) -> tuple[float, int]:
     """(CPU seconds of all node processes, rounds of all nodes) so far."""
-    nodes = status(folder)
-    pids = {node["pid"] for node in nodes}
+    pids = {node["pid"] for node in status(folder)}
     seconds = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
-    return seconds, sum(node["round"] for node in nodes)
+    records = folder.glob("*/latest/nodes/*/metrics.jsonl")  # what a node says of itself is up to a second old
+    return seconds, sum(path.read_bytes().count(b'"kind":"round"') for path in records)
 
 
 def sizes(folder: Path, nodes: int) -> str:
@@ -63,7 +91,8 @@ def sizes(folder: Path, nodes: int) -> str:
     return f"{pss / nodes:6.1f} MB, {threads / nodes:4.1f} threads, {files / nodes:5.1f} files"
 
 
-def measure(overrides: list[str], nodes: int, each: str, seconds: float, bare: float) -> None:
+def measure(overrides: list[str], nodes: int, each: str, seconds: float) -> None:
+    floor = bare_seconds(overrides, nodes, seconds)
     with tempfile.TemporaryDirectory() as name:
         sets = [part for key in [*overrides, f"mapping.nodes_per_process={each}"] for part in ("--set", key)]
         command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", name, "--plain", *sets]
@@ -80,21 +109,24 @@ def measure(overrides: list[str], nodes: int, each: str, seconds: float, bare: f
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate()
     start = next((line.split(", ")[1] for line in output.splitlines() if "all connected" in line), "?")
-    step = (later - cpu) / max(1, more - rounds)
-    print(f"{each:>5} {1e3 * step:8.2f} ms per step and node, {step / bare:5.2f} of bare; {held}; connected {start}",
-          flush=True)  # fmt: skip
+    step, after = (later - cpu) / max(1, more - rounds), bare_seconds(overrides, nodes, seconds)
+    floors = (floor + after) / 2
+    print(f"{each:>5} {1e3 * step:8.2f} ms per step and node, {step / floors:5.2f} of bare "
+          f"({1e3 * floor:.2f} before, {1e3 * after:.2f} after); {held}; connected {start}", flush=True)
 
 
 def main(nodes: int = 64, seconds: float = 30.0, *each: str) -> None:
     overrides = [f"graph={{name: regular, nodes: {nodes}, degree: 4}}", f"mapping.nodes_per_machine={nodes}",
                  "model={name: gn_lenet}", "node.rounds=100000", "communication.start_timeout_seconds=300",
                  "data.test_samples=64"]  # fmt: skip
-    bare = bare_seconds(overrides)
     print(machine())
-    print(f"{nodes} x GN-LeNet, {planned_mb(overrides):.1f} MB planned each; bare step {1e3 * bare:.2f} ms of CPU time")
+    print(f"{nodes} x GN-LeNet, {planned_mb(overrides):.1f} MB planned each", flush=True)
     for way in each or ("1", "auto"):
-        measure(overrides, nodes, way, seconds, bare)
+        measure(overrides, nodes, way, seconds)
 
 
 if __name__ == "__main__":
-    main(*(int(each) for each in sys.argv[1:2]), *(float(each) for each in sys.argv[2:3]), *sys.argv[3:])
+    if sys.argv[1:2] == ["bare"]:
+        bare(*sys.argv[2:])
+    else:
+        main(*(int(each) for each in sys.argv[1:2]), *(float(each) for each in sys.argv[2:3]), *sys.argv[3:])

@@ -210,3 +210,39 @@ def test_a_node_that_does_not_mix_is_handed_no_more_than_a_few_payloads() -> Non
             path = made[0].parts.paths.of(SameProcessPath)
             assert path.send((99, 0), {1: Payload({"x": torch.zeros(8)})}, ()).left == ()
     processes[0].close()
+
+
+def test_a_model_is_lent_to_neighbors_inside_until_they_have_mixed_it() -> None:
+    """It goes on in another place meanwhile. A neighbor that has not mixed the last one gets a copy, as it may take
+    long; what is lent to one that is gone comes back."""
+    elements, process = 8192, SharedProcess((0, 1))
+    with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
+        made = [
+            Hybrid(ZeroMQConfig.model_validate({"name": "zeromq"}), uid=uid, machine_of={0: 0, 1: 0},
+                   schemas=flat_schema(elements), digest="d", bind=BindPlan(Path(folder)), process=process)
+            for uid in range(2)
+        ]  # fmt: skip
+
+        def place(current: Tensor) -> Tensor:
+            found = made[0].acquire_slot(current, 0.0)
+            assert found is not None
+            return found
+
+        with connected(made):
+            first = place(torch.zeros(elements)).fill_(1)
+            made[0].exchange(0, {1: Payload({"x": first})}, ())
+            second = place(first).fill_(2)
+            assert place(second).data_ptr() not in (first.data_ptr(), second.data_ptr()), "the neighbor still reads it"
+            made[0].exchange(1, {1: Payload({"x": second})}, ())
+            for round, lies_there in ((0, True), (1, False)):
+                (arrival,) = made[1].exchange(round, {}, (0,)).arrivals(30)
+                received = arrival.received[0].tensors["x"]
+                assert received.tolist() == [round + 1.0] * elements
+                assert (received.data_ptr() == (first, second)[round].data_ptr()) is lies_there
+                del received, arrival
+            assert place(second).data_ptr() == first.data_ptr()
+            made[0].exchange(2, {1: Payload({"x": first})}, ())
+            del process.receivers[1]
+            made[0].exchange(3, {1: Payload({"x": second})}, ())
+            assert place(second).data_ptr() == first.data_ptr()
+    process.close()
