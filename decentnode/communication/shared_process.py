@@ -57,6 +57,10 @@ class SharedProcess:
         self.sockets.set(zmq.MAX_SOCKETS, self.sockets.get(zmq.SOCKET_LIMIT))
         self.io: SocketsThread | None = None
         """Made with the first node's sockets."""
+        self._stepping = 0
+        """The stepping thread."""
+        self._woken = False
+        """Whether that thread itself has found something to look at, which takes no call of the system."""
         self._waker = Waker()
         self._poller = Poller()
         self._poller.register(self._waker.descriptor)
@@ -64,7 +68,10 @@ class SharedProcess:
 
     def wake(self) -> None:
         """Any thread: something that a node waits for may have come. Not blocking."""
-        self._waker.wake()
+        if threading.get_ident() == self._stepping:
+            self._woken = True
+        else:
+            self._waker.wake()
 
     def watch(self, descriptor: int, take_in: Callable[[], None]) -> None:
         """Any thread: from now on `take_in` is called on the stepping thread when there is something to read."""
@@ -80,7 +87,9 @@ class SharedProcess:
     def sleep(self, seconds: float) -> None:
         """Blocking for so long at most, until woken; takes in what neighbors of other processes have announced."""
         started = clock.now()
-        self._take_in(min(seconds, LONGEST_SLEEP_SECONDS))
+        self._stepping = threading.get_ident()
+        self._take_in(0.0 if self._woken else min(seconds, LONGEST_SLEEP_SECONDS))
+        self._woken = False
         self.idle_seconds += clock.now() - started
 
     def look(self) -> None:

@@ -28,8 +28,10 @@ from decentnode.system import replacing, write_atomic
 from decentnode.tensors import FlatModel
 
 Send = Callable[[ChildMessage], None]
-STATUS_SECONDS = 1.0
-"""Time between two writings of status.json."""
+STATUS_SECONDS, MAX_STATUS_SECONDS = 1.0, 30.0
+"""Shortest and longest time between two writings of status.json."""
+STATUS_SHARE = 0.01
+"""What of a core the writing may take: of a process with hundreds of nodes it would take a tenth."""
 
 
 class Reporter:
@@ -78,8 +80,9 @@ class Reporter:
 
 
 class StatusWriter(threading.Thread):
-    """Writes the status.json of nodes once per second until `close`, in a thread of its own: the training thread is
-    neither asked nor waits, so that a node that hangs is seen to hang, with the nodes that it waits for."""
+    """Writes the status.json of nodes once per second until `close`, rarer where that takes more than STATUS_SHARE, in
+    a thread of its own: the training thread is neither asked nor waits, so that a node that hangs is seen to hang, with
+    the nodes that it waits for."""
 
     def __init__(self, nodes: Mapping[Path, Node]) -> None:
         """nodes: of this process, by their file."""
@@ -91,8 +94,11 @@ class StatusWriter(threading.Thread):
         """uid -> how the node ended."""
 
     def run(self) -> None:
-        while not self._over.wait(STATUS_SECONDS):
+        pause = STATUS_SECONDS
+        while not self._over.wait(pause):
+            began = clock.thread_cpu()
             self._write()
+            pause = pause_after(clock.thread_cpu() - began)
         self._write()
 
     def _write(self) -> None:
@@ -110,6 +116,11 @@ class StatusWriter(threading.Thread):
         self._over.set()
         if self.is_alive():
             self.join(5)
+
+
+def pause_after(seconds: float) -> float:
+    """Returns how long to wait after a writing that took so much of a core."""
+    return min(max(STATUS_SECONDS, seconds / STATUS_SHARE), MAX_STATUS_SECONDS)
 
 
 class NodeRecords:

@@ -162,3 +162,7 @@ def test_a_merged_model_is_parameters_then_buffers() -> None:
     model = Quadratic(0, 3, buffers=2).model
     load_merged(model, torch.arange(5.0))
     assert model.parameters.tolist() == [0.0, 1.0, 2.0] and model.buffers.tolist() == [3.0, 4.0]
+
+
+def test_writing_the_status_of_many_nodes_takes_no_more_than_a_hundredth_of_a_core() -> None:
+    assert [node_files.pause_after(seconds) for seconds in (0.0, 0.005, 0.04, 2.0)] == [1.0, 1.0, 4.0, 30.0]
