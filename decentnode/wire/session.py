@@ -350,6 +350,11 @@ class Session:
             self.send(child, Start)
         return [Joined()]
 
+    def has_begun(self, run: bytes) -> list[SessionEvent]:
+        """A node speaks of generations of this run, which so has begun: the start was lost on its way. Whoever told it
+        may be dead, and what a link owes ends with the generation."""
+        return self._begin("Start") if self.state == "joining" and self._welcomed and run == self.run else []
+
     def _on_start(self, start: Start) -> list[SessionEvent]:  # noqa: ARG002
         return self._begin("Start")
 

@@ -178,6 +178,10 @@ class NodeProtocol:
             if isinstance(message, Bye):
                 with self._lock:
                     self.collectives.left(message.source)
+            elif self._reconfiguration is not None and not self.joined:
+                for event in self._session.has_begun(message.run):
+                    self._on_event(event, now)
+                self._flush(now)
             if self._reconfiguration is not None:
                 self._reconfiguration.receive(message, now)
             elif not isinstance(message, Bye):

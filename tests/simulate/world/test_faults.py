@@ -123,6 +123,18 @@ def test_a_node_that_nobody_hears_over_a_dead_connection_is_heard_over_another()
     assert members_of(made)[-1] == [0, 1, 2] and made.nodes[0].round == 10 and world.processes[3].dead
 
 
+def test_a_node_that_did_not_hear_the_start_hears_of_the_run_from_the_others() -> None:
+    """Its start is lost, and the node that told it dies: what the links owed it ends with the generation. Nodes 1 and 2
+    are enough to go on, but node 1 waited for the start, and node 2 for node 1."""
+    plan = HalfOpen(source=0, to=1, at_seconds=0.025), Kill(nodes=(0,), at_seconds=0.045)
+    made = Made(make("complete", nodes=3), RULES["full"], rounds=ROUNDS, missing="regroup")
+    link = Link(latency_seconds=0.01, jitter_seconds=0.0)
+    world = made.world(config=CONFIG, limits=Limits(3.0, 20.0, 2, ROUNDS), faults=Faults(links=link, plan=plan))
+    assert world.run(LIMIT) and world.happened["kill"] == world.happened["half_open"] == 1
+    assert [process.error for process in world.lives[1:]] == [None, None]
+    assert all(made.nodes[uid].round == ROUNDS for uid in (1, 2))
+
+
 @pytest.mark.parametrize(("given", "wrong"), [
     ({"do": "kill", "nodes": [1]}, "either at_seconds or at_round"),
     ({"do": "kill", "nodes": [1], "at_seconds": 1, "at_round": 2}, "either at_seconds or at_round"),
