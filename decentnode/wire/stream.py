@@ -70,6 +70,7 @@ class SendStream(Generic[T]):
         if not self.kept or now < self._stuck_at:
             return False
         self._limit, self._progress = 2 * self._limit, now
+        self._quiet_since, self._patience = now, PROBE_SECONDS[0]  # a new connection: it is asked soon what is missing
         return True
 
     @property

@@ -126,6 +126,19 @@ def test_a_connection_that_stays_stuck_is_renewed_less_and_less_often() -> None:
     assert renewed == [STUCK_SECONDS * total for total in (1, 3, 7, 15)]
 
 
+def test_over_a_new_connection_it_is_asked_soon_what_is_missing() -> None:
+    """However long the one before was silent: acknowledgements may get lost as well, and their sender makes a new
+    connection after several probes only."""
+    sender = SendStream[str]()
+    sender.keep("x", 0.0)
+    now = 0.0
+    while not sender.stuck(now):
+        if sender.probe_due(now):
+            sender.probe(now)
+        now += 0.25
+    assert not sender.probe_due(now) and sender.probe_due(now + PROBE_SECONDS[0])
+
+
 def test_at_the_end_a_connection_soon_counts_as_stuck_however_slow_it_was() -> None:
     sender: SendStream[str] = SendStream()
     sender.keep("slow", 0.0)

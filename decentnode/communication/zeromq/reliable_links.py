@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 BULK_KINDS = frozenset(messages.BULK)
 DOUBT_SECONDS = 0.005
 """Least time between two acknowledgements that damaged messages of one peer bring about."""
-PROBES_PER_CONNECTION = 4
+PROBES_PER_CONNECTION = 3
 """Probes of a peer, with nothing of it arriving between them, after which this node's connection to it is renewed."""
 ACK_EVERY = (256, 16)
 """Messages of a plane after which the sender gets an acknowledgement at once; otherwise it comes with the next tick."""

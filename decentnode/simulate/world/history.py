@@ -206,10 +206,9 @@ class History(Witness):
         for uid, edge in transport.links.sender.edges.items():
             held = edge.came - transport.shell.credits.used.get(uid, 0)
             must(held <= window, f"{held} bytes of {uid} are held, with a window of {window}")
-            for sequence in edge.planes[BULK].again:
-                kept = edge.planes[BULK].out.kept.get(sequence)
-                if kept is not None and kept[0][2] is not None:
-                    self.events["resend under lease"] += 1
+        if transport.shell.leased_resends:
+            self.events["resend under lease"] += transport.shell.leased_resends
+            transport.shell.leased_resends = 0
 
     def _count_stages(self) -> None:
         stages = Counter(self._stages[uid] for uid, process in self.world.processes.items()

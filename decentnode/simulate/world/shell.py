@@ -35,6 +35,9 @@ class Shell:
         """The process has ended: nothing comes, and nothing is due any more."""
         self.settled: Callable[[], None] = lambda: None
         """Called after everything that happens to the process."""
+        self.leased_resends = 0
+        """Messages that were sent again from memory that the model may not move back to meanwhile; whoever counts them takes
+        them away."""
         self._calls: deque[Callable[[], None]] = deque()
         self._alarm = Alarm(self.heap, lambda: self.next_deadline, self._tick)
         self._socket = network.attach(self.uid, self._receive, self._writable)
@@ -98,7 +101,11 @@ class Shell:
     # -- the links' port --------------------------------------------------------------------------------------
 
     def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
-        return self.network.send(self.uid, uid, plane, [first] if body is None else [first, body])
+        taken = self.network.send(self.uid, uid, plane, [first] if body is None else [first, body])
+        if taken and isinstance(body, Held):
+            self.leased_resends += uid in body.sent_to
+            body.sent_to.add(uid)
+        return taken
 
     def renew(self, uid: int, plane: int) -> None:
         self.network.renew(self.uid, uid, plane)
@@ -134,6 +141,8 @@ class Held:
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer = buffer
+        self.sent_to: set[int] = set()
+        """Uids."""
 
     def __len__(self) -> int:
         return self.buffer.nbytes

@@ -123,6 +123,15 @@ def test_a_node_that_nobody_hears_over_a_dead_connection_is_heard_over_another()
     assert members_of(made)[-1] == [0, 1, 2] and made.nodes[0].round == 10 and world.processes[3].dead
 
 
+def test_a_cut_and_a_dead_connection_for_acknowledgements_cost_less_than_the_patience_of_a_run() -> None:
+    """What was lost in the cut is asked for, and the answers get lost in a connection that nothing else is sent over:
+    its owner makes another one after some probes, and these came every 5 seconds."""
+    plan = Cut(sides=((0, 1), (2, 3, 4)), at_seconds=0.85, seconds=8.0), HalfOpen(source=2, to=1, at_seconds=5.13)
+    _, world = world_with(*plan, missing="fail")
+    assert world.run(LIMIT) and world.happened["half_open"] == 1
+    assert not any(process.error for process in world.lives)
+
+
 def test_a_node_that_did_not_hear_the_start_hears_of_the_run_from_the_others() -> None:
     """Its start is lost, and the node that told it dies: what the links owed it ends with the generation. Nodes 1 and 2
     are enough to go on, but node 1 waited for the start, and node 2 for node 1."""
