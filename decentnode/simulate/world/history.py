@@ -1,7 +1,8 @@
 """What happened in a run, and what must hold in it at all times.
 
 Checked after everything that happens to any process: every payload is mixed as its source published it for that round
-and generation, to the bit; at most one generation is in force in which rounds may begin; every queue keeps its bound.
+and generation, to the bit; a mean over the members is that of what they gave in this generation; at most one generation
+is in force in which rounds may begin; every queue keeps its bound.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ Sent = dict[tuple[Name, int], dict[int, Tensor]]
 """By (generation, round) and uid: the model [P] of a node as it was when the node sent."""
 
 
+MEAN_ERROR = 1e-5
+"""Rounding of a mean in float32, relative to its largest part."""
+
+
 class History(Witness):
     """Of one world."""
 
@@ -90,6 +95,8 @@ class History(Witness):
         """(process, stage): called when a process comes to another stage of membership."""
         self._published: dict[Published, dict[int, Payload]] = {}
         self._newest: dict[int, int] = {}
+        self._parts: dict[tuple[Name, str], dict[int, Tensor]] = defaultdict(dict)
+        """By generation and key of a mean: what each node gave."""
         self._stages: dict[int, str] = {}
 
     def watch(self, world: World) -> None:
@@ -153,6 +160,19 @@ class History(Witness):
                 same = payload.tensors.keys() == said.tensors.keys() and payload.scalars == said.scalars
                 same = same and all(_same(payload.tensors[each], said.tensors[each]) for each in said.tensors)
                 must(same, f"{where} published otherwise")
+
+    def contributed(self, of: Simulated, key: str, tensor: Tensor) -> None:
+        self._parts[of.session.name, key][of.uid] = tensor.detach().double().clone()
+
+    def averaged(self, of: Simulated, key: str, mean: Tensor, contributors: int) -> None:
+        parts = self._parts[of.session.name, key]
+        where = f"node {of.uid} gets the mean {key} of generation {of.session.name[0]}"
+        must(contributors <= len(parts), f"{where} of {contributors} nodes, {len(parts)} of which gave their part")
+        if contributors == len(parts):
+            wanted = torch.stack(list(parts.values())).mean(0)
+            scale = 1.0 + max(float(each.abs().max()) for each in parts.values())
+            must(float((mean.double() - wanted).abs().max()) <= MEAN_ERROR * scale, f"{where} otherwise than it is")
+            self.events["averaged"] += 1
 
     def recorded(self, uid: int, record: Mapping[str, Any]) -> None:
         """A node's record (`Node.record`)."""

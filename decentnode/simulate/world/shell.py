@@ -36,8 +36,8 @@ class Shell:
         self.settled: Callable[[], None] = lambda: None
         """Called after everything that happens to the process."""
         self.leased_resends = 0
-        """Messages that were sent again from memory that the model may not move back to meanwhile; whoever counts them takes
-        them away."""
+        """Messages that were sent again from memory that the model may not move back to meanwhile; whoever counts them
+        takes them away."""
         self._calls: deque[Callable[[], None]] = deque()
         self._alarm = Alarm(self.heap, lambda: self.next_deadline, self._tick)
         self._socket = network.attach(self.uid, self._receive, self._writable)

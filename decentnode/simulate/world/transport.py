@@ -91,6 +91,12 @@ class Witness:
     def arrived(self, of: Simulated, key: Key, arrival: Arrival) -> None:
         """A slice is about to be mixed; called a second time once it was."""
 
+    def contributed(self, of: Simulated, key: str, tensor: Tensor) -> None:
+        """A node gives its part to a mean over all members."""
+
+    def averaged(self, of: Simulated, key: str, mean: Tensor, contributors: int) -> None:
+        """That mean is there."""
+
     def installed(self, of: Simulated, generation: Generation) -> None:
         """A process has put everything of its old generation away for this one."""
 
@@ -137,6 +143,7 @@ class SimulatedMean(Pending):
         yield wait
         assert wait.result is not None
         mean, contributors = wait.result
+        self._of.place.witness.averaged(self._of, self._key, mean.view(self._shape), contributors)
         return mean.view(self._shape), contributors
 
 
@@ -274,6 +281,7 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
         self.facts.raise_if_over()
+        self.place.witness.contributed(self, key, tensor)
         self.collectives.begin_mean(key, own_share(tensor), clock.now())
         return SimulatedMean(self, key, closing, tuple(tensor.shape))
 

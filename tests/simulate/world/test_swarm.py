@@ -13,9 +13,12 @@ import pytest
 
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.zeromq.link_sender import LinkSender
+from decentnode.communication.zeromq.reconfigure import Reconfiguration
 from decentnode.simulate.world.drawn import Run, draw, survive
 from decentnode.wire.membership.leader import Leader
 from decentnode.wire.membership.state import MemberState
+from decentnode.wire.messages import Message
+from decentnode.wire.session import Session
 from tests.conftest import scale
 from tests.simulate.world.swarm import RARE, command
 
@@ -93,10 +96,39 @@ def endless_queue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LinkSender, "takes", lambda _self, _uid: True)
 
 
+def old_messages(patch: pytest.MonkeyPatch) -> None:
+    """Messages of a generation that is over are let in. Payloads among them are refused all the same, as their rounds
+    are over, too; parts of means are not."""
+    belongs = Session.belongs
+
+    def of_any_generation(self: Session, message: Message) -> None:
+        own = self.generation, self.origin
+        self.generation, self.origin = message.generation, message.origin
+        try:
+            belongs(self, message)
+        finally:
+            self.generation, self.origin = own
+
+    patch.setattr(Session, "belongs", of_any_generation)
+
+
+def old_payloads(patch: pytest.MonkeyPatch) -> None:
+    """As `old_messages`; and the next generation begins with the round under way, not behind it."""
+    old_messages(patch)
+
+    def enter(self: Reconfiguration, round: int) -> None:
+        self.facts.raise_if_over()
+        self.begin_at(round)
+
+    patch.setattr(Reconfiguration, "enter", enter)
+
+
 FOUND: dict[Callable[[pytest.MonkeyPatch], None], tuple[range, str]] = {
     late_reader: (range(64, 70), "published otherwise"),
     two_generations: (range(20, 60), "generations are in force"),
     endless_queue: (range(36, 60), "5 payloads wait for"),
+    old_messages: (range(150, 160), "of which gave their part"),
+    old_payloads: (range(12, 20), "published otherwise"),
 }
 """Faults, worlds that show them, and what is said of them then."""
 
