@@ -14,6 +14,7 @@ from decentnode.errors import DecentnodeError, UsageError
 if TYPE_CHECKING:
     from decentnode.experiment import Experiment
     from decentnode.simulate.world.records import Lives
+    from decentnode.simulate.world.replay import ReplayWorld
 
 
 class Differs(DecentnodeError):
@@ -52,7 +53,7 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
     try:
         told = {"run": str(folder), **_checked(experiment, lives)}
         if not only_check:
-            told |= _repeated(experiment, lives)
+            told |= _repeated(experiment, lives, folder)
     except Violation as violation:
         raise Differs(str(violation)) from violation
     click.echo(json.dumps(told) if as_json else _text(told))
@@ -108,7 +109,7 @@ def _checked(experiment: Experiment, lives: Lives) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _repeated(experiment: Experiment, lives: Lives) -> dict[str, Any]:
+def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
     import torch
 
     from decentnode.simulate.world.run_again import run_again
@@ -124,8 +125,29 @@ def _repeated(experiment: Experiment, lives: Lives) -> dict[str, Any]:
         logger.setLevel(level)
     return {
         "compared": found.compared, "rounds": max(process.node.round for process in world.processes.values()),
+        "models": _compared_models(world, folder),
         "skipped": [[life.uid, life.number] for life in found.skipped],
     }  # fmt: skip
+
+
+def _compared_models(world: ReplayWorld, folder: Path) -> int:
+    """How many nodes' models at the end of the run were compared with the replay's: no record has them after the last
+    exchange. Raises Violation."""
+    from safetensors.torch import load_file
+
+    from decentnode.launch.node_files import model_path
+    from decentnode.simulate.world.records import must
+
+    compared = 0
+    for uid, process in world.processes.items():
+        path = model_path(folder, uid)
+        if not path.is_file() or not process.record.ended:
+            continue
+        then, now = load_file(path), process.node.training.model.module.state_dict()
+        others = [name for name, value in now.items() if not then[name].equal(value)]
+        must(not others, f"{path.relative_to(folder)}: node {uid} ended with another {', '.join(others)} in the run")
+        compared += 1
+    return compared
 
 
 def _text(told: dict[str, Any]) -> str:
@@ -137,7 +159,8 @@ def _text(told: dict[str, Any]) -> str:
         f"checked: {told['payloads']:,} payloads were mixed as their sources sent them",
     ]
     if "compared" in told:
-        lines.append(f"repeated: {told['rounds']} rounds, {told['compared']:,} records, all the same")
+        lines.append(f"repeated: {told['rounds']} rounds, {told['compared']:,} records and the models at the end of "
+                     f"{told['models']} nodes, all the same")
     for uid, number in told.get("skipped", []):
         lines.append(f"  not repeated: process {number} of node {uid}, which ended before it took part")
     return "\n".join(lines)

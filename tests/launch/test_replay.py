@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from decentnode.cli import main
 from decentnode.launch.outcome import Outcome
@@ -44,7 +45,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 def test_a_run_without_faults(calm: Outcome) -> None:
     told = repeated(calm)
-    assert told["rounds"] == 8 and told["payloads"] == 4 * 8 * 2 and told["generations"] == 0
+    assert told["rounds"] == 8 and told["payloads"] == 4 * 8 * 2 and told["generations"] == 0 and told["models"] == 4
 
 
 def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
     assert outcome.exit_code == 0, listener.failures
     told = repeated(outcome)
     assert told["processes"] == 6 and not told["skipped"] and told["generations"] >= 2 and told["rounds"] == 30
+    assert told["models"] == 5
     assert len(generations(outcome, 0)) == told["generations"]
 
 
@@ -98,7 +100,7 @@ def test_a_run_that_goes_on_without_a_late_neighbor(tmp_path: Path, rule: str) -
     assert outcome.run_dir is not None
     assert any(record.get("round") == ROUND and UID in record.get("missing", ()) for _, record in witness.records)
     told = repeated(outcome)
-    assert told["payloads"] < 4 * 12 * 2
+    assert told["payloads"] < 4 * 12 * 2 and told["models"] == 4
 
 
 @MORE
@@ -135,6 +137,14 @@ def test_a_difference_is_named_with_node_and_round(calm: Outcome, tmp_path: Path
     assert "nodes/000/events.jsonl" in found.output or "nodes/002/events.jsonl" in found.output
     assert "round 5: it mixed" in found.output
     assert "of node 1, which sent it in that round 0000000000000000" in found.output
+
+
+def test_other_models_at_the_end_are_a_difference(calm: Outcome, tmp_path: Path) -> None:
+    folder = changed(calm, tmp_path, lambda lines: lines)
+    path = folder / "models" / "002.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+    found = replay(folder)
+    assert found.exit_code == 1 and "models/002.safetensors: node 2 ended with another" in found.output
 
 
 @pytest.mark.parametrize(("change", "said"), [

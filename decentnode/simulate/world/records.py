@@ -96,6 +96,8 @@ class Life:
     events: list[Event] = field(default_factory=list)
     cursor: int = 0
     """How many of `events` were replayed."""
+    ended: bool = False
+    """Whether the node came to the end of the run, or to the end that a stop gave it."""
 
     @property
     def next(self) -> Event | None:
@@ -158,6 +160,8 @@ def _read(path: Path, uid: int) -> list[Life]:
             kind = found.pop("kind")
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a process was killed while it wrote
+        if kind in ("finished", "stopped") and lives:
+            lives[-1].ended = True
         if kind not in HISTORY:
             continue
         time = found.pop("time", 0.0)

@@ -323,6 +323,8 @@ class Outcome:
 class ReplayWorld(World):
     """The nodes of a run, once more."""
 
+    processes: dict[int, ReplayedProcess]  # type: ignore[assignment]
+
     def __init__(self, setting: Setting, make_node: MakeNode, lives: Lives) -> None:
         super().__init__(setting, make_node)
         self.record, self.taken = lives, takers(lives)
@@ -354,7 +356,7 @@ class ReplayWorld(World):
 
     def _rests(self) -> bool:
         entered = all(life.next is not event for life, event in self._entering)
-        return entered and all(process.resting for process in self.processes.values())  # type: ignore[attr-defined]
+        return entered and all(process.resting for process in self.processes.values())
 
     def _enterers(self, name: Name) -> list[tuple[Life, Event]]:
         """Whose nodes entered this generation, and have not in the replay."""
@@ -410,7 +412,7 @@ class ReplayWorld(World):
     def _stuck(self) -> str:
         told = [
             f"node {process.uid} after round {process.node.round}, {process.node.doing}: {type(process.wait).__name__}"
-            for process in self.processes.values() if not process.resting  # type: ignore[attr-defined]
+            for process in self.processes.values() if not process.resting
         ]  # fmt: skip
         if not told:
             told = [f"{place_of(life, event)}: it does not enter generation {event.name[0]} as in the run"
