@@ -15,6 +15,7 @@ from decentnode.build import SharedModel, device_of, shared_model
 from decentnode.config.component import load_class
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model
+from decentnode.simulate.forward import random_part
 from decentnode.simulate.jobs import JOBS
 from decentnode.simulate.row_processes import RowProcesses, can_fork, parts_together, shared_like
 from decentnode.training import TRAININGS
@@ -55,6 +56,9 @@ class Population:
             for uid in range(self.num_nodes)
         ]  # fmt: skip
         model = self.model
+        if not random_part(model.module):
+            for each in self.trainings:
+                each.draws = False
         self.num_parameters = model.num_parameters
         unit = ALIGNED_BYTES // model.parameters.element_size()
         width = -(-self.num_parameters // unit) * unit

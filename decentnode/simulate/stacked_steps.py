@@ -101,6 +101,7 @@ class StackedSteps(Steps):
         directions: list[Direction] | None, first: int,
     ) -> Tensor:
         """Make one step of a block. Returns the summed losses [n] of its nodes, float64 on the CPU."""
+        chosen = chosen[:, : counts.max()]  # where all are short, none is filled up, and the bits are those of a node
         rows = leaf.detach()
         parts = [view.detach().requires_grad_() for view in self.population.views(rows)]
         losses, means = self._losses_of(parts, chosen, counts)

@@ -66,6 +66,8 @@ class Training(Component, abc.ABC):
     evaluated: tuple[EvaluatedSplit, ...] = (EvaluatedSplit(),)
     """The first are the test samples."""
     keep_gradient: bool = False
+    draws: bool = True
+    """Whether steps may draw from torch's generator, which is then seeded in every round."""
 
     @classmethod
     def variants(cls, config: Any) -> tuple[Variant, ...]:  # noqa: ARG003

@@ -157,7 +157,8 @@ class Supervised(Training):
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         """direction is applied in every step, to the gradient as clipping leaves it, before the optimizer sees it."""
-        seed_torch(rng.torch_seed(self._seed, self._uid, "training", round), self.model.device)
+        if self.draws:
+            seed_torch(rng.torch_seed(self._seed, self._uid, "training", round), self.model.device)
         if self.config.reset_optimizer:
             # Some optimizers (Adagrad) make their state when they are made: a fresh one's state, not an empty one.
             self._optimizer.state = make_optimizer(self.config.optimizer, self._parameters).state

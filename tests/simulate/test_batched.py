@@ -149,13 +149,17 @@ def test_the_rules_with_a_form_for_all_nodes_at_once() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_with_such_a_form_gives_the_models_of_stepped_nodes(rule: str) -> None:
-    engine = compare(experiment(f"sharing={rule}"), "layers")
+    # The mean of these two goes on as it went: a rounding of a step, which a batch that is filled up has, is added in
+    # every later round, and 200 rounds come to 7e-5.
+    whole = ["training.drop_last=true"] if rule in ("d2", "exact_diffusion") and ROUNDS > 20 else []
+    engine = compare(experiment(f"sharing={rule}", *whole), "layers")
     assert engine.exchange.name == "stacked"
 
 
 @pytest.mark.parametrize("rule", ["choco", "leader", "topk", "powergossip"])
 def test_other_rules_are_mixed_row_by_row_in_the_same_run(rule: str) -> None:
-    engine = compare(experiment(f"sharing={rule}"), "layers")
+    # A few rounds: what the largest entries are, or the sign of one, turns the last bit of a model into more.
+    engine = compare(experiment(f"sharing={rule}", "node.rounds=6"), "layers")
     assert engine.exchange.name == "rows" and rule in engine.rows_because
 
 
@@ -193,6 +197,15 @@ def test_blocks_of_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert whole.found is not None and blocks.found is not None
     for one, other in zip(whole.found.figures, blocks.found.figures, strict=True):
         close(one, other)
+
+
+def test_a_last_batch_that_is_short_for_all_nodes_has_the_bits_of_stepped_nodes() -> None:
+    config = experiment("node.rounds=12", "sharing=d2", "data={name: synthetic, input_shape: [64], "
+                        "train_samples: 70, test_samples: 9, partition: iid}")  # fmt: skip
+    nodes, _ = stepped(config)
+    engine, _ = batched(config, "layers")
+    for node, row in zip(nodes, engine.population.parameters, strict=True):
+        assert torch.equal(row, node.training.model.parameters)
 
 
 class Peculiar(D2):
