@@ -4,7 +4,8 @@
 local step and one mixing of one node. `engine` is whole rounds of the engine batched with its records written to files,
 `steps` its local steps alone, `W X` its mixing alone, `rest` what is neither. Beside it in the same run, in turns:
 `vmap`, a bare loop of torch.func.vmap(grad) and plain SGD over the stacked parameters; `bare`, a bare loop of forward,
-backward and SGD, one process per core.
+backward and SGD, one process per core. Behind the node-updates per second of wall-clock time are those per second of
+CPU, of all processes: on a busy machine the ones to compare.
 
 --gossipy PATH: folders, with colons between them, that hold the package gossipy and what it imports.
 """
@@ -19,9 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from common import cores, machine
 
@@ -72,8 +75,8 @@ class Engine:
         torch.set_num_threads(self.threads)
         self._sink.take_round(self.engine.step())
 
-    def parts(self, seconds: float) -> tuple[float, float]:
-        """Seconds of a round's local steps alone, and of W X alone."""
+    def parts(self, seconds: float) -> tuple[Cost, Cost]:
+        """What a round's local steps alone cost, and W X alone."""
         torch.set_num_threads(self.threads)
         exchange, at = self.engine.exchange, self.engine.round
         assert isinstance(exchange, StackedExchange)
@@ -84,14 +87,29 @@ class Engine:
         return rate(lambda: self.engine.steps.run(at), seconds), mixing
 
 
-def rate(work: Callable[[], object], seconds: float) -> float:
-    """Returns the mean seconds of `work`, called for so long."""
+@dataclass(frozen=True)
+class Cost:
+    """What one round of all nodes takes."""
+
+    seconds: float
+    cpu: float
+    """Seconds of CPU of all processes that compute it."""
+
+
+def cpu_seconds() -> float:
+    """Returns the seconds of CPU of this process and those that it started, with the forks of the engine."""
+    own = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+
+
+def rate(work: Callable[[], object], seconds: float) -> Cost:
+    """Returns the mean cost of `work`, called for so long."""
     work()
-    count, started = 0, time.perf_counter()
+    count, started, before = 0, time.perf_counter(), cpu_seconds()
     while (taken := time.perf_counter() - started) < seconds or not count:
         work()
         count += 1
-    return taken / count
+    return Cost(taken / count, (cpu_seconds() - before) / count)
 
 
 def vmap_loop(case: str) -> Callable[[], object] | None:
@@ -139,38 +157,38 @@ def bare_share(case: str, nodes: int, seconds: float, ready: Any, results: Any) 
 
     work()
     ready.wait(120)
-    results.put(nodes / rate(work, seconds))
+    found = rate(work, seconds)
+    results.put((found.seconds, found.cpu))
 
 
-def bare_rate(case: str, seconds: float) -> float:
-    """Node-updates per second of the bare loop on all cores."""
+def bare_cost(case: str, seconds: float) -> Cost:
+    """What a round of all nodes costs in the bare loop on all cores."""
     context = multiprocessing.get_context("spawn")
     ready, results = context.Barrier(cores()), context.Queue()
     started = [context.Process(target=bare_share, args=(case, NODES // cores(), seconds, ready, results))
                for _ in range(cores())]  # fmt: skip
     for process in started:
         process.start()
-    found = sum(results.get(timeout=300) for _ in started)
+    found = [Cost(*results.get(timeout=300)) for _ in started]
     for process in started:
         process.join(60)
-    return found
+    updates = sum(NODES // cores() / each.seconds for each in found)
+    return Cost(NODES / updates, sum(each.cpu for each in found))
 
 
-def gossipy_rate(case: str, path: str, seconds: float) -> float:
-    """Node-updates per second that the package gossipy makes; 0 for a model that it has not."""
-    if case == "gn_lenet":
-        return 0.0
+def gossipy_cost(case: str, path: str, seconds: float) -> Cost:
+    """What a round of all nodes costs the package gossipy, which has no GN-LeNet."""
     words = [sys.executable, str(HERE / "beside_gossipy.py"), path, case, str(NODES), str(BATCH), str(seconds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise SystemExit(f"gossipy did not run:\n{done.stderr[-2000:]}")
-    return float(done.stdout.split()[-1])
+    return Cost(*(NODES / float(each) for each in done.stdout.split()[-2:]))
 
 
 def measure(case: str, turns: int, seconds: float, gossipy: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine, loop = Engine(case, Path(folder)), vmap_loop(case)
-        found: dict[str, list[float]] = {name: [] for name in ("engine", "steps", "W X", "vmap", "bare", "gossipy")}
+        found: dict[str, list[Cost]] = {name: [] for name in ("engine", "steps", "W X", "vmap", "bare", "gossipy")}
         for _ in range(turns):
             found["engine"].append(rate(engine.round, seconds))
             for name, each in zip(("steps", "W X"), engine.parts(seconds / 2), strict=True):
@@ -178,19 +196,29 @@ def measure(case: str, turns: int, seconds: float, gossipy: str) -> None:
             if loop is not None:
                 torch.set_num_threads(cores())
                 found["vmap"].append(rate(loop, seconds))
-            found["bare"].append(NODES / bare_rate(case, seconds))
+            found["bare"].append(bare_cost(case, seconds))
             if gossipy and case != "gn_lenet":
-                found["gossipy"].append(NODES / gossipy_rate(case, gossipy, seconds))
+                found["gossipy"].append(gossipy_cost(case, gossipy, seconds))
         engine.engine.population.close()
-    medians = {name: statistics.median(each) for name, each in found.items() if each}
-    print(f"{NAMES[case]}: {engine.reason}")
-    whole = medians["engine"]
-    rest = max(0.0, whole - medians["steps"] - medians["W X"]) / whole
-    for name, each in medians.items():
-        beside = statistics.median(a / b for a, b in zip(found[name], found["engine"], strict=True))
-        share = "" if name in ("engine", "steps", "W X") else f"; engine / {name}: {beside:.2f}"
-        print(f"  {name:8} {NODES / each:10,.0f} node-updates/s  {1e3 * each:8.3f} ms per round of {NODES}{share}")
-    print(f"  W X is {medians['W X'] / whole:.1%} of a round, the rest {rest:.1%}", flush=True)
+    show(case, engine.reason, {name: each for name, each in found.items() if each})
+
+
+def show(case: str, reason: str, found: dict[str, list[Cost]]) -> None:
+    print(f"{NAMES[case]}: {reason}")
+    for name, each in found.items():
+        seconds, cpu = (statistics.median(values) for values in zip(*((one.seconds, one.cpu) for one in each),
+                                                                    strict=True))  # fmt: skip
+        share = ""
+        if name not in ("engine", "steps", "W X"):
+            pairs = [*zip(each, found["engine"], strict=True)]
+            share = (f"; engine / {name}: {statistics.median(a.seconds / b.seconds for a, b in pairs):.2f}, by CPU "
+                     f"{statistics.median(a.cpu / b.cpu for a, b in pairs):.2f}")  # fmt: skip
+        print(f"  {name:8} {NODES / seconds:10,.0f} node-updates/s, {NODES / cpu:9,.0f} per s of CPU; "
+              f"{1e3 * seconds:8.3f} ms per round of {NODES}{share}")  # fmt: skip
+    parts = [*zip(found["engine"], found["steps"], found["W X"], strict=True)]
+    rest = statistics.median(max(0.0, 1 - (steps.cpu + mixing.cpu) / whole.cpu) for whole, steps, mixing in parts)
+    mixed = statistics.median(mixing.cpu / whole.cpu for whole, _, mixing in parts)
+    print(f"  by CPU: W X is {mixed:.1%} of a round, the rest {rest:.1%}", flush=True)
 
 
 def main() -> None:
