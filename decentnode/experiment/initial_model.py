@@ -38,7 +38,9 @@ def make_model(experiment: Experiment, data: DataSpec) -> nn.Module:
     Raises UsageError where the weights to start from are not those of this model.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng.torch_seed(experiment.seed, rng.GLOBAL, "initial model"))
+        seed = rng.torch_seed(experiment.seed, rng.GLOBAL, "initial model")
+        # where there is no other device, torch.manual_seed takes a millisecond to note that for each kind of device
+        (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
         module = make_module(experiment, data)
     init = getattr(experiment.model, "init", None)
     if init is not None:
