@@ -10,6 +10,7 @@ import json
 import select
 import threading
 from collections import deque
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 
 from decentnode.launch.messages import KINDS, ChildMessage, NodesAbsent, Progress
@@ -57,6 +58,16 @@ class Pipe:
                 self.dropped += 1
             else:
                 self._waiting.append(_encode(message))
+
+    def send_all(self, messages: Iterable[ChildMessage], timeout_seconds: float) -> None:
+        """Send messages after which nothing else may be sent for long, so that none may be left waiting for that.
+        Blocking until the reader has taken most of them, for so long at most.
+
+        Raises OSError when the other end is gone.
+        """
+        for message in messages:
+            self.send(message)
+        self.flush(timeout_seconds)
 
     def flush(self, timeout_seconds: float | None = 0.0) -> bool:
         """Send the messages that wait. Blocking for at most `timeout_seconds`, with None until the reader has taken

@@ -22,6 +22,7 @@ from decentnode.launch.loading import load_request
 from decentnode.launch.messages import Bound, Closed, Failed, Finished, NodeJoined, Task
 from decentnode.launch.node_files import NodeRecords, Reporter, save_node
 from decentnode.launch.node_process import (
+    PEERS_SECONDS,
     Commands,
     describe_failure,
     give_back_memory,
@@ -70,7 +71,7 @@ class _SeveralNodes:
     """The nodes of one process, from their start to their end."""
 
     def __init__(self, task: Task, channel: Pipe) -> None:
-        self._task, self._send = task, channel.send
+        self._task, self._channel, self._send = task, channel, channel.send
         self._commands = Commands(channel, task.join)
         self._process = SharedProcess(tuple(task.uids))
         self._hosted: dict[int, _Hosted] = {}
@@ -132,11 +133,13 @@ class _SeveralNodes:
                 node.ask_stop()
 
         signal.signal(signal.SIGTERM, stop)
+        bound = []
         for node in nodes:
             with blamed_on(node.uid):
-                bound = node.communication.bind()
-            assert bound is not None, "nodes of several processes listen"
-            self._send(Bound(node.uid, *bound))
+                endpoints_here = node.communication.bind()
+            assert endpoints_here is not None, "nodes of several processes listen"
+            bound.append(Bound(node.uid, *endpoints_here))
+        self._channel.send_all(bound, PEERS_SECONDS)
         endpoints = remote_endpoints(experiment, self._task.machine)
         endpoints |= {int(uid): (control, bulk) for uid, (control, bulk) in self._commands.peers().items()}
         for node in nodes:

@@ -84,3 +84,19 @@ def test_a_reader_that_is_gone_raises_and_ends_every_wait() -> None:
     with pytest.raises(OSError, match=r"Broken pipe|reset"):
         writer.send(PeerFailure(2, ""))
     assert isinstance(ours, Connection)
+
+
+def test_what_is_sent_at_last_does_not_wait_for_a_message_after_it(ends: tuple[Pipe, Pipe]) -> None:
+    """Hundreds of nodes of a process say where they listen, and then wait for an answer."""
+    writer, reader = ends
+    said: list[ChildMessage] = [PeerFailure(number, "x" * 1000) for number in range(KEPT_MESSAGES)]
+    for message in said:
+        writer.send(message)
+    assert writer.waiting, "the pipe takes all of them: this test shows nothing"
+    found: list[ChildMessage] = []
+    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in range(KEPT_MESSAGES + 1)))
+    thread.start()
+    writer.send_all([PeerFailure(-1, "")], 200.0)
+    assert not writer.waiting
+    thread.join(200)
+    assert found == [*said, PeerFailure(-1, "")]
