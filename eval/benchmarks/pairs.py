@@ -3,7 +3,9 @@
 bash eval/bench.sh pairs --before FOLDER [CASE...]: FOLDER is a checkout of the other commit (git worktree add). A pair
 is one run of either, in an order that changes from pair to pair; the ratio is this checkout's median time of a round to
 the other's. Printed are the median ratio and its 95 % interval from order statistics: with 15 pairs, the 4th and the
-12th, whatever the distribution is. The floor, the same local steps without any exchange, is measured beside.
+12th, whatever the distribution is. The floor, the same local steps without any exchange, is measured beside. The cases
+link and ddp run each checkout's own bench of that name: the times to move 100 MB and of half a round trip over each
+transport, and of a step of the wrapper with two ranks; their own ceilings are in their output.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from common import CONFIG, floor_seconds, machine, round_records
@@ -46,10 +50,60 @@ def round_seconds(checkout: Path, overrides: list[str]) -> float:
         )
 
 
+def _output(checkout: Path, script: str, *arguments: str) -> str:
+    command = [sys.executable, f"eval/benchmarks/{script}.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=checkout, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{checkout}: {script} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def link_seconds(checkout: Path) -> dict[str, float]:
+    """Seconds by what was measured of one edge."""
+    scales: dict[str, Callable[[float], float]] = {
+        "GB/s": lambda speed: 0.1 / speed, "ms": lambda ms: ms / 1e3, "us": lambda us: us / 1e6}  # fmt: skip
+    rows = json.loads(_output(checkout, "link", "--json"))["rows"]
+    return {row["what"]: scales[row["unit"]](row["value"]) for row in rows if "against" not in row["what"]}
+
+
+def ddp_seconds(checkout: Path) -> dict[str, float]:
+    """Seconds of a step by model and way, with two ranks."""
+    text = _output(checkout, "ddp", "transformer", "mlp", "--ranks", "2", "--turns", "3")
+    found = re.findall(r"^(transformer|mlp) +2 +(collective|shared_memory) +([\d.]+) ms", text, re.M)
+    return {f"{name}, {way}": float(ms) / 1e3 for name, way, ms in found}
+
+
+OWN_BENCHES: dict[str, Callable[[Path], dict[str, float]]] = {"link": link_seconds, "ddp": ddp_seconds}
+
+
+def told(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} us"
+
+
+def pairs_of_bench(name: str, here: Path, before: Path, pairs: int, as_json: bool) -> None:
+    """Print a row for each figure of a bench of its own."""
+    first, last = interval(pairs)
+    runs: dict[Path, list[dict[str, float]]] = {here: [], before: []}
+    for pair in range(pairs):
+        for checkout in (here, before) if pair % 2 else (before, here):
+            runs[checkout].append(OWN_BENCHES[name](checkout))
+    for what in runs[here][0]:
+        values = {checkout: [run[what] for run in found] for checkout, found in runs.items()}
+        ratios = sorted(a / b for a, b in zip(values[here], values[before], strict=True))
+        if as_json:
+            print(json.dumps({"case": f"{name}: {what}", "ratios": ratios, "this": values[here],
+                              "before": values[before]}))  # fmt: skip
+            continue
+        medians = [told(statistics.median(values[checkout])) for checkout in (before, here)]
+        print(f"{what:44} {medians[0]:>10} {medians[1]:>10} {statistics.median(ratios):6.3f} "
+              f"[{ratios[first]:.3f}, {ratios[last]:.3f}]", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=["lenet-16", "mlp1m-16", "mlp25m-4"],
-                        help=f"any of {', '.join(CASES)}")  # fmt: skip
+                        help=f"any of {', '.join([*CASES, *OWN_BENCHES])}")  # fmt: skip
     parser.add_argument("--before", type=Path, required=True, help="checkout of the other commit")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed on to the runs")
@@ -64,6 +118,9 @@ def main() -> None:
     print(f"{'case':10} {'before':>10} {'this':>10} {'ratio':>6} {'95 % interval':>16} {'floor':>10}")
     first, last = interval(options.pairs)
     for name in options.cases:
+        if name in OWN_BENCHES:
+            pairs_of_bench(name, here, before, options.pairs, options.json)
+            continue
         model, nodes, degree, rounds, *_ = CASES[name]
         overrides = [f"graph={{name: regular, nodes: {nodes}, degree: {degree}}}", f"mapping.nodes_per_machine={nodes}",
                      f"model={model}", f"node.rounds={rounds}", *options.overrides]  # fmt: skip
