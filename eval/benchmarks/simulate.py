@@ -1,4 +1,5 @@
-"""bash eval/bench.sh simulate [--gossipy PATH] [CASE...]: node-updates per second of simulated runs, in turns.
+"""bash eval/bench.sh simulate [--gossipy PATH] [--epfl PATH] [--exo PATH] [CASE...]: node-updates per second of
+simulated runs, in turns.
 
 100 nodes on a random regular graph of degree 4, batch 8, one local step per round, all cores. A node-update is one
 local step and one mixing of one node. `engine` is whole rounds of the engine batched with its records written to files,
@@ -7,7 +8,9 @@ local step and one mixing of one node. `engine` is whole rounds of the engine ba
 backward and SGD, one process per core. Behind the node-updates per second of wall-clock time are those per second of
 CPU, of all processes: on a busy machine the ones to compare.
 
---gossipy PATH: folders, with colons between them, that hold the package gossipy and what it imports.
+--gossipy, --epfl, --exo PATH: folders, with colons between them, that hold gossipy, EPFL's Decentralized Learning
+Simulator or EXO Gym, and what it imports; beside_NAME.py says what of it is run. EXO Gym has a process per node, and
+runs with 8 nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,19 +179,23 @@ def bare_cost(case: str, seconds: float) -> Cost:
     return Cost(NODES / updates, sum(each.cpu for each in found))
 
 
-def gossipy_cost(case: str, path: str, seconds: float) -> Cost:
-    """What a round of all nodes costs the package gossipy, which has no GN-LeNet."""
-    words = [sys.executable, str(HERE / "beside_gossipy.py"), path, case, str(NODES), str(BATCH), str(seconds)]
+PEERS = {"gossipy": (("logistic", "mlp"), NODES), "epfl": (("gn_lenet",), NODES), "exo": (tuple(CASES), 8)}
+"""The other simulators: (cases that they have, nodes they run with)."""
+
+
+def peer_cost(name: str, case: str, path: str, seconds: float) -> Cost:
+    """What as many node-updates as a round of all nodes has cost another simulator."""
+    words = [sys.executable, str(HERE / f"beside_{name}.py"), path, case, str(PEERS[name][1]), str(BATCH), str(seconds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     if done.returncode:
-        raise SystemExit(f"gossipy did not run:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{name} did not run:\n{done.stderr[-2000:]}")
     return Cost(*(NODES / float(each) for each in done.stdout.split()[-2:]))
 
 
-def measure(case: str, turns: int, seconds: float, gossipy: str) -> None:
+def measure(case: str, turns: int, seconds: float, paths: Mapping[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine, loop = Engine(case, Path(folder)), vmap_loop(case)
-        found: dict[str, list[Cost]] = {name: [] for name in ("engine", "steps", "W X", "vmap", "bare", "gossipy")}
+        found: dict[str, list[Cost]] = {name: [] for name in ("engine", "steps", "W X", "vmap", "bare", *PEERS)}
         for _ in range(turns):
             found["engine"].append(rate(engine.round, seconds))
             for name, each in zip(("steps", "W X"), engine.parts(seconds / 2), strict=True):
@@ -197,8 +204,9 @@ def measure(case: str, turns: int, seconds: float, gossipy: str) -> None:
                 torch.set_num_threads(cores())
                 found["vmap"].append(rate(loop, seconds))
             found["bare"].append(bare_cost(case, seconds))
-            if gossipy and case != "gn_lenet":
-                found["gossipy"].append(gossipy_cost(case, gossipy, seconds))
+            for name, path in paths.items():
+                if path and case in PEERS[name][0]:
+                    found[name].append(peer_cost(name, case, path, seconds))
         engine.engine.population.close()
     show(case, engine.reason, {name: each for name, each in found.items() if each})
 
@@ -224,14 +232,15 @@ def show(case: str, reason: str, found: dict[str, list[Cost]]) -> None:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("cases", nargs="*", metavar="CASE", default=[*CASES])
-    arguments.add_argument("--gossipy", default="", metavar="PATH")
+    for name in PEERS:
+        arguments.add_argument(f"--{name}", default="", metavar="PATH")
     arguments.add_argument("--turns", type=int, default=5, metavar="N")
     arguments.add_argument("--rounds-seconds", type=float, default=2.0, metavar="S")
     chosen = arguments.parse_args()
     keep_freed_memory()
     print(machine())
     for case in chosen.cases:
-        measure(case, chosen.turns, chosen.rounds_seconds, chosen.gossipy)
+        measure(case, chosen.turns, chosen.rounds_seconds, {name: getattr(chosen, name) for name in PEERS})
 
 
 if __name__ == "__main__":

@@ -191,7 +191,11 @@ def with_enough_tests(folder: Path) -> Path:
 
 
 def paired_table(folder: Path, seeds: int, more: Sequence[str], store: Store) -> list[list[str]]:
-    """Merged minus centralized by seed, the mean and its 95 % interval (Student's t); an exchange after every step."""
+    """Merged minus centralized by seed, the mean and its 95 % interval (Student's t); an exchange after every step.
+
+    Both let the learning rate fall to zero: at a constant one the centralized model's last steps move it by points.
+    """
+    more = ("training.lr_schedule={name: cosine, T_max: 800, every: step}", *more)
     where = f"data.folder={with_enough_tests(folder)}"
     iid = f"data.partition={PARTITIONS['iid']}"
     pairs = [(Point("cifar_every_step", (where, iid, f"seed={seed}", *more)),
