@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -17,7 +18,7 @@ from decentnode.launch.outcome import Outcome
 from tests.conftest import scale
 from tests.launch.faults import ROUND, UID, experiment
 from tests.launch.test_generations import generations, go_on
-from tests.launch.test_supervisor import SignalsInARun, Witness, faulty, run
+from tests.launch.test_supervisor import Witness, faulty, run
 
 RECORD = {"record": True}
 MORE = pytest.mark.skipif(not scale(0, 1), reason="under --stress")
@@ -103,10 +104,22 @@ def test_a_run_that_goes_on_without_a_late_neighbor(tmp_path: Path, rule: str) -
     assert told["payloads"] < 4 * 12 * 2 and told["models"] == 4
 
 
+class StopsLater(Witness):
+    """Asks the run to stop once some rounds are over."""
+
+    def progress(self, uid: int, record: dict[str, Any]) -> None:
+        super().progress(uid, record)
+        if record.get("round", 0) >= 4 and not self._asked:
+            self._asked = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    _asked = False
+
+
 @MORE
 @pytest.mark.parametrize("missing", ["fail", "regroup"])
 def test_a_run_that_was_stopped(tmp_path: Path, missing: str) -> None:
-    witness = SignalsInARun(signal.SIGINT)
+    witness = StopsLater()
     outcome = run(tmp_path, witness, **faulty("Slow"), run=RECORD,
                   node={"rounds": 2000, "evaluate_every": 3, "missing": missing})  # fmt: skip
     assert outcome.exit_code == 130, witness.failures

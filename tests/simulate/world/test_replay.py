@@ -10,13 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.faults import Faults, Kill, Link
 from decentnode.simulate.world.drawn import LR, ROUNDS, Run, draw
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.quadratic import Quadratic
 from decentnode.simulate.world.records import Event, Life, Lives, Violation, check_generations, check_payloads
 from decentnode.simulate.world.replay import Difference, Outcome, ReplayWorld, setting_of
+from decentnode.wire.generation import Limits
 from tests.conftest import scale
+from tests.graph.contract import make
+from tests.sharing.contract import RULES
+from tests.simulate.world.runs import Made
 
 SEEDS = range(400) if scale(0, 1) else (0, 7, 22, 35, 39, 41, 81, 104, 109, 166)
 """Worlds with all rules of what happens to a missing node, deaths, returns, freezes and cuts between them."""
@@ -110,3 +117,31 @@ def test_records_are_checked_without_a_replay() -> None:
     lives, _, _ = changed("entered", lambda fields: fields.update(members=[0]))
     with pytest.raises(Violation):
         check_generations(lives, min_nodes=2, rounds=ROUNDS)
+
+
+@pytest.mark.parametrize(("missing", "rule"), [("return_weight", "full"), ("regroup", "ac")])
+def test_an_exchange_of_which_a_part_came_is_mixed_as_far_again(missing: str, rule: str) -> None:
+    """A node is killed between the two chunks of its payload."""
+    graph, elements = make("ring", nodes=4), 1 << 19
+    config = ZeroMQConfig.model_validate({
+        "name": "zeromq", "checksum": "xxh3", "chunk_bytes": 1 << 16, "timeout_seconds": 4.0, "suspect_seconds": 2.0,
+    })  # fmt: skip
+    limits = Limits(2.0, 4.0, 3, 3) if missing == "regroup" else None
+    faults = Faults(
+        links=Link(latency_seconds=0.01, jitter_seconds=0.0, bytes_per_second=1e7),
+        plan=(Kill(nodes=(3,), at_seconds=0.73),),
+    )
+    options: dict[str, Any] = {"elements": elements, "rounds": 3, "evaluate_every": 0, "missing": missing}
+    made, history = Made(graph, RULES[rule], **options), History(record=True)
+    world = made.world(history, config=config, limits=limits, faults=faults, compute_seconds=lambda uid, _round: 0.5)
+    history.watch(world)
+    assert world.run(1e4)
+    cut = [event.partly for each in history.lives.values() for life in each for event in life.events
+           if event.kind == "mixed" and event.partly]  # fmt: skip
+    assert cut == [{3: 1 << 18}, {3: 1 << 18}]
+    repeated = Made(graph, RULES[rule], **options)
+    lives = copy.deepcopy(history.lives)
+    ReplayWorld(setting_of(4, config, limits), repeated.make, lives).replay()  # type: ignore[arg-type]
+    for uid in range(3):
+        one, other = (of.nodes[uid].training.model.parameters for of in (made, repeated))
+        assert torch.equal(one, other)
