@@ -90,10 +90,9 @@ def run(graph: str, nodes: int, more: Sequence[str]) -> Reached:
 
 def table(found: Sequence[Reached]) -> str:
     """A table of reStructuredText."""
-    rows = [["graph", "nodes", "consensus distance", "local %", "merged %", "MB per node", "seconds"]]
+    rows = [["graph", "nodes", "consensus distance", "local %", "merged %", "MB per node"]]
     rows += [[LABELS[each.graph], f"{each.nodes:,}", f"{each.distance:.4f}", f"{100 * each.local:.1f}",
-              f"{100 * each.merged:.1f}", f"{each.megabytes:.2f}", f"{each.seconds:.1f}"]
-             for each in found]  # fmt: skip
+              f"{100 * each.merged:.1f}", f"{each.megabytes:.2f}"] for each in found]  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rule = " ".join("=" * width for width in widths)
     lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
