@@ -1,8 +1,8 @@
 """Forks of this process that compute a part of the nodes each, on a core of their own.
 
-Threads do it too, but for small models they pass Python's lock to each other at every operation: two of them make .79
-of the steps of two processes. A fork has all that the nodes are made of, and shares the memory of what nobody writes;
-models lie in memory that all may write.
+Threads do it too, but for small models they pass Python's lock to each other at every operation: two of them needed
+3.9 ms per step of GN-LeNet and 7.1 ms of CPU, one alone 6.6 ms. A fork has all that the nodes are
+made of, and shares the memory of what nobody writes; models lie in memory that all may write.
 """
 
 from __future__ import annotations
