@@ -184,9 +184,9 @@ def events_page() -> str:
     lines = [
         "Events", "======", "",
         "``nodes/000/events.jsonl`` has one line per event: ``time``, ``uid``, ``kind``, ``peer`` (the uid that",
-        f"it concerns, or null) and ``detail``. Of one kind {PER_KIND} are written, those after them are counted. Where",
-        "the run is recorded (``run.record``) there are also those of the end of the table, all of them, with fields of",
-        "their own: :doc:`/howto/replay`.",
+        f"it concerns, or null) and ``detail``. Of one kind {PER_KIND} are written, those after them are counted.",
+        "Where the run is recorded (``run.record``) there are also those of the end of the table, all of them, with",
+        "fields of their own: :doc:`/howto/replay`.",
         "", *table(["kind", "meaning"], rows, [28, 72]),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
