@@ -71,6 +71,7 @@ def test_every_config_of_a_table_runs(path: Path, data: Path, modules: tuple[Mod
         assert {"accuracy": 0 <= known < 0.7, "perplexity": 5 < known < 400, "rmse": 0.5 < known < 1.5}[reached.metric]
 
 
+@pytest.mark.slow
 def test_what_is_written_can_be_learned(data: Path, modules: tuple[ModuleType, ModuleType]) -> None:
     tables = modules[0]
     point = tables.Point("movielens", (*overrides("movielens", data), "node.rounds=60"))

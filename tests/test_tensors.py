@@ -132,6 +132,7 @@ def test_overlapping_parameters_are_made_dense() -> None:
     assert module.weight.flatten().tolist() == list(range(12))
 
 
+@pytest.mark.slow
 def test_kept_memory_is_not_cleared_again() -> None:
     code = """
 import resource, torch

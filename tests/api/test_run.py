@@ -48,6 +48,7 @@ def test_sections_are_merged_key_by_key() -> None:
     assert run.path.parent == Path.cwd() / "runs" / "mine"
 
 
+@pytest.mark.slow
 def test_a_file_a_dict_a_resolved_experiment_and_a_run_are_the_same_experiment() -> None:
     first = here("tiny.yaml", rounds=2)
     for config in (TINY, load("tiny.yaml"), first.path, Experiment.from_yaml(Path("tiny.yaml").read_text())):
@@ -74,6 +75,7 @@ def test_processes_give_the_bits_of_this_process_and_see_what_it_has_now(monkeyp
     assert torch.equal(run.models().state_dict(2)["weight"], same.models().state_dict(2)["weight"])
 
 
+@pytest.mark.slow
 def test_problems_are_those_of_the_command_line_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         here("tiny.yaml", sharing={"name": "chocoo"}, rounds=-1, grap={"nodes": 3})
@@ -205,6 +207,7 @@ def test_ctrl_c_in_a_script_stops_its_processes_too() -> None:
     assert process.returncode, out
 
 
+@pytest.mark.slow
 def test_a_daemonic_process_is_told_how_it_can_run() -> None:
     with script("""
         import multiprocessing, decentnode

@@ -37,6 +37,7 @@ def test_configs_are_run_over_seeds_and_runs_are_read_back(tmp_path: Path) -> No
     assert statistics.fmean(found["accuracy_mean"]) == pytest.approx(float(rows[0]["accuracy_mean"]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_named_with_its_seed(tmp_path: Path) -> None:
     config = tmp_path / "bad.yaml"
     config.write_text("extends: " + str(CONFIGS / "digits_ring_dsgd.yaml") + "\nname: bad\nsharing: {name: nothing}\n")

@@ -69,6 +69,7 @@ def test_wrong_input_ends_with_2_and_advice(arguments: tuple[object, ...], says:
     assert says in run(*arguments, code=2)
 
 
+@pytest.mark.slow
 def test_generate_graph_takes_the_old_flags(tmp_path: Path) -> None:
     for arguments, name in (
         (("-g", "Regular", "-n", "12", "-d", "3", "-s", "7", "-f", "r.edges"), "r.edges"),
@@ -81,6 +82,7 @@ def test_generate_graph_takes_the_old_flags(tmp_path: Path) -> None:
     assert len(read(tmp_path / "5_FullyConnected.edges")[0]) == 4
 
 
+@pytest.mark.slow
 def test_generate_graph_is_seeded_and_explains(tmp_path: Path) -> None:
     for file, seed in (("a.edges", "1"), ("b.edges", "1"), ("c.edges", "2")):
         generate(tmp_path, "-g", "smallworld", "-n", "20", "-k", "2", "-b", ".5", "-s", seed, "-f", file)

@@ -139,6 +139,7 @@ def test_a_run_is_repeated_with_other_values_and_what_follows_from_them(tmp_path
     assert repeated["mapping"] == fresh["mapping"] != first["mapping"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_run_is_wrong_input(tmp_path: Path) -> None:
     code, _, err = decentnode(tmp_path, "run", str(tmp_path))
     assert code == 2 and "no run in" in err

@@ -57,6 +57,7 @@ def test_header_lines_and_closing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_json_stands_alone_on_stdout(tmp_path: Path) -> None:
     config = write(tmp_path)
     code, out, _ = run(tmp_path, "run", config, "--json", "--name", "other", "--seed", "3", "--run-dir", "elsewhere")
@@ -66,12 +67,14 @@ def test_json_stands_alone_on_stdout(tmp_path: Path) -> None:
     assert yaml.safe_load(resolved)["seed"] == 3
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "run", write(tmp_path), "--dry-run")
     assert code == 0, err
     assert "nothing is written" in out and [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_errors_have_their_exit_codes(tmp_path: Path) -> None:
     config = write(tmp_path)
     code, _, err = run(tmp_path, "run", config, "--set", "graph.name=rng")
@@ -122,6 +125,7 @@ def test_no_orphan_survives(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.slow
 def test_a_supervisor_that_is_killed_leaves_no_sockets_and_status_tells_so(frozen: bool) -> None:
     """Also where a node is frozen at that moment, and makes itself known to be gone later than the others."""
     with tempfile.TemporaryDirectory(prefix="dn", dir="/tmp") as name:  # paths of sockets are short

@@ -98,6 +98,7 @@ def _more(terminal: Terminal) -> str:
     return terminal.seen
 
 
+@pytest.mark.slow
 def test_a_single_node_in_a_held_terminal_trains_on(tmp_path: Path) -> None:
     port = free_ports(4)
     sections = slow(40, graph={"name": "ring", "nodes": 2}, mapping={"nodes_per_machine": 2, "base_port": port})
@@ -115,6 +116,7 @@ def test_a_single_node_in_a_held_terminal_trains_on(tmp_path: Path) -> None:
     assert terminal.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_pipe_whose_reader_leaves_ends_nothing(tmp_path: Path) -> None:
     """`decentnode run tiny.yaml | head -1`"""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(slow(30)))

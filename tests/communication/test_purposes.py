@@ -107,6 +107,7 @@ def test_the_key_of_a_mean_says_what_it_is_for() -> None:
     assert purpose_of("generation/model") == purpose_of("cliques/gpus") == "control"
 
 
+@pytest.mark.slow
 def test_what_is_sent_again_is_protocol() -> None:
     elements, rounds = 2 * BLOCK_ELEMENTS, 6
     settings = {"cut_every_bytes": 1 << 20, "cuts": 4}

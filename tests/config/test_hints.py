@@ -120,6 +120,7 @@ def test_a_plain_module_beside_the_file_runs_without_pythonpath(folder: Path) ->
     assert "model    net:Net, 535 parameters" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_module_that_is_nowhere_says_where_it_was_looked_for(folder: Path) -> None:
     done = command(folder, "validate", str(folder / "quickstart.yaml"), "--set", "model={name: nett:Net}")
     assert done.returncode == 2 and f"no module named 'nett'; looked for in {folder} and where Python" in done.stderr

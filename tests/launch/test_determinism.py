@@ -62,6 +62,7 @@ def test_so_do_they_in_sixteen_bits_compiled_with_averages(tmp_path: Path) -> No
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.slow
 def test_two_gloo_cliques_and_two_zeromq_nodes_give_the_models_of_zeromq_alone(tmp_path: Path) -> None:
     mixed = "communication={name: hybrid, same_host: ipc, cliques: [[0, 1], [2, 3]]}"
     edges = "graph={name: complete, nodes: 6}"

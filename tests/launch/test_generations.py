@@ -85,6 +85,7 @@ def test_the_others_finish_without_a_node_that_dies(tmp_path: Path, way: str) ->
     assert any("generation 1: 4 of 5 nodes go on" in text for text in listener.notices)
 
 
+@pytest.mark.slow
 def test_a_node_whose_port_was_taken_meanwhile_does_not_end_the_run(tmp_path: Path) -> None:
     """Node 2 dies, somebody takes its port, and it is started again in vain."""
     first = free_ports(10)
@@ -108,6 +109,7 @@ def test_a_node_whose_port_was_taken_meanwhile_does_not_end_the_run(tmp_path: Pa
     assert "cannot listen on" in outcome.summary["lost"]["2"] and outcome.summary["rounds"] == 30
 
 
+@pytest.mark.slow
 def test_a_node_that_raises_is_left_behind(tmp_path: Path) -> None:
     outcome, _ = go_on(tmp_path, "Raises")
     assert outcome.exit_code == 0
@@ -178,6 +180,7 @@ def test_a_stop_while_a_node_on_its_way_back_never_gets_ready(tmp_path: Path) ->
     assert outcome.summary["members"] == [0, 1, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_does_not_wait_for_a_node_on_its_way_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +227,7 @@ MORE = [(1, "Suspect", "SIGSTOP"), (0, "Prepare", "SIGKILL"), (3, "Promise", "SI
     [*STEPS[2:4], *(pytest.param(*step, marks=pytest.mark.skipif(not scale(0, 1), reason="--stress"))
                     for step in [*STEPS[:2], *STEPS[4:], *MORE])],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_second_node_is_hit_at_a_step_of_the_agreement(
     tmp_path: Path, victim: int, word: str, fault: str
 ) -> None:

@@ -154,6 +154,7 @@ def test_two_machines_train_over_ipv6_by_address_and_by_name(
         assert [process.wait() for process in processes] == [0, 0], "\n".join(outputs)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_loopback_to_its_own_machine_ends_there_at_once(
     named: list[tuple[str, str]], tmp_path: Path
 ) -> None:

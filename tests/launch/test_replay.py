@@ -49,6 +49,7 @@ def test_a_run_without_faults(calm: Outcome) -> None:
     assert told["rounds"] == 8 and told["payloads"] == 4 * 8 * 2 and told["generations"] == 0 and told["models"] == 4
 
 
+@pytest.mark.slow
 def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
     outcome, listener = go_on(tmp_path, "DiesInTheRun", rounds=30, node={"restarts": 1},
                               keys={"pid_file": str(tmp_path / "pid")})  # fmt: skip
@@ -89,6 +90,7 @@ class LetsGo(Witness):
 
 
 @pytest.mark.parametrize("rule", ["full", pytest.param("push_sum", marks=MORE)])
+@pytest.mark.slow
 def test_a_run_that_goes_on_without_a_late_neighbor(tmp_path: Path, rule: str) -> None:
     witness = LetsGo(tmp_path / "file")
     outcome = run(

@@ -94,6 +94,7 @@ def test_a_run_of_processes_goes_on_where_one_process_stopped(tmp_path: Path, ca
     assert found["checkpoints"] == 2 and found["checkpoint_copy_seconds"] > 0 and found["checkpoint_cpu_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_says_why_and_so_does_its_resumption(tmp_path: Path) -> None:
     """By processes and in one, after the same round with the same models."""
     keys = ["node.rounds=60", "node.evaluate_every=1", "node.checkpoint={every: 50, best: accuracy_merged}"]
@@ -208,6 +209,7 @@ def test_another_experiment_is_refused_by_the_names_of_its_keys(tmp_path: Path) 
     folder.done(*same, resume="")
 
 
+@pytest.mark.slow
 def test_other_initial_weights_are_another_experiment(tmp_path: Path) -> None:
     """And a run's folder has the weights that it began with, whatever becomes of the file."""
     def weights(value: float) -> None:

@@ -66,6 +66,7 @@ MORE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", ["full", "gradient_tracking", "choco"])
 @pytest.mark.parametrize("keys", MORE, ids=str)
+@pytest.mark.slow
 def test_with_all_that_training_keeps(tmp_path: Path, keys: dict[str, Any], name: str) -> None:
     training = {**TRAINING, **keys}
     straight = Fleet(tmp_path / "a", RULES[name], training=training).run()

@@ -102,6 +102,7 @@ def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCapt
     assert "a dump could not be written" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path: Path) -> None:
     run = ran(tmp_path, "{name: fft, fraction: 0.2, dump: {scores: true}}")
     shown = CliRunner().invoke(main, ["plot", str(run), "--dumps"], catch_exceptions=False)

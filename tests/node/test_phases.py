@@ -157,6 +157,7 @@ def test_a_stop_ends_all_nodes_between_rounds(transport: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["fail", "return_weight"])
+@pytest.mark.slow
 def test_a_neighbor_that_falls_silent_between_phases(missing: str) -> None:
     records: list[dict[str, Any]] = []
     built = run(Twice, make("complete", nodes=3), 1, "ipc", silent=2, missing=missing, records=records)

@@ -189,6 +189,7 @@ def test_without_a_compiler_there_are_no_loops(monkeypatch: pytest.MonkeyPatch, 
 
 
 @needs_loops
+@pytest.mark.slow
 def test_what_was_compiled_is_kept_where_only_the_user_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls, real = [], native._compile

@@ -24,6 +24,7 @@ def test_ranks_that_differ_are_named(what: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["collective", "auto"])
+@pytest.mark.slow
 def test_a_rank_that_vanishes_is_named(transport: str, tmp_path: Path) -> None:
     results = run_ranks_raw(2, leaving.vanish, transport, str(tmp_path / "noticed"))
     assert not results[0][0] and re.search("PeerLost: rank 0: the exchange of step 2 with rank 1", results[0][1])

@@ -120,6 +120,7 @@ def test_a_run_without_records_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
+@pytest.mark.slow
 def test_pictures_of_several_runs(tmp_path: Path, suffix: str) -> None:
     found, _ = lines([fake_run(tmp_path / name / "r") for name in ("a", "b")])
     target = tmp_path / "deep" / f"two{suffix}"

@@ -61,6 +61,7 @@ def test_many_comparisons_are_corrected() -> None:
     assert holm([0.9, 0.9]) == [1.0, 1.0] and holm([]) == []
 
 
+@pytest.mark.slow
 def test_p_is_rarely_small_where_nothing_differs() -> None:
     rng = np.random.default_rng(0)
     found = [paired(dict(enumerate(rng.normal(size=5))), dict(enumerate(rng.normal(size=5)))) for _ in range(2000)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.graph.contract import make
@@ -9,6 +10,7 @@ from tests.sharing.contract import draw, one_round, rule
 from tests.sharing.helpers import spread
 
 
+@pytest.mark.slow
 def test_powergossip_agrees_on_matrices_and_keeps_the_mean() -> None:
     models = draw(8, 20 * 12 + 7, torch.float64)
     mean = torch.stack(models).mean(0)

@@ -55,6 +55,7 @@ def test_the_published_change(case: tuple[str, int], changes: dict[tuple[str, in
 
 
 @pytest.mark.parametrize("case", OFF, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.mark.slow
 def test_where_links_do_not_explain_it(
     case: tuple[str, int], changes: dict[tuple[str, int], tuple[float, float]]
 ) -> None:

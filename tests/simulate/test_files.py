@@ -84,6 +84,7 @@ def test_files_and_figures_are_those_of_stepped_nodes(tmp_path: Path) -> None:
         assert all((own[key] - value).abs().max() < 1e-5 for key, value in theirs.items()), name
 
 
+@pytest.mark.slow
 def test_a_batched_run_that_diverges_fails_as_a_run_does(tmp_path: Path) -> None:
     outcome, folder, _ = ran(tmp_path, BATCHED, "training.optimizer.lr=1e30")
     assert outcome.exit_code == 6 and outcome.failure is not None

@@ -153,6 +153,7 @@ def test_what_cannot_be_augmented(section: str, problem: str) -> None:
         load(QUICKSTART.parent / "tasks" / "next_character.yaml", ["training.augment={flip: true}"])
 
 
+@pytest.mark.slow
 def test_a_run_repeats_over_every_transport_and_after_a_stop(tmp_path: Path) -> None:
     section = ["training.augment={random_crop: 1, flip: true, cutout: 2}"]
     folder, keep = Folder(tmp_path), "node.checkpoint={every: 3}"

@@ -193,6 +193,7 @@ def test_a_restored_schedule_goes_on_with_the_same_bits(name: str) -> None:
         restored.tick()
 
 
+@pytest.mark.slow
 def test_checking_a_config_does_not_import_the_compiler() -> None:
     code = (
         "import sys; from decentnode.training.supervised_config import SupervisedConfig;"

@@ -74,6 +74,7 @@ faults = st.lists(
 
 @settings(max_examples=scale(60, 2000), deadline=None, derandomize=not scale(0, 1))
 @given(plan=faults, mortal=st.integers(0, 5), seed=st.integers(0, 1 << 20), loss=st.sampled_from([0.0, 0.05, 0.2]))
+@pytest.mark.slow
 def test_whatever_happens_all_that_live_agree_in_the_end(
     plan: list[tuple[str, int, float]], mortal: int, seed: int, loss: float
 ) -> None:

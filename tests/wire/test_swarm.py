@@ -14,6 +14,7 @@ SHARDS, SCHEDULES = scale(2, 20), scale(200, 1000)
 
 
 @pytest.mark.parametrize("number", range(SHARDS))
+@pytest.mark.slow
 def test_at_most_one_generation_is_in_force_and_all_that_live_agree_in_the_end(number: int) -> None:
     assert shard(number * SCHEDULES, SCHEDULES) == []
 
@@ -64,6 +65,7 @@ class NamesRepeat(Membership):
     ("fault", "what"),
     [(CountsDeparted, "too few go on"), (Forgets, "too few go on"), (NamesRepeat, "two generations of one name")],
 )
+@pytest.mark.slow
 def test_the_schedules_find_what_was_wrong_once(fault: type[Membership], what: str) -> None:
     found = (wrong for seed in range(5000) if (wrong := survive(seed, fault)))
     assert any(what in wrong for wrong in found)

@@ -202,6 +202,7 @@ def rounds_of(seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))
+@pytest.mark.slow
 def test_rounds_have_all_payloads_bit_for_bit(first: int) -> None:
     happened: Counter[str] = Counter()
     for seed in range(first, first + PER_CASE):

@@ -62,6 +62,7 @@ def whole_session(seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_CASE))
+@pytest.mark.slow
 def test_sessions_come_through_whatever_breaks(first: int) -> None:
     happened: Counter[str] = Counter()
     for seed in range(first, first + PER_CASE):
