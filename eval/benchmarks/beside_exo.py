@@ -33,10 +33,12 @@ def network(case: str) -> nn.Module:
         return nn.Linear(64, 10)
     if case == "mlp":
         return nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
-    from decentnode.models.gn_lenet import GNLeNet, GNLeNetConfig
+    from decentnode.config.component import load_class
+    from decentnode.models import MODELS
     from decentnode.samples import DataSpec
 
-    return GNLeNet(GNLeNetConfig()).make(DataSpec(SHAPES[case], num_classes=10))
+    kind = load_class(case, MODELS, "model")
+    return kind(kind.Config(name=case)).make(DataSpec(SHAPES[case], num_classes=10))
 
 
 def init_process_group(backend: str, rank: int, world_size: int) -> None:
