@@ -102,6 +102,17 @@ def alone() -> Iterator[None]:
         _own.alone = False
 
 
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """In this block operations of torch are shared among at most so many threads, whichever thread begins them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def threads() -> int:
     """Returns how many threads may share a loop that the calling thread begins."""
     return 1 if getattr(_own, "alone", False) else torch.get_num_threads()

@@ -110,18 +110,16 @@ def _checked(experiment: Experiment, lives: Lives) -> dict[str, Any]:
 
 
 def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
-    import torch
-
+    from decentnode import native
     from decentnode.simulate.world.run_again import run_again
 
-    threads, logger = torch.get_num_threads(), logging.getLogger("decentnode")
-    level = logger.level
+    logger = logging.getLogger("decentnode")
+    level, threads = logger.level, min(int(life.header.get("threads", 1)) for each in lives.values() for life in each)
     logger.setLevel(logging.ERROR)  # nodes say again what they said in the run
-    torch.set_num_threads(min(int(life.header.get("threads", 1)) for each in lives.values() for life in each))
     try:
-        world, found = run_again(experiment, lives)
+        with native.torch_threads(threads):
+            world, found = run_again(experiment, lives)
     finally:
-        torch.set_num_threads(threads)
         logger.setLevel(level)
     return {
         "compared": found.compared, "rounds": max(process.node.round for process in world.processes.values()),

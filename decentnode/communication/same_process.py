@@ -55,6 +55,7 @@ class SameProcessPath(Path):
         receivers = {} if self._process is None else self._process.receivers
         left: list[int] = []
         leases: list[object] | None = None
+        own: dict[str, Tensor] = {}
         copied: dict[str, Tensor] | None = None
         for uid in uids:
             receiver, held = receivers.get(uid), self._held.get(uid, 0)
@@ -65,11 +66,11 @@ class SameProcessPath(Path):
                 continue
             if leases is None:
                 leases = [self.context.lease_of(tensor) for tensor in payload.tensors.values()]
+                own = {name: tensor.detach() for name, tensor in payload.tensors.items()}
             lent = not held and None not in leases
             if not lent and copied is None:
-                copied = {name: tensor.detach().clone() for name, tensor in payload.tensors.items()}
-            tensors = {name: tensor.detach() for name, tensor in payload.tensors.items()} if lent else copied
-            assert tensors is not None
+                copied = {name: tensor.clone() for name, tensor in own.items()}
+            tensors = own if lent or copied is None else copied
             self._held[uid] = held + 1
             self.context.counters.edge(uid).frames_sent += 1
             let_go = self._released(uid, leases if lent else ())

@@ -12,12 +12,11 @@ different steps. The result is a pure function of compressor, fraction and matri
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentnode import user_cache
+from decentnode import native, user_cache
 from decentnode.errors import EnvironmentFault
 from decentnode.graph.base import Graph
 from decentnode.sharing.operator import Operator
@@ -131,7 +130,7 @@ class Search:
         It is a third of omega, the fraction of a normal vector's energy that the operator keeps, times `enough` for
         rules that compress the models themselves.
         """
-        with _one_thread():
+        with native.torch_threads(1), torch.no_grad():
             vector = torch.randn(1, ENTRIES // MODES, generator=torch.Generator().manual_seed(0))
             lost = float((self.operator.compressor()(vector) - vector).square().sum() / vector.square().sum())
         return float(f"{max(0.001, (1 - lost) / 3 * (self.enough if self.common else 1)):.2g}")
@@ -196,7 +195,8 @@ def _sources() -> str:
 def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -> float:
     """Returns the fraction of the distance to the mean that is left after ROUNDS; infinity if it grew beyond LOST."""
     n, compress = len(matrices[0]), search.operator.compressor()
-    with _one_thread():
+    # a pool of threads that is started here would be broken in processes that are forked later
+    with native.torch_threads(1), torch.no_grad():
         draws = torch.Generator().manual_seed(0)
         models = torch.randn(n, max(64, ENTRIES // n), generator=draws)
         models += search.common * torch.randn(1, models.shape[1], generator=draws)
@@ -216,15 +216,3 @@ def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -
 
 def _distance(models: Tensor) -> float:
     return float((models - models.mean(0)).norm())
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Runs torch with one thread: a pool of threads started here would be broken in processes that are forked later."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(threads)

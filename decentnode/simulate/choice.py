@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decentnode import clock
+from decentnode import clock, native
 from decentnode.errors import Diverged
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model
@@ -117,17 +117,16 @@ def timed(experiment: Experiment, name: str) -> dict[Way, float]:
     """Returns the seconds that the local steps of one node and round take by a way, with one thread and, where whole
     operations are shared among cores, with all. Raises Unsuitable. Blocking."""
     workers = workers_for(experiment) if name == "rows" else 1
-    threads, found = torch.get_num_threads(), {}
+    found: dict[Way, float] = {}
     population = Population(experiment, workers, nodes=PROBED_NODES)
     try:
-        torch.set_num_threads(1)
-        steps = WAYS["rows" if name == "stepped" else name](population)
+        with native.torch_threads(1):
+            steps = WAYS["rows" if name == "stepped" else name](population)
         for count in (1, cores()) if name in ("layers", "vmap") and cores() > 1 else (1,):
-            torch.set_num_threads(count)
-            found[Way(name, count)] = _seconds(steps)
+            with native.torch_threads(count):
+                found[Way(name, count)] = _seconds(steps)
         return found
     finally:
-        torch.set_num_threads(threads)
         population.close()
 
 

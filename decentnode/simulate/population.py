@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from decentnode import native
 from decentnode.build import SharedModel, device_of, shared_model
 from decentnode.config.component import load_class
 from decentnode.experiment import Experiment
@@ -118,7 +119,7 @@ class Population:
         self._share()
         if self._processes is None:
             self._processes = RowProcesses(len(self.shared), self._part_of_job)
-        with _one_thread():
+        with native.torch_threads(1):  # every worker has a core
             found = parts_together(self._processes.run(job, argument), self.num_nodes)
         self.release()
         return found
@@ -157,7 +158,7 @@ class Population:
             parts = [self._part(0, work)]
         else:
             self._pool = self._pool or ThreadPoolExecutor(workers, "simulate")
-            with _one_thread():
+            with native.torch_threads(1):  # every worker has a core
                 parts = [done.result() for done in
                          [self._pool.submit(self._part, worker, work) for worker in range(workers)]]  # fmt: skip
         self.release()
@@ -198,14 +199,3 @@ class Population:
                 self.buffers[uid].copy_(model.buffers)
             for own, kept in zip(counts, self.counts, strict=True):
                 kept[uid].copy_(own)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """In this block operations of torch are not shared among cores: every worker has one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from decentnode import clock
+from decentnode import clock, native
 from decentnode.build import build, threads_of
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.errors import UsageError
@@ -39,9 +38,7 @@ def measured_step_seconds(experiment: Experiment) -> float:
     hub = Hub(experiment.make_graph().num_nodes)
     config = InprocConfig.model_validate({"name": "inproc"})
     node = build(experiment, 0, lambda schemas: Inproc(config, uid=0, hub=hub, schemas=schemas))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads_of(experiment, 0))
-    try:
+    with native.torch_threads(threads_of(experiment, 0)):
         node.training.local_update(0)
         found: list[float] = []
         started = clock.now()
@@ -49,8 +46,6 @@ def measured_step_seconds(experiment: Experiment) -> float:
             begun = clock.now()
             node.training.local_update(1 + len(found))
             found.append(clock.now() - begun)
-    finally:
-        torch.set_num_threads(threads)
     return statistics.median(found) / local_steps(experiment)
 
 

@@ -15,7 +15,13 @@ from collections.abc import Mapping
 from decentnode import clock, logs
 from decentnode.communication.waker import Waker
 from decentnode.communication.zeromq.credentials import BulkCredential
-from decentnode.communication.zeromq.node_sockets import Handler, NodeSockets, nothing
+from decentnode.communication.zeromq.node_sockets import (
+    CLOSING_LOOK_SECONDS,
+    JOIN_SECONDS,
+    Handler,
+    NodeSockets,
+    nothing,
+)
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import Security
 from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner
@@ -24,10 +30,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """Longest sleep at the sockets, after which all of them are looked at, whatever they told of or not."""
-CLOSING_LOOK_SECONDS = 0.02
-"""The same of a node that closes, and looks whether it has finished."""
-JOIN_SECONDS = 0.1
-"""How often whoever closes looks whether the thread at the sockets still has time."""
 
 
 class IoThread(NodeSockets, threading.Thread):
@@ -118,13 +120,8 @@ class IoThread(NodeSockets, threading.Thread):
     def _step(self, timeout_seconds: float) -> None:
         """Wait at the sockets for no longer, nor beyond what is due, and take in what is there."""
         now = clock.now()
-        # before the deadline is asked for, so that a thread that changes it meanwhile sees that it has to wake this one
-        self.sleeps_until = math.inf
-        due = min(self._handler.next_deadline, self._noted)
-        if now >= due:
-            self._noted = math.inf
-            with self.lock:
-                self._handler.tick(now)
+        due, ticked = self._tick(now)
+        if ticked:
             timeout_seconds = 0
         elif now >= self._next_look:
             self._next_look = now + LOOK_SECONDS

@@ -42,6 +42,10 @@ out."""
 LINGER_SECONDS = 0.2
 """How long the last messages (a Bye, acknowledgements) have to get into a connection. All else was acknowledged, so
 that no buffer on the way is full; libzmq keeps them for that long where a peer that closed at the same time is gone."""
+CLOSING_LOOK_SECONDS = 0.02
+"""How often a node that closes looks whether it has finished."""
+JOIN_SECONDS = 0.1
+"""How often whoever closes looks whether the thread at the sockets still has time."""
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE, _WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
@@ -205,7 +209,6 @@ class NodeSockets(abc.ABC):
         hosts = {host for pair in endpoints.values() for each in pair if (host := host_of(each))}
         self._by_ipv6.update((host, by_ipv6(found)) for host, found in resolve_all(hosts).items())
 
-
     def _listener(self, plane: int, max_bytes: int) -> zmq.Socket[bytes]:
         security = self._security
         made = connections.listener(
@@ -215,12 +218,16 @@ class NodeSockets(abc.ABC):
         self._look_after(made, lambda: self._receive(plane, made))
         return made
 
-
     def _look_after(self, socket_: zmq.Socket[bytes], take_in: Callable[[], None]) -> None:
         descriptor = int(socket_.getsockopt(zmq.FD))
         self._watched[descriptor] = take_in
         self._register(descriptor)
 
+    def _look_no_more(self, socket_: zmq.Socket[bytes]) -> None:
+        """Undo `_look_after`, before the socket is closed; nothing happens where it is not looked after."""
+        descriptor = int(socket_.getsockopt(zmq.FD))
+        if self._watched.pop(descriptor, None) is not None:
+            self._unregister(descriptor)
 
     def _monitor(self, listener: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         monitor: zmq.Socket[bytes] = listener.get_monitor_socket(BROKEN_HANDSHAKES | zmq.EVENT_DISCONNECTED)
@@ -234,6 +241,18 @@ class NodeSockets(abc.ABC):
         """The node has joined, and hears of handshakes no more."""
         self.joining = False
 
+    def _tick(self, now: float) -> tuple[float, bool]:
+        """Do what is due. Returns when something was due next, and whether that was now."""
+        # before the deadline is asked for, so that a thread that changes it meanwhile sees that it has to tell this one
+        self.sleeps_until = math.inf
+        due = min(self._handler.next_deadline, self._noted)
+        if now < due:
+            return due, False
+        self._noted = math.inf
+        with self.lock:
+            self._handler.tick(now)
+        return due, True
+
     def _catch_up(self) -> bool:
         """Take in messages that were left; whether there were any."""
         left = [plane for plane in self._behind if int(self.listeners[plane].getsockopt(zmq.EVENTS)) & _READABLE]
@@ -241,7 +260,6 @@ class NodeSockets(abc.ABC):
         for plane in left:
             self._receive(plane, self.listeners[plane])
         return bool(left)
-
 
     def _unblock(self) -> None:
         """Sockets that refused a message are the I/O thread's alone until they take messages again."""
@@ -256,13 +274,9 @@ class NodeSockets(abc.ABC):
                     self._release_blocked(uid, plane, sender)
                     break
 
-
     def _release_blocked(self, uid: int, plane: int, sender: zmq.Socket[bytes]) -> None:
         self._blocked.discard((uid, plane))
-        descriptor = int(sender.getsockopt(zmq.FD))
-        if self._watched.pop(descriptor, None) is not None:
-            self._unregister(descriptor)
-
+        self._look_no_more(sender)
 
     def _over(self) -> bool:
         if self._left is None or self._calls:
@@ -270,12 +284,10 @@ class NodeSockets(abc.ABC):
         with self.lock:
             return self._handler.finished() or self._left.over(clock.now())
 
-
     def _run_calls(self) -> None:
         while self._calls:
             with self.lock:
                 self._calls.popleft()()
-
 
     def _receive(self, plane: int, listener: zmq.Socket[bytes]) -> None:
         secure = self._security is not None
@@ -297,7 +309,6 @@ class NodeSockets(abc.ABC):
                 break
         self._behind.add(plane)
 
-
     def _hear(self, monitor: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
@@ -306,7 +317,6 @@ class NodeSockets(abc.ABC):
                 if event["event"] != zmq.EVENT_DISCONNECTED:
                     kind, detail = "handshake_failed", connections.WHY_BROKEN.get(int(event["value"]), "")
                 self._handler.connection_event(kind, at, detail)
-
 
     def _watch_sender(self, uid: int, plane: int, monitor: zmq.Socket[bytes]) -> None:
         """Hear how connections to a peer fare."""
@@ -322,10 +332,8 @@ class NodeSockets(abc.ABC):
             if broken and self._by_credential(plane):
                 self._handler.disconnected(uid, plane)
 
-
     def _by_credential(self, plane: int) -> bool:
         return plane == BULK and self._security is not None and self._security.bulk_needs_credential
-
 
     def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
         """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later."""
@@ -345,7 +353,6 @@ class NodeSockets(abc.ABC):
             return False
         return True
 
-
     def renew(self, uid: int, plane: int) -> None:
         """With `lock` held: give the connection up, with what is under way; the next message makes a new one.
 
@@ -358,12 +365,9 @@ class NodeSockets(abc.ABC):
             self._release_blocked(uid, plane, sender)
         monitor = self._sender_monitors.pop((uid, plane), None)
         if monitor is not None:
-            descriptor = int(monitor.getsockopt(zmq.FD))
-            del self._watched[descriptor]
-            self._unregister(descriptor)
+            self._look_no_more(monitor)
             connections.end_monitor(sender, monitor)
         sender.close(linger=0)
-
 
     def _connect(self, uid: int, plane: int) -> zmq.Socket[bytes]:
         at, security = self.endpoints[uid][plane], self._security
@@ -381,7 +385,6 @@ class NodeSockets(abc.ABC):
         sender.connect(at)
         self._senders[uid, plane] = sender
         return sender
-
 
     def _release(self) -> None:
         left = 0.0 if self._left is None else max(0.0, self._left.seconds)

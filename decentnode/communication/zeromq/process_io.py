@@ -22,7 +22,13 @@ from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.waker import Waker
 from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.communication.zeromq.link_state import BULK, Body
-from decentnode.communication.zeromq.node_sockets import RECEIVE_BURST, Handler, NodeSockets
+from decentnode.communication.zeromq.node_sockets import (
+    CLOSING_LOOK_SECONDS,
+    JOIN_SECONDS,
+    RECEIVE_BURST,
+    Handler,
+    NodeSockets,
+)
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import Security
 
@@ -31,12 +37,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 4.0
 """Time after which all sockets are looked at, whatever they told of or not: there are many, and each look takes
 microseconds."""
-CLOSING_LOOK_SECONDS = 0.02
-"""How often nodes that close look whether they have finished."""
 CLOSE_SECONDS = 2.0
 """How long the thread may take to end."""
-JOIN_SECONDS = 0.1
-"""How often whoever closes a node's sockets looks whether the thread at them still has time."""
 INSIDE_MESSAGES = 2000
 """Messages of the process's other nodes that wait for one node: as many as between two sockets."""
 
@@ -146,13 +148,8 @@ class HostedSockets(NodeSockets):
         if self._blocked:
             with self.lock:
                 self._unblock()
-        # before the deadline is asked for, so that a thread that changes it meanwhile sees that it has to tell the loop
-        self.sleeps_until = math.inf
-        due = min(self._handler.next_deadline, self._noted)
-        if now >= due:
-            self._noted = math.inf
-            with self.lock:
-                self._handler.tick(now)
+        due, ticked = self._tick(now)
+        if ticked:
             due = self._handler.next_deadline
         return due, more or bool(self._inside) or bool(self._calls) or due <= now
 
