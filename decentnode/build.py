@@ -25,6 +25,7 @@ from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
 from decentnode.tensors import FlatModel
 from decentnode.training import TRAININGS
+from decentnode.wire.generation import Limits
 
 MakeCommunication = Callable[[tuple[Schema, ...]], Communication]
 
@@ -208,3 +209,10 @@ def step_all(nodes: list[Node], rounds: int | None = None) -> None:
 
 
 _END = object()
+
+
+def limits_of(experiment: Experiment) -> Limits:
+    """Returns when a node counts as gone, and how many nodes it takes to go on without it."""
+    config, node = experiment.communication, experiment.node
+    least = node.min_nodes or experiment.make_mapping().num_nodes // 2 + 1
+    return Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds)

@@ -99,13 +99,13 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
 
 
 def _checked(experiment: Experiment, lives: Lives) -> dict[str, Any]:
+    from decentnode.build import limits_of
     from decentnode.simulate.world.records import check_generations, check_payloads
 
-    node = experiment.node
-    least = node.min_nodes or len(lives) // 2 + 1
+    limits = limits_of(experiment)
     return {
         "nodes": len(lives), "processes": sum(map(len, lives.values())), "payloads": check_payloads(lives),
-        "generations": check_generations(lives, min_nodes=least, rounds=node.rounds),
+        "generations": check_generations(lives, min_nodes=limits.min_nodes, rounds=limits.rounds),
     }  # fmt: skip
 
 

@@ -164,10 +164,13 @@ class HuggingFace(Dataset):
     def _task_of(self) -> str:
         if self._target is None:
             return "next_token"
-        train = self._splits["train"]
-        named = getattr(train.features[self._target], "num_classes", None)
-        numbers = named is None and np.array(train[:1][self._target]).dtype.kind == "f"
-        return "regression" if numbers else "classification"
+        numbers = np.array(self._splits["train"][:1][self._target]).dtype.kind == "f"
+        return "regression" if numbers and self._named_classes is None else "classification"
+
+    @property
+    def _named_classes(self) -> int | None:
+        """How many classes the target's type has; None where it says nothing of them."""
+        return getattr(self._splits["train"].features[self._target], "num_classes", None)
 
     def _parts(self, classes: int | None = None) -> Iterator[tuple[np.ndarray, list[Any], np.ndarray, np.ndarray]]:
         """Yields which samples are tested on [n], inputs, targets [n] and owners [n], some at a time. Raises
@@ -198,7 +201,7 @@ class HuggingFace(Dataset):
 
     def _classes(self) -> int:
         """As the column's type says, else the highest training label + 1."""
-        known = getattr(self._splits["train"].features[self._target], "num_classes", None)
+        known = self._named_classes
         if known is None:
             known = max(int(targets[~tested].max(initial=0)) for tested, _, targets, _ in self._parts()) + 1
         return int(known)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from decentnode import clock, logs
-from decentnode.build import build, device_of
+from decentnode.build import build, device_of, limits_of
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import BindPlan, Schema, TransportParts
@@ -48,7 +48,6 @@ from decentnode.launch.run_dir import node_dir
 from decentnode.mapping.hosts import endpoint
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
-from decentnode.wire.generation import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -140,13 +139,6 @@ def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence
     place = experiment.make_mapping().place(uid)
     ipc = Path(socket_dir) if experiment.communication.unix_sockets and socket_dir else None
     return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port, again=tuple(again))
-
-
-def limits_of(experiment: Experiment) -> Limits:
-    """Returns when a node counts as gone, and how many nodes it takes to go on without it."""
-    config, node = experiment.communication, experiment.node
-    least = node.min_nodes or experiment.make_mapping().num_nodes // 2 + 1
-    return Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds)
 
 
 def transport_maker(

@@ -80,9 +80,9 @@ def _add(digest: Digest, payload: Payload) -> None:
 class ExchangeRecord:
     """What of one exchange was mixed so far."""
 
-    def __init__(self, round: int, channel: int) -> None:
+    def __init__(self, tell: Tell, round: int, channel: int) -> None:
         """channel: tells the exchanges of one round apart."""
-        self.round, self.channel = round, channel
+        self._tell, self.round, self.channel = tell, round, channel
         self.stop = 0
         """So many elements are in the model already, where slices are mixed into it one after the other."""
         self._digests: dict[int, Digest] = {}
@@ -120,6 +120,24 @@ class ExchangeRecord:
             found["total"] = self._total.value
         return found
 
+    def over(
+        self, missing: Collection[int], departed: Collection[int], undelivered: Collection[int],
+        refused: Collection[int] = (),
+    ) -> None:
+        """The exchange is over. missing: sources of which nothing came, or not all; departed: those among them that
+        were not waited for; undelivered: neighbors that certainly got nothing; refused: sources whose payload could not
+        be read."""
+        found = self.fields({*missing, *refused})
+        if refused:
+            found["partly"] = {uid: each for uid, each in found.get("partly", {}).items() if int(uid) not in refused}
+        lists = {"missing": {*missing, *refused}, "departed": {*departed, *refused}, "undelivered": undelivered}
+        self._tell("mixed", {**found, **{name: sorted(uids) for name, uids in lists.items() if uids}})
+
+    def broken_off(self) -> None:
+        """The generation ended while the exchange was under way."""
+        if self.stop:
+            self._tell("broken_off", {**self.fields(), "stop": self.stop})
+
 
 class History:
     """Makes the records of one node. Used by its training thread."""
@@ -140,25 +158,7 @@ class History:
                 known[id(payload)] = digest_of(payload)
             to[str(uid)] = known[id(payload)]
         self._tell("sent", {"round": round, "channel": channel, "to": to})
-        return ExchangeRecord(round, channel)
-
-    def mixed(
-        self, exchange: ExchangeRecord, missing: Collection[int], departed: Collection[int],
-        undelivered: Collection[int], refused: Collection[int] = (),
-    ) -> None:
-        """An exchange is over. missing: sources of which nothing came, or not all; departed: those among them that were
-        not waited for; undelivered: neighbors that certainly got nothing; refused: sources whose payload could not be
-        read."""
-        found = exchange.fields({*missing, *refused})
-        if refused:
-            found["partly"] = {uid: each for uid, each in found.get("partly", {}).items() if int(uid) not in refused}
-        lists = {"missing": {*missing, *refused}, "departed": {*departed, *refused}, "undelivered": undelivered}
-        self._tell("mixed", {**found, **{name: sorted(uids) for name, uids in lists.items() if uids}})
-
-    def broken_off(self, exchange: ExchangeRecord) -> None:
-        """A generation ended while an exchange was under way."""
-        if exchange.stop:
-            self._tell("broken_off", {**exchange.fields(), "stop": exchange.stop})
+        return ExchangeRecord(self._tell, round, channel)
 
     def averaging(self, key: str) -> None:
         """The node is about to give its part to a mean over all nodes."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from decentnode.communication.base import Arrival, AveragingGroup, Exchange
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
-from decentnode.metrics.history import ExchangeRecord, History
+from decentnode.metrics.history import ExchangeRecord
 from decentnode.node.schedule import Schedule
 from decentnode.payload import Payload
 
@@ -23,7 +23,6 @@ class BufferExchange:
         self._averaged = averaged
         self._exchange: Exchange | None = None
         self._record: ExchangeRecord | None = None
-        self._history: History | None = None
 
     def send(self, view: RoundView, schedule: Schedule) -> Steps[None]:
         """Begin the exchange of the model's buffers, in a phase after those of the rule, as steps."""
@@ -34,9 +33,9 @@ class BufferExchange:
         outgoing = dict.fromkeys(view.neighbors, payload)
         group = AveragingGroup(view.averaging, payload) if schedule.averaging_groups and view.averaging else None
         channel = schedule.buffer_channel
-        self._history = schedule.communication.history
-        if self._history is not None:
-            self._record = self._history.sent(view.round, channel, outgoing)
+        history = schedule.communication.history
+        if history is not None:
+            self._record = history.sent(view.round, channel, outgoing)
         self._exchange = yield from schedule.communication.exchange_steps(
             view.round, outgoing, view.sources, channel, group
         )
@@ -67,15 +66,15 @@ class BufferExchange:
             part.copy_(mixed)
             if record is not None:
                 record.stop = arrival.stop
-        if self._record is not None and self._history is not None:
-            self._history.mixed(self._record, exchange.missing, exchange.departed, exchange.undelivered)
+        if self._record is not None:
+            self._record.over(exchange.missing, exchange.departed, exchange.undelivered)
             self._record = None
 
     def abandon(self) -> None:
         """The generation is over: what was under way will not be mixed any further."""
         record, self._record = self._record, None
-        if record is not None and self._history is not None:
-            self._history.broken_off(record)
+        if record is not None:
+            record.broken_off()
 
 
 def _mixed_sum(part: Tensor, total: Tensor, view: RoundView) -> Tensor:

@@ -274,9 +274,8 @@ class FragmentExchange:
     def abandon(self) -> None:
         """The generation is over: the exchange under way will not be mixed any further."""
         record, self._record = self._record, None
-        history = self._communication.history
-        if record is not None and history is not None:
-            history.broken_off(record)
+        if record is not None:
+            record.broken_off()
 
     def settle(self, times: RoundTimes) -> Mixed:
         """After the phase was mixed: the rule hears what was not delivered."""
@@ -286,9 +285,8 @@ class FragmentExchange:
             self.rule.undelivered(uid, self._outgoing[uid])
         self._outgoing = {}
         refused, self._refused = self._refused, frozenset()
-        history = self._communication.history
-        if self._record is not None and history is not None:
-            history.mixed(self._record, exchange.missing, exchange.departed, exchange.undelivered, refused)
+        if self._record is not None:
+            self._record.over(exchange.missing, exchange.departed, exchange.undelivered, refused)
             self._record = None
         return Mixed(exchange.missing | refused, exchange.departed | refused, exchange.undelivered)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decentnode.build import build
+from decentnode.build import build, limits_of
 from decentnode.communication.parts import Schema
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.experiment import Experiment
@@ -12,7 +12,6 @@ from decentnode.node.node import Node
 from decentnode.simulate.world.records import Lives
 from decentnode.simulate.world.replay import Outcome, ReplayWorld, setting_of
 from decentnode.simulate.world.transport import Simulated
-from decentnode.wire.generation import Limits
 
 PLAIN = ZeroMQConfig.model_validate({"name": "zeromq"})
 
@@ -20,16 +19,12 @@ PLAIN = ZeroMQConfig.model_validate({"name": "zeromq"})
 def run_again(experiment: Experiment, lives: Lives) -> tuple[ReplayWorld, Outcome]:
     """Repeat a run on the CPU from what its nodes recorded. Blocking. Raises Difference, and what building nodes
     raises."""
-    config, node = experiment.communication, experiment.node
-    num_nodes = experiment.make_graph().num_nodes
-    limits = None
-    if node.missing == "regroup":
-        least = node.min_nodes or num_nodes // 2 + 1
-        limits = Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds)
+    config = experiment.communication
+    limits = limits_of(experiment) if experiment.node.missing == "regroup" else None
 
     def make_node(uid: int, make_communication: Callable[[tuple[Schema, ...]], Simulated]) -> Node:
         return build(experiment, uid, make_communication, device="cpu")
 
     kept = config if isinstance(config, ZeroMQConfig) else PLAIN
-    world = ReplayWorld(setting_of(num_nodes, kept, limits), make_node, lives)
+    world = ReplayWorld(setting_of(experiment.make_graph().num_nodes, kept, limits), make_node, lives)
     return world, world.replay()
