@@ -149,5 +149,7 @@ class NodeSamples:
     """Whether all nodes have the same test samples; then each evaluates the merged model on its part of them."""
     deal_again: Callable[[int], AnySamples] | None = None
     """Gives the node's training samples when all are dealt anew for the epoch of a number; 0 gives `train`."""
+    trains: bool = True
+    """Whether the node trains at all; `train` is empty where it does not."""
     pooled: bool = False
     """Whether figures over the nodes are those of all their test samples together, of which each has a part."""

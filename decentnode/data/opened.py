@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ class OpenedData:
     """
 
     def __init__(
-        self, config: Any, table: Mapping[str, str], base_dir: Path, machines: Sequence[int], seed: int
+        self, config: Any, table: Mapping[str, str], base_dir: Path, machines: Sequence[int], seed: int,
+        servers: Collection[int] = (),
     ) -> None:
-        """machines: the machine of every uid, whose number is that of the nodes."""
+        """machines: the machine of every uid, whose number is that of the nodes. servers: nodes that get no training
+        samples; the others are dealt all."""
         self.config, self._table, self._base_dir = config, table, base_dir
-        self._machines, self._seed = machines, seed
+        self._machines, self._seed, self._servers = machines, seed, frozenset(servers)
         self._opened: dict[tuple[str, ...], Dataset] = {}
         self._dealt: dict[tuple[tuple[str, ...], int], dict[int, np.ndarray]] = {}
         """By group of nodes and epoch: their shares, of the epochs that were dealt last."""
@@ -155,7 +157,11 @@ class OpenedData:
 
     def _deal(self, uids: Sequence[int], epoch: int) -> dict[int, np.ndarray]:
         dataset = self.dataset(uids[0])
-        chosen = self.config.partition
+        chosen, servers = self.config.partition, self._servers.intersection(uids)
+        nothing = dict.fromkeys(servers, np.empty(0, np.int64))
+        uids = [uid for uid in uids if uid not in servers]
+        if not uids:
+            return nothing
         partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
         if partition.needs_machines:
             partition.set_machines(self._by_machine(uids))
@@ -168,7 +174,7 @@ class OpenedData:
         owner = rng.GLOBAL if not self.private else uids[0]
         generator = rng.stream(self._seed, owner, "partition", epoch if epoch else -1)
         parts = partition.split(labels, len(uids), generator, dataset.train_keys())
-        return dict(zip(uids, parts, strict=True))
+        return dict(sorted({**nothing, **dict(zip(uids, parts, strict=True))}.items()))
 
     def _by_machine(self, uids: Sequence[int]) -> list[list[int]]:
         """Places in `uids` of the nodes on each machine."""
@@ -189,7 +195,7 @@ class OpenedData:
 
         if self.test == "own":
             return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False,
-                               deal_again=deal_again)  # fmt: skip
+                               deal_again=deal_again, trains=uid not in self._servers)  # fmt: skip
         if self.sharded:
             sampled = self.tested()
             mine = (sampled if sampled is not None else np.arange(dataset.num_test()))[uid :: len(self._machines)]
@@ -197,7 +203,8 @@ class OpenedData:
         else:
             test, shared = self._global_test(dataset), True
         own = self._own_test(dataset, shares, uid) if self.test == "both" else None
-        return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again)
+        return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again,
+                           trains=uid not in self._servers)  # fmt: skip
 
     def _global_test(self, dataset: Dataset) -> AnySamples:
         """What all nodes are tested on: one object for those of a process."""

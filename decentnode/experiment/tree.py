@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -21,6 +22,7 @@ from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
 from decentnode.data import DATASETS
 from decentnode.data.opened import OpenedData
+from decentnode.errors import UsageError
 from decentnode.experiment.simulation import SimulateConfig
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
@@ -186,8 +188,17 @@ class Experiment(Settings):
         if self._data is None:
             mapping = self.make_mapping()
             machines = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
-            self._data = OpenedData(self.data, DATASETS, self._base_dir, machines, self.seed)
+            self._data = OpenedData(self.data, DATASETS, self._base_dir, machines, self.seed, self.servers())
         return self._data
+
+    def servers(self) -> tuple[int, ...]:
+        """Returns the nodes that serve the others, ascending; none where the rule is one among equals, or the graph
+        cannot be made."""
+        with contextlib.suppress(UsageError):
+            needs = getattr(load_class(self.sharing.name, SHARINGS, "sharing"), "requirements", None)
+            if getattr(needs, "star", False):
+                return tuple(self.make_graph().servers)
+        return ()
 
     def forget_data(self) -> None:
         """Let go of the opened files: labels of large data take memory that a node which trains can use."""

@@ -10,10 +10,9 @@ from decentnode.config.component import Config, load_class
 if TYPE_CHECKING:
     from decentnode.graph.base import Graph
 
-FAMILIES: dict[str, str] = {
+AMONG_EQUALS: dict[str, str] = {
     "ring": "decentnode.graph.families:Ring",
     "torus": "decentnode.graph.families:Torus",
-    "star": "decentnode.graph.families:Star",
     "complete": "decentnode.graph.families:Complete",
     "line": "decentnode.graph.families:Line",
     "tree": "decentnode.graph.families:Tree",
@@ -31,7 +30,9 @@ FAMILIES: dict[str, str] = {
     "random_regular": "decentnode.graph.schedules:RandomRegular",
     "base_k_plus_1": "decentnode.graph.schedules:Base",
 }
-"""Graphs that are not made of others."""
+"""Graphs without servers that are not made of others."""
+FAMILIES: dict[str, str] = {**AMONG_EQUALS, "star": "decentnode.graph.star:Star"}
+"""Graphs of which others may be made."""
 GRAPHS: dict[str, str] = {**FAMILIES, "grouped": "decentnode.graph.grouped:Grouped"}
 
 WEIGHTS: dict[str, str] = {

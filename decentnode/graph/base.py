@@ -6,6 +6,7 @@ import abc
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -30,6 +31,14 @@ class Graph(abc.ABC):
     period: int | None
     """Rounds after which the sequence repeats: 1 for a static graph, None if it never does."""
     directed: bool
+    servers: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    """The nodes that serve others, each with its clients, ascending; empty of a graph among equals. Every other node is
+    the client of one of them."""
+
+    def between(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:  # noqa: ARG002
+        """Row of the mixing matrix of the servers alone: weight of each server that `uid` hears of, and of itself. Of a
+        node that is no server it is the node's own."""
+        return {uid: 1.0}
 
     @abc.abstractmethod
     def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
@@ -87,6 +96,10 @@ class RoundView:
     averaging_group: tuple[int, ...] = ()
     """Nodes, this one among them, that all exchange with all others of them and with nobody else, each with one weight
     for all others, ascending: every one of them knows. Empty where there are none."""
+    servers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """`Graph.servers`, those that are no members among them."""
+    between: Mapping[int, float] = field(default_factory=dict)
+    """`Graph.between` of this node."""
 
     def rng(self, purpose: str) -> np.random.Generator:
         """A stream of this node, round, fragment and purpose."""
@@ -155,7 +168,7 @@ def view(
     Rounds in which nobody exchanges count for a run, but not for its graph (`Sharing.exchange_number`).
     """
     at = round if at is None else at
-    return RoundView(
+    found = RoundView(
         uid,
         round,
         graph.neighbors(uid, at, members),
@@ -165,6 +178,9 @@ def view(
         tuple(sorted(members)) if members is not None else _everybody(graph.num_nodes),
         seed,
     )
+    if not graph.servers:
+        return found
+    return replace(found, servers=graph.servers, between=graph.between(uid, at, members))
 
 
 @functools.lru_cache(maxsize=16)

@@ -37,13 +37,6 @@ class Complete(StaticTopology):
         return [(i, j) for i in range(self.num_nodes) for j in range(i)]
 
 
-class Star(StaticTopology):
-    """Node 0 with everybody."""
-
-    def _edges(self) -> Edges:
-        return [(0, i) for i in range(1, self.num_nodes)]
-
-
 class Line(StaticTopology):
     """A path from node 0 to node n - 1."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decentnode.communication.base import Communication, Pending
 from decentnode.communication.run_state import Steps
+from decentnode.errors import PeerLost
 from decentnode.metrics.history import History
 from decentnode.tasks.base import EMA, Task
 from decentnode.tensors import blocks
@@ -40,13 +41,14 @@ class Evaluator:
     """Evaluates the model of one node, and the mean of all models together with the other nodes."""
 
     def __init__(
-        self, training: Training, communication: Communication, *, recompute: bool, phases: int, shared: int
+        self, training: Training, communication: Communication, *, recompute: bool, phases: int, shared: int,
+        weight: float | None = None,
     ) -> None:
         """recompute: whether float buffers are statistics that are measured anew (`node.buffers: recompute`). phases:
         of a round, for as many steps others may be behind this node. shared: how many parameters are shared, the first
-        ones."""
+        ones. weight: of the node's model in the merged one and in the consensus distance; None: all weigh the same."""
         self._training, self._communication = training, communication
-        self._recompute, self._phases, self._shared = recompute, phases, shared
+        self._recompute, self._phases, self._shared, self._weight = recompute, phases, shared, weight
 
     def evaluate(self, key: str, closing: bool, share: tuple[int, int]) -> Steps[Evaluated]:
         """Evaluate the local model, the merged model and the consensus distance, as steps; they wait for at most
@@ -60,12 +62,12 @@ class Evaluator:
         training, communication = self._training, self._communication
         timeout = communication.config.timeout_seconds
         model, measured = training.model, self._measure()
-        if measured.numel():
+        if measured.numel() and training.num_samples:
             training.load_statistics(measured)
         average = self._average()
         own = self._of_shared(torch.cat([model.parameters, model.buffers.to(model.dtype)]))
         sent = own if average is None else torch.cat([own, self._of_shared(average)])
-        pending = begin_mean(communication, f"{key}/model", sent, closing)
+        pending = begin_mean(communication, f"{key}/model", self._weighted(sent), closing)
         yield None  # nodes of this process begin it, too, before one of them takes its time to evaluate
         splits = training.evaluated
         told = [SplitFigures(split, training.task) for split in splits]
@@ -75,9 +77,11 @@ class Evaluator:
             with self._holding(average):
                 local.append(training.evaluate(splits[0].name))
         mean, contributors = yield from mean_of(pending, self._phases, timeout)
+        mean, weight = self._of_all(mean, own.dtype)
         merged = yield from self._merged(mean[: own.numel()], None, f"{key}/statistics", closing)
         of_merged = self._evaluate_merged(merged, share, splits)
         distance, norm = squared_distance(own[: self._shared], merged[: self._shared])
+        distance *= weight
         merged_average = None
         if average is not None:
             rest = mean[own.numel() :]
@@ -93,6 +97,27 @@ class Evaluator:
             figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
         return Evaluated(merged, figures, average, merged_average)
 
+    def _weighted(self, own: Tensor) -> Tensor:
+        """Returns what the node gives to the mean of all: its own [E], or where nodes weigh unlike w own and w
+        [E + 1] in float64, of which the model of one node alone comes out of the mean as it was."""
+        if self._weight is None:
+            return own
+        found = torch.zeros(own.numel() + 1, dtype=torch.float64, device=own.device)
+        if self._weight:
+            torch.mul(own, self._weight, out=found[:-1])
+            found[-1] = self._weight
+        return found
+
+    def _of_all(self, mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+        """Returns the weighted mean [E] from the mean over all nodes of what `_weighted` gave, and this node's weight
+        by the mean weight. Raises PeerLost where nobody has any."""
+        if self._weight is None:
+            return mean, 1.0
+        weight = float(mean[-1])
+        if weight <= 0:
+            raise PeerLost("no server is left, whose model would be the run's")
+        return (mean[:-1] / weight).to(dtype), self._weight / weight
+
     def _average(self) -> Tensor | None:
         """Returns the node's moving average [P + B], with statistics of its own where they are recomputed."""
         average = self._training.average()
@@ -100,7 +125,7 @@ class Evaluator:
             return average
         with self._holding(average):
             measured = self._measure()
-            if measured.numel():
+            if measured.numel() and self._training.num_samples:
                 self._training.load_statistics(measured)
             model = self._training.model
             return torch.cat([model.parameters, model.buffers.to(model.dtype)])

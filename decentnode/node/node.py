@@ -92,7 +92,7 @@ class Node:
         self._buffers = BufferExchange(averaged=config.buffers == "average")
         self._evaluator = Evaluator(
             self.training, self.communication, recompute=config.buffers == "recompute",
-            phases=self.sharing.requirements.phases, shared=self.shared,
+            phases=self.sharing.requirements.phases, shared=self.shared, weight=self._weight(),
         )  # fmt: skip
         self.course = Course(config, self.training)
         self.round = 0
@@ -123,8 +123,14 @@ class Node:
         """The rule, of the first fragment; those of the others have the same requirements."""
         return self.schedule.sharing
 
+    def _weight(self) -> float | None:
+        """Returns what this node's model counts in the merged one; None where all count alike."""
+        return float(self.uid in self.graph.servers) if self.sharing.requirements.star else None
+
     def _take_rules(self, sharing: Rules) -> None:
         rules = (sharing,) if isinstance(sharing, Sharing) else tuple(sharing)
+        for rule in rules:
+            rule.set_samples(self.training.num_samples)
         count, groups = len(self._fragments), self.config.missing == "fail"
         pairs = list(zip(self._fragments, rules, strict=True))
         self._planners = Planners(self.uid, self.seed, pairs, buffers=self._buffers_apart, averaging_groups=groups)
@@ -286,9 +292,10 @@ class Node:
     # -- one round --------------------------------------------------------------------------------------------
 
     def begin_round(self, round: int) -> Update:
-        """Make the local steps and begin the exchange. Does not wait for a neighbor's payloads."""
+        """Make the local steps, unless the rule has them later, and begin the exchange. Does not wait for a neighbor's
+        payloads. Returns what the steps came to."""
         without_waits(self._begin_round(round))
-        return self._update
+        return self.schedule.update
 
     def next_phase(self, phase: int) -> None:
         """Wait for the neighbors of the phase before, mix, and send the payloads of `phase` (1 or later). Blocking."""
@@ -304,7 +311,7 @@ class Node:
         views, self._buffer_view = self._planners.views(round, self.generation, self.training.learning_rate)
         self._missing: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
-        self._update = yield from self.schedule.begin(round, views, lambda: self._check_finite(round))
+        yield from self.schedule.begin(round, views, lambda: self._check_finite(round))
         if self.sharing.requirements.phases == 1:
             yield from self._buffers.send(self._buffer_view, self.schedule)
 
@@ -324,7 +331,7 @@ class Node:
         if self.dumps is not None:
             self.schedule.dump(round, self.dumps)
         self._account_missing(self.sharing.requirements.phases - 1, mixed)
-        times, update = self.schedule.times, self._update
+        times, update = self.schedule.times, self.schedule.update
         idle = self.communication.idle_seconds
         if idle is not None:  # while it waited, the thread stepped other nodes: no time was lost but what it slept
             times.wait = min(times.wait, idle - self._idle)

@@ -5,6 +5,7 @@ What may have to wait is written as steps (`run_state.Steps`).
 A round of a rule with several phases is one exchange after the other: `begin` sends the first, `mix` and `send` go from
 each to the next, `finish` mixes the last. For a rule with one phase only `begin` and `finish` are called. In each phase
 all fragments that are due in the round are sent before any of them is mixed; both happen in the order of the fragments.
+Local steps come before the first phase, or where the rule says so (`Requirements.steps_before`) before a later one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel, blocks
 from decentnode.training.base import Training, Update
 
+NO_STEPS = Update(0, 0, math.nan)
+"""Of a round in which the node makes no local steps."""
+
 
 class Schedule(abc.ABC):
     """One round, divided where the neighbors must act before it can go on."""
@@ -48,6 +52,8 @@ class Schedule(abc.ABC):
         self.fragments = tuple(fragments)
         self.communication = communication
         self.times = RoundTimes()
+        self.update = NO_STEPS
+        """What the local steps of the round under way came to, once they are made."""
         self._due: tuple[FragmentExchange, ...] = ()
         """Fragments that are exchanged in the round under way."""
         self._mixing: BackgroundMixer | None = None
@@ -82,17 +88,17 @@ class Schedule(abc.ABC):
         for fragment in self._due:
             fragment.dump(round, dumps)
 
-    def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Steps[Update]:
-        """Make the local steps and begin the first phase's exchanges. `check` is called after the local steps, before
-        their result is sent. views: by fragment and phase."""
-        self.times = RoundTimes()
+    def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Steps[None]:
+        """Make the local steps, unless they come later, and begin the first phase's exchanges. `check` is called after
+        the local steps, before their result is sent. views: by fragment and phase."""
+        self.times, self.update = RoundTimes(), NO_STEPS
         for fragment, each in zip(self.fragments, views, strict=True):
             fragment.enter(round, each)
         self._due = tuple(fragment for fragment in self.fragments if fragment.is_due)
         return self._begin(round, check)
 
     @abc.abstractmethod
-    def _begin(self, round: int, check: Callable[[], None]) -> Steps[Update]:
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
         """What `begin` does, once the fragments have their views."""
 
     @abc.abstractmethod
@@ -119,9 +125,8 @@ class Schedule(abc.ABC):
             fragment.abandon()
 
     def timeout_seconds(self, phase: int) -> float:
-        """Returns the longest wait for a neighbor in a phase: in a later phase it may itself still wait in earlier
-        ones."""
-        return self.communication.config.timeout_seconds * (1 + phase)
+        """Returns the longest wait for a neighbor in a phase, as the rule says."""
+        return self.sharing.wait_seconds(phase, self.communication.config.timeout_seconds)
 
     def _timeout_of(self, fragment: FragmentExchange) -> float:
         return self.timeout_seconds(fragment.view.phase)
@@ -132,16 +137,18 @@ class Schedule(abc.ABC):
             yield from fragment.send(model, phase)
         self.times.send += clock.now() - started
 
-    def _train(self, round: int) -> Steps[Update]:
+    def _train(self, round: int) -> Steps[None]:
+        if not all(fragment.rule.trains(fragment.view) for fragment in self.fragments):
+            self.training.rest(round)
+            return
         started = clock.now()
-        update = self.training.local_update(round, self._direct if self.sharing.requirements.gradient else None)
+        self.update = self.training.local_update(round, self._direct if self.sharing.requirements.gradient else None)
         if self.communication.history is not None:
             self.communication.history.steps(round)
         computed = self.communication.computed(round)
         if computed is not None:
             yield computed
         self.times.train += clock.now() - started
-        return update
 
     def _direct(self, gradient: Tensor) -> Tensor:
         for fragment in self.fragments:
@@ -189,17 +196,24 @@ class Schedule(abc.ABC):
 class Sequential(Schedule):
     """Local steps, then exchange, then mix: x <- W (x + delta)."""
 
-    def _begin(self, round: int, check: Callable[[], None]) -> Steps[Update]:
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
         with torch.no_grad():
             for fragment in self.fragments:
                 fragment.begin_turn(self.model.parameters)
-        update = yield from self._train(round)
+        self._round, self._check = round, check
+        yield from self.send(0)
+
+    def send(self, phase: int) -> Steps[None]:
+        if phase == self.sharing.requirements.steps_before:
+            yield from self._make_steps()
+        yield from self._send(self.model.parameters, phase)
+
+    def _make_steps(self) -> Steps[None]:
+        yield from self._train(self._round)
         with torch.no_grad():
             for fragment in self.fragments:
-                fragment.adjust(self.model.parameters, update.loss)
-        check()
-        yield from self._send(self.model.parameters, 0)
-        return update
+                fragment.adjust(self.model.parameters, self.update.loss)
+        self._check()
 
     def mix(self) -> Steps[list[Mixed]]:
         yield from self._mix_in_place()
@@ -231,13 +245,12 @@ class Overlapped(Schedule):
     _spans: list[tuple[FragmentExchange, int, int, RoundView]]
     """(fragment, start, stop, view) of each part of `_mixed`, from the fragment's first entry on."""
 
-    def _begin(self, round: int, check: Callable[[], None]) -> Steps[Update]:
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
         self._before = self.model.parameters
         if self._due:
             yield from self._begin_exchange()
-        update = yield from self._train(round)
+        yield from self._train(round)
         check()
-        return update
 
     def _begin_exchange(self) -> Steps[None]:
         elementwise = self.sharing.requirements.elementwise

@@ -1,6 +1,6 @@
 """Sharing rules: what a node sends in a round, and how it mixes what arrives into its model."""
 
-SHARINGS: dict[str, str] = {
+AMONG_EQUALS: dict[str, str] = {
     "full": "decentnode.sharing.full:Full",
     "ac": "decentnode.sharing.ac:AdaptiveConsensus",
     "choco": "decentnode.sharing.choco:Choco",
@@ -31,6 +31,12 @@ SHARINGS: dict[str, str] = {
     "topk": "decentnode.sharing.topk:TopK",
     "wavelet": "decentnode.sharing.wavelet:Wavelet",
 }
+"""Rules of nodes that all do the same."""
+WITH_SERVERS: dict[str, str] = {
+    "fedavg": "decentnode.sharing.federated.fedavg:FedAvg",
+}
+"""Rules of servers and their clients."""
+SHARINGS: dict[str, str] = {**AMONG_EQUALS, **WITH_SERVERS}
 
 FRAGMENTS: dict[str, str] = {
     "random": "decentnode.sharing.random_fragments:RandomFragments",

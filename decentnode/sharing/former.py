@@ -14,7 +14,7 @@ FORMER: dict[str, str] = {
     "needs_groups": "groups", "needs_sequential": "sequential", "needs_gradient": "gradient",
     "forgets_losses": "tolerates_missing", "includes_self": "includes_self",
 } | {name: name for name in ("smallest_eigenvalue", "overrides_topology", "phases", "elementwise", "linear", "scalars",
-                             "compresses")}  # fmt: skip
+                             "compresses", "star", "steps_before")}  # fmt: skip
 """Attribute of a rule -> field of Requirements."""
 
 

@@ -41,6 +41,9 @@ class Hooks:
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Called once, before `payload_schema`. shapes: of the parameters, in their order in the model."""
 
+    def set_samples(self, count: int) -> None:
+        """Called once, before the first round. count: of the node's training samples; 0 for a server."""
+
     # -- who exchanges with whom, and when
 
     def exchange_number(self, round: int) -> int | None:
@@ -63,7 +66,16 @@ class Hooks:
         """Returns the view for the exchange of the model's float buffers; called for rules of several phases only."""
         return view
 
+    def wait_seconds(self, phase: int, timeout_seconds: float) -> float:
+        """Returns how long the node waits in a phase after the last payload that came: in a later phase others may
+        themselves still wait in earlier ones. timeout_seconds: of the transport."""
+        return timeout_seconds * (1 + phase)
+
     # -- around the local steps
+
+    def trains(self, view: RoundView) -> bool:  # noqa: ARG002
+        """Returns whether the node makes local steps in this round; asked right before them."""
+        return True
 
     def begin(self, model: Tensor, view: RoundView) -> None:
         """Called before the local steps. model: [P], as the last round left it."""

@@ -35,6 +35,9 @@ class Requirements:
     groups: bool = False
     """The rule's Config has a key `groups` (machine, or lists of uids of one length), and the graph must treat all
     nodes of a group alike (graph/groups.py)."""
+    star: bool = False
+    """The graph must have servers, each with clients (`Graph.servers`). Servers get no training samples, and the
+    models of the run are theirs: those of clients count in no mean over the nodes."""
     overrides_topology: bool = False
     """`plan` chooses other neighbors than the graph's."""
 
@@ -44,6 +47,9 @@ class Requirements:
     """Exchanges per round, one after the other. `plan`, `outgoing` and `mix` are called for each of them with its
     number in `view.phase`; what a node sends in a phase may depend on what it mixed in the phase before. All phases
     have the same payload schema."""
+    steps_before: int = 0
+    """The phase before whose payloads the local steps are made; from 1 on they begin with what was mixed in the phases
+    before. `adjust` is called after them, `begin` before phase 0."""
     sequential: bool = False
     """The rule uses `begin`, `adjust` or `finish`, which an overlapped schedule does not call."""
     gradient: bool = False
@@ -73,11 +79,15 @@ class Requirements:
     def __post_init__(self) -> None:
         if self.phases < 1:
             raise ValueError(f"phases must be at least 1, got {self.phases}")
+        if not 0 <= self.steps_before < self.phases or (self.steps_before and not self.sequential):
+            raise ValueError(f"steps_before must be one of {self.phases} phases, and of a sequential rule where it is "
+                             f"not 0, got {self.steps_before}")  # fmt: skip
 
     def described(self) -> str:
         """Returns what the rule needs of a run, in one sentence for its reference; empty where it needs nothing."""
         least = self.smallest_eigenvalue
         needs = ", ".join(text for needed, text in (
+            (self.star, "a graph with servers (star)"),
             (self.tree, "a tree"), (self.static, "a static graph"), (self.symmetric, "a symmetric W"),
             (self.doubly_stochastic, "a doubly stochastic W"),
             (least is not None, f"no eigenvalue of W below {least or 0.0:.3f}"),

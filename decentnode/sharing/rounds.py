@@ -46,7 +46,9 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tu
     Edges of weight zero do not count, except for rules that mix by weights of their own.
     """
     nodes = range(graph.num_nodes)
-    own_weights = rule.requirements.column_stochastic or rule.requirements.tree
+    if rule.requirements.star and not graph.servers:
+        return None  # refused for that
+    own_weights = rule.requirements.column_stochastic or rule.requirements.tree or rule.requirements.star
     hears: list[set[int]] = [set() for _ in nodes]
     most = max(EXCHANGES, 16 * (graph.period or 0))
     for round in itertools.islice(exchange_rounds(rule), most):

@@ -35,6 +35,9 @@ class Wrapper(Sharing):
     def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.rule.set_parameter_shapes(shapes)
 
+    def set_samples(self, count: int) -> None:
+        self.rule.set_samples(count)
+
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         schema = self.rule.payload_schema(elements, dtype)
         self.requirements = self.changed(self.rule.requirements)  # a wrapper's numbers follow from the model's size
@@ -48,6 +51,12 @@ class Wrapper(Sharing):
 
     def plan_buffers(self, view: RoundView) -> RoundView:
         return self.rule.plan_buffers(view)
+
+    def wait_seconds(self, phase: int, timeout_seconds: float) -> float:
+        return self.rule.wait_seconds(phase, timeout_seconds)
+
+    def trains(self, view: RoundView) -> bool:
+        return self.rule.trains(view)
 
     def begin(self, model: Tensor, view: RoundView) -> None:
         self.rule.begin(model, view)

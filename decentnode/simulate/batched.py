@@ -180,4 +180,6 @@ def refused(experiment: Any) -> str:
         return "node.checkpoint"
     if getattr(experiment.sharing, "dump", None) is not None:
         return "sharing.dump"
+    if experiment.servers():
+        return f"sharing {experiment.sharing.name}, whose clients train between two exchanges"
     return ""

@@ -87,7 +87,7 @@ class Traffic:
     def _phase_of(self, each: Exchanged, number: int, round: int) -> object:
         """Returns what decides the edges of an exchange."""
         period = each.fragment.graph.period
-        if each.rule.requirements.overrides_topology:
+        if _plans(each.rule):
             return ("round", round)  # such a rule's edges may depend on anything
         return number if period is None else number % period
 
@@ -106,7 +106,7 @@ class Traffic:
 
     def _edges(self, each: Exchanged, number: int, round: int, phase: int) -> list[tuple[int, int]]:
         graph, rule = each.fragment.graph, each.rule
-        if not rule.requirements.overrides_topology:
+        if not _plans(rule):
             return [(uid, j) for uid in range(self.num_nodes) for j in graph.neighbors(uid, number)]
         found = []
         for uid in range(self.num_nodes):
@@ -118,6 +118,11 @@ class Traffic:
         """Returns the mean bytes that a node sends in one of the first `rounds` rounds."""
         sent = sum(float(each.sizes.sum()) for r in range(rounds) for each in self(r))
         return sent / rounds / self.num_nodes
+
+
+def _plans(rule: Sharing) -> bool:
+    """Whether a rule sends to others than the graph's neighbors, or not to all of them."""
+    return rule.requirements.overrides_topology or rule.requirements.star
 
 
 def view_of(rule: Sharing, fragment: Fragment, uid: int, round: int, seed: int) -> RoundView:

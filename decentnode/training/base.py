@@ -82,6 +82,10 @@ class Training(Component, abc.ABC):
         repeated. Raises Diverged when the loss is not finite.
         """
 
+    def rest(self, round: int) -> None:
+        """Called instead of `local_update` in a round without local steps. The order of samples stays where it is; a
+        learning-rate schedule that follows the rounds goes on."""
+
     def better(self, metric: str) -> Literal["higher", "lower"]:
         """Returns which values of a metric are better, also of one with a prefix; lower ones of what is none."""
         prefixes = ("", EMA.prefix, *(split.prefix for split in self.evaluated))

@@ -67,9 +67,9 @@ class Supervised(Training):
         if config.evaluate_train is not None:
             self.evaluated += (EvaluatedSplit("train", TRAIN.prefix, shared=False),)
         self.num_samples = len(self._splits["train"][1])
-        self._sampler = self._make_sampler()
-        self._deal_again = data.deal_again if config.sampling == "resample" else None
-        if config.sampling == "resample" and self._deal_again is None:
+        self._own_sampler = self._make_sampler() if data.trains else None
+        self._deal_again = data.deal_again if config.sampling == "resample" and data.trains else None
+        if config.sampling == "resample" and self._deal_again is None and data.trains:
             raise DataError("training.sampling must be fixed for data that cannot be dealt anew, got resample")
         self._augment = Augmentation(config.augment, seed=seed, uid=uid) if config.augment is not None else None
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
@@ -86,7 +86,7 @@ class Supervised(Training):
         sources = {name: Source(samples, device) if name == "train" else source_of(samples, device)
                    for name, samples in every.items()}  # fmt: skip
         wanted = self.config.validation
-        if wanted is not None:
+        if wanted is not None and (data.trains or wanted.source == "test"):
             owner = self._uid if wanted.source == "train" else rng.GLOBAL
             order = rng.stream(self._seed, owner, "validation").permutation(len(kept[wanted.source]))
             aside = wanted.aside(len(order))
@@ -138,7 +138,7 @@ class Supervised(Training):
     @property
     def steps_per_round(self) -> int:
         """Returns the optimizer steps of one round."""
-        return self.config.steps_per_round(self._sampler.usable)
+        return self.config.steps_per_round(self.sampler.usable)
 
     @property
     def learning_rate(self) -> float:
@@ -150,8 +150,10 @@ class Supervised(Training):
 
     @property
     def sampler(self) -> Sampler:
-        """The order of the training samples, and the place in it."""
-        return self._sampler
+        """The order of the training samples, and the place in it. Raises DataError of a node without any."""
+        if self._own_sampler is None:
+            raise DataError(f"node {self._uid} serves others and has no training samples")
+        return self._own_sampler
 
     # -- local steps ------------------------------------------------------------------------------------------
 
@@ -163,7 +165,7 @@ class Supervised(Training):
             # Some optimizers (Adagrad) make their state when they are made: a fresh one's state, not an empty one.
             self._optimizer.state = make_optimizer(self.config.optimizer, self._parameters).state
         self.model.module.train()
-        self._deal(self._sampler.upcoming)
+        self._deal(self.sampler.upcoming)
         steps, config, samples = self.steps_per_round, self.config, 0
         learning_rate = self.learning_rate
         loss, norms = torch.zeros(2, device=self.model.device)
@@ -197,6 +199,10 @@ class Supervised(Training):
             report["gradient_norm"] = float(norms) / max(steps, 1)
         return Update(steps, samples, mean, report, last_gradient)
 
+    def rest(self, round: int) -> None:  # noqa: ARG002
+        if self.config.lr_schedule.every == "round":
+            self._schedule.tick()
+
     def finish_round(self) -> None:
         if self._average is not None and self._average.every == "round":
             self._average.take()
@@ -209,28 +215,28 @@ class Supervised(Training):
         while steps:
             some = steps
             if self._deal_again is not None or self._augment is not None:
-                self._deal(self._sampler.upcoming)
-                some = min(steps, self._sampler.steps_left)
-            epoch = self._sampler.upcoming
-            yield from self._gathered(*self._sampler.take(some), epoch)
+                self._deal(self.sampler.upcoming)
+                some = min(steps, self.sampler.steps_left)
+            epoch = self.sampler.upcoming
+            yield from self._gathered(*self.sampler.take(some), epoch)
             steps -= some
 
     def _deal(self, epoch: int) -> None:
         """Take the share of an epoch, from its beginning, unless that is the present one."""
-        if self._deal_again is None or epoch == self._sampler.epoch:
+        if self._deal_again is None or epoch == self.sampler.epoch:
             return
         source = Source(self._deal_again(epoch), self.model.device)
         self._splits["train"] = (source, torch.arange(len(source), device=self.model.device))
         self.num_samples = len(source)
-        self._sampler = self._make_sampler()
-        self._sampler.epoch = epoch
+        self._own_sampler = self._make_sampler()
+        self._own_sampler.epoch = epoch
 
     def _gathered(self, indices: np.ndarray, sizes: list[int], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields inputs and targets of each step, augmented by the draws of the epoch. Those of several steps are
         gathered at once, which costs less."""
         source, members = self._splits["train"]
         picked = members[torch.from_numpy(indices).to(members.device)]
-        group = max(1, GATHER_ELEMENTS // (source.sample_elements * self._sampler.batch))
+        group = max(1, GATHER_ELEMENTS // (source.sample_elements * self.sampler.batch))
         start = 0
         for first in range(0, len(sizes), group):
             some = sizes[first : first + group]
@@ -279,8 +285,10 @@ class Supervised(Training):
     def measure_statistics(self) -> Tensor:
         """As the contract, from at most MEASURED_SAMPLES of the samples, evenly spaced."""
         source, members = self._splits["train"]
-        members = members[:: -(-len(members) // MEASURED_SAMPLES)]
+        members = members[:: max(1, -(-len(members) // MEASURED_SAMPLES))]
         size = max(2, min(1024, EVALUATION_ELEMENTS // source.sample_elements))
+        if not len(members):
+            return statistics.measure(self.model.module, ())
         batches = members.tensor_split(max(1, len(members) // size))  # none of one sample where there are more
         return statistics.measure(self.model.module, (source.take(chosen)[0] for chosen in batches))
 
@@ -290,16 +298,18 @@ class Supervised(Training):
     # -- state ------------------------------------------------------------------------------------------------
 
     def skip_to(self, round: int) -> None:
-        self._deal(0)
-        self._sampler.epoch, self._sampler.cursor, total = 0, 0, 0
-        for _ in range(round):
-            self._deal(self._sampler.upcoming)
+        total = 0
+        if self._own_sampler is not None:
+            self._deal(0)
+            self._own_sampler.epoch, self._own_sampler.cursor = 0, 0
+        for _ in range(round if self._own_sampler is not None else 0):
+            self._deal(self.sampler.upcoming)
             steps = self.steps_per_round
             total += steps
             while steps:
-                self._deal(self._sampler.upcoming)
-                some = min(steps, self._sampler.steps_left)
-                self._sampler.skip(some)
+                self._deal(self.sampler.upcoming)
+                some = min(steps, self.sampler.steps_left)
+                self.sampler.skip(some)
                 steps -= some
         self._schedule.restore(round if self.config.lr_schedule.every == "round" else total)
 
@@ -307,7 +317,9 @@ class Supervised(Training):
         """Returns the state; its tensors are not copies, and the next round changes them."""
         return {
             "optimizer": self._optimizer.state_dict(), "ticks": self._schedule.ticks,
-            "epoch": self._sampler.epoch, "cursor": self._sampler.cursor, **self._gradients.state_dict(),
+            **({} if self._own_sampler is None
+               else {"epoch": self._own_sampler.epoch, "cursor": self._own_sampler.cursor}),
+            **self._gradients.state_dict(),
             **({} if self._average is None else {"ema": self._average.state_dict()}),
         }
 
@@ -320,8 +332,9 @@ class Supervised(Training):
             if self._average is not None:
                 self._average.load_state_dict(state["ema"])
             self._schedule.restore(int(state["ticks"]))
-            self._deal(int(state["epoch"]))
-            self._sampler.epoch, self._sampler.cursor = int(state["epoch"]), int(state["cursor"])
+            if self._own_sampler is not None:
+                self._deal(int(state["epoch"]))
+                self.sampler.epoch, self.sampler.cursor = int(state["epoch"]), int(state["cursor"])
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error
 

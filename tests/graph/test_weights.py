@@ -9,7 +9,8 @@ from decentnode.config.component import load_class
 from decentnode.errors import GraphError
 from decentnode.graph import WEIGHTS, build
 from decentnode.graph.base import averaging_group_of
-from decentnode.graph.families import Ring, Star
+from decentnode.graph.families import Ring
+from decentnode.graph.star import Star
 from decentnode.graph.weights import FileWeights, FileWeightsConfig, check
 from tests.graph.contract import make
 

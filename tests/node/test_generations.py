@@ -16,7 +16,7 @@ from decentnode.config.component import load_class
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
-from decentnode.sharing import SHARINGS
+from decentnode.sharing import AMONG_EQUALS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.full import Full
@@ -42,7 +42,7 @@ class Run:
     @staticmethod
     def rule_maker(name: str) -> Callable[[], Sharing]:
         def renew() -> Sharing:
-            made: Any = load_class(name, SHARINGS, "sharing")
+            made: Any = load_class(name, AMONG_EQUALS, "sharing")
             rule: Sharing = make_sharing(made.Config(name=name), [])
             rule.set_parameter_shapes([(8, 5)])
             return rule
@@ -199,7 +199,7 @@ def test_training_goes_on_to_the_target_of_the_survivors() -> None:
 ONE_GRAPH = {"relaysgd": "line", "hierarchical": "", "leader": "complete", "moshpit": "complete"}
 
 
-@pytest.mark.parametrize("rule", sorted(set(SHARINGS) - {"hierarchical"}))
+@pytest.mark.parametrize("rule", sorted(set(AMONG_EQUALS) - {"hierarchical"}))
 def test_every_rule_begins_anew_with_the_others(rule: str) -> None:
     """A member is lost, and comes back: models stay finite and come together."""
     run = Run(make(ONE_GRAPH.get(rule, "ring"), nodes=9 if rule == "moshpit" else 8), rounds=60, lr=0.01, rule=rule)

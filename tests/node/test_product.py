@@ -32,7 +32,7 @@ from decentnode.models.base import Model, outputs_of
 from decentnode.node import background
 from decentnode.payload import Payload
 from decentnode.samples import DataSpec
-from decentnode.sharing import SHARINGS
+from decentnode.sharing import AMONG_EQUALS
 from tests.conftest import scale
 from tests.sharing.contract import KEEPS_NO_MEAN
 
@@ -142,7 +142,7 @@ class Case:
 
 
 VALUES: dict[str, Sequence[str]] = {
-    "rule": list(SHARINGS),
+    "rule": list(AMONG_EQUALS),
     "codec": ["none", *(name for name in (*CODECS, "zstd of int4") if name.split()[0] not in MISSING_LIBRARIES)],
     "schedule": ["sequential", "overlapped", "background"],
     "missing": ["fail", "return_weight"],
@@ -327,8 +327,8 @@ def test_every_rule_runs_or_is_refused() -> None:
     """With a codec, losses, buffers and a graph as they come: those that are refused first, and one that runs, mixed in
     the background by every rule that can be."""
     refusals = []
-    for number, rule in enumerate(SHARINGS):
-        sequential = load_class(rule, SHARINGS, "sharing").requirements.sequential
+    for number, rule in enumerate(AMONG_EQUALS):
+        sequential = load_class(rule, AMONG_EQUALS, "sharing").requirements.sequential
         if sequential:
             check_refusal(refusal(Case(rule, schedule="background")))
         schedule = "sequential" if sequential else "background"
@@ -344,7 +344,7 @@ def test_every_rule_runs_or_is_refused() -> None:
 
 @pytest.mark.skipif(not scale(0, 1), reason="a hundred runs for each rule")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("rule", SHARINGS)
+@pytest.mark.parametrize("rule", AMONG_EQUALS)
 def test_every_rule_with_all_pairs_of_the_rest(rule: str) -> None:
     """Under --stress. The whole product would be 1,764 combinations of each rule."""
     check_all(pairwise({**VALUES, "rule": [rule]}, seed=len(rule)))

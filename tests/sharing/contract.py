@@ -19,7 +19,7 @@ from decentnode.config.component import load_class
 from decentnode.graph.base import RoundView, view
 from decentnode.graph.topology import Topology
 from decentnode.payload import Payload, TensorSpec
-from decentnode.sharing import SHARINGS
+from decentnode.sharing import SHARINGS, WITH_SERVERS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import Compressed, make_sharing
 from decentnode.sharing.rounds import rule_view
@@ -35,6 +35,7 @@ def rule(name: str, **options: object) -> Make:
 
 OPTIONS: dict[str, dict[str, object]] = {name: {"every": 1} for name in
                                          ("local_sgd", "slowmo", "diloco", "noloco", "elastic", "leader")}  # fmt: skip
+OPTIONS |= {name: {"clients": 3} for name in WITH_SERVERS}
 RULES: dict[str, Make] = {name: rule(name, **OPTIONS.get(name, {})) for name in SHARINGS}
 RULES |= {f"full+{name}": rule("full", compression={"name": name}) for name in CODECS}
 RULES |= {
@@ -56,7 +57,7 @@ RULES["powergossip of rank 1"] = rule("powergossip", rank=1)
 RULES["deepsqueeze of all"] = rule("deepsqueeze", choose="all", compression={"name": "int4"}, step_size=0.1)
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
 KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
-                 "subsample")  # fmt: skip
+                 "subsample", *WITH_SERVERS)  # fmt: skip
 """Rules whose models alone have another mean after a round; what each keeps instead has a test of its own."""
 NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "qsgd", "sign", "stc", "deepsqueeze", "powergossip")
 """Rules that go in the direction of others without ending among them."""
@@ -110,7 +111,10 @@ def shapes_of(elements: int) -> list[tuple[int, ...]]:
 
 
 def suited(each: Sharing, nodes: int, otherwise: str = "ring", **options: object) -> Topology:
-    """A graph that a rule takes: a line for relays, one that treats machines alike for groups, else `otherwise`."""
+    """A graph that a rule takes: a star for one with servers, a line for relays, one that treats machines alike for
+    groups, else `otherwise`."""
+    if each.requirements.star:
+        return make("star", nodes=nodes)
     if each.requirements.tree or each.requirements.groups:
         return make("line" if each.requirements.tree else "complete", nodes=nodes)
     return make(otherwise, nodes=nodes, **options)
@@ -172,6 +176,8 @@ def check_alone_is_local_training(make_rule: Make) -> None:
     """T5: without neighbors what remains is the local steps, but for rules with a momentum or a center of their own."""
     if name_of(make_rule) in OWN_MOMENTUM:
         pytest.skip("has a momentum or a center of its own")
+    if make_rule().requirements.star:
+        pytest.skip("without a server nobody trains")
     models = draw(1, 17)
     expected = models[0].clone()
     rules, graph = bound(make_rule, models), make("ring", nodes=1)
@@ -202,8 +208,10 @@ def check_schema_fits(make_rule: Make) -> None:
             each = bound(make_rule, draw(4, elements, dtype))[0]
             schema = each.payload_schema(elements, dtype)
             for phase in range(each.requirements.phases):
-                seen = each.plan(replace(view(make("ring", nodes=4), 0, 0, 1), phase=phase))
+                seen = each.plan(replace(view(suited(each, 4), 0, 0, 1), phase=phase))
                 assert seen.phase == phase and sum(seen.weights.values()) == pytest.approx(1)
+                if phase == 0:
+                    each.begin(draw(1, elements, dtype)[0], seen)
                 outgoing = each.outgoing(draw(1, elements, dtype)[0], seen)
                 assert set(outgoing) == set(seen.neighbors)
                 for payload in outgoing.values():
@@ -251,6 +259,8 @@ def check_a_missing_neighbor_does_not_last(make_rule: Make) -> None:
 
 def check_nan_stays_visible(make_rule: Make) -> None:
     """NaN in one model raises nothing, and does not come back as a number."""
+    if make_rule().requirements.star:
+        pytest.skip("clients take the model of the server")
     models = draw(6, 33)
     models[1][5] = float("nan")
     gossip(make_rule, suited(make_rule(), 6), models, 3)
@@ -307,17 +317,27 @@ def one_round(
         [each.plan(replace(rule_view(each, graph, uid, r, 1), phase=phase, lr=lr)) for uid, each in enumerate(rules)]
         for phase in range(rules[0].requirements.phases)
     ]
-    for uid, (each, model, seen) in enumerate(zip(rules, models, phases[0], strict=True)):
+    for each, model, seen in zip(rules, models, phases[0], strict=True):
         each.begin(model, seen)
-        if step is not None:
-            step(uid, model)
-        elif pull:
-            model.sub_(model - float(uid), alpha=pull)
-        each.adjust(model, seen, float(uid))
-    for views in phases:
+    for phase, views in enumerate(phases):
+        if phase == rules[0].requirements.steps_before:
+            _local_steps(rules, models, phases[0], pull, step)
         one_phase(rules, models, views, missing)
     for each, model, seen in zip(rules, models, phases[-1], strict=True):
         each.finish(model, seen)
+
+
+def _local_steps(
+    rules: list[Sharing], models: list[Tensor], views: list[RoundView], pull: float,
+    step: Callable[[int, Tensor], object] | None,
+) -> None:
+    for uid, (each, model, seen) in enumerate(zip(rules, models, views, strict=True)):
+        if each.trains(seen):
+            if step is not None:
+                step(uid, model)
+            elif pull:
+                model.sub_(model - float(uid), alpha=pull)
+        each.adjust(model, seen, float(uid))
 
 
 def one_phase(

@@ -21,6 +21,8 @@ BOUNDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "choco": {"fraction": SHARE, "step_size": SHARE}, "deepsqueeze": {"fraction": SHARE, "step_size": SHARE},
     "diloco": {"every": COUNT, "outer_lr": POSITIVE, "outer_momentum": MOMENTUM},
     "elastic": {"every": COUNT, "pull": ([1e-9, 0.999], [0, 1])}, "fft": {"fraction": SHARE},
+    "fedavg": {"fraction": SHARE, "clients": COUNT, "min_clients": COUNT, "server_lr": POSITIVE,
+               "deadline_seconds": POSITIVE, "gossip_every": COUNT},
     "jwins": {"full_from": SHARE}, "leader": {"every": COUNT, "pull": SHARE, "average": PORTION},
     "local_sgd": {"every": COUNT}, "momentum_tracking": {"momentum": MOMENTUM},
     "moshpit": {"dimensions": ([1, 16], [0, 17])},

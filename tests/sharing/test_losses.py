@@ -16,7 +16,7 @@ from decentnode.experiment import load
 from decentnode.graph.base import RoundView
 from decentnode.graph.weights import MetropolisHastings, MetropolisHastingsConfig
 from decentnode.payload import Payload
-from decentnode.sharing import SHARINGS
+from decentnode.sharing import AMONG_EQUALS
 from decentnode.sharing.d2 import D2
 from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
@@ -53,7 +53,7 @@ def after_a_loss(name: str, lost: bool) -> tuple[float, float]:
     return float((means[119] - best).norm()), float((means[-1] - means[-21]).norm())
 
 
-@pytest.mark.parametrize("name", SHARINGS)
+@pytest.mark.parametrize("name", AMONG_EQUALS)
 @pytest.mark.slow
 def test_one_loss_is_forgotten_or_the_rule_says_that_it_is_not(name: str) -> None:
     error, moved = after_a_loss(name, lost=False)

@@ -32,7 +32,8 @@ from tests.sharing.contract import bound, draw, one_phase, rule
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 OTHER: dict[str, object] = {
-    "phases": 3, "smallest_eigenvalue": -0.25, "scalars": {"a": ScalarSpec(int)}, "includes_self": frozenset({1}),
+    "phases": 3, "steps_before": 1,
+    "smallest_eigenvalue": -0.25, "scalars": {"a": ScalarSpec(int)}, "includes_self": frozenset({1}),
 }  # fmt: skip
 """A value other than the default of every field that is no boolean."""
 

@@ -147,7 +147,7 @@ def test_a_last_batch_of_one_sample_is_left_out_where_the_model_cannot_train_on_
 
 def test_every_sample_has_its_turn_where_one_is_left_out() -> None:
     training = make(module=noisy, train=samples(9), batch_size=4, local_epochs=1)
-    epochs = [set(training._sampler.take(2)[0].tolist()) for _ in range(40)]
+    epochs = [set(training.sampler.take(2)[0].tolist()) for _ in range(40)]
     assert all(len(epoch) == 8 for epoch in epochs) and set.intersection(*epochs) == set()
     assert set.union(*epochs) == set(range(9))
 

@@ -125,7 +125,7 @@ def test_a_reset_optimizer_starts_afresh_but_keeps_the_schedule(optimizer: str) 
     reset.local_update(1)
     fresh = make(**{**keys, "optimizer": {**keys["optimizer"], "lr": 0.05}})
     fresh.model.parameters.copy_(middle)
-    fresh._sampler.take(2)
+    fresh.sampler.take(2)
     fresh.local_update(1)
     assert torch.equal(reset.model.parameters, fresh.model.parameters)
 

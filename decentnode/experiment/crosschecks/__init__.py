@@ -12,6 +12,11 @@ from decentnode.experiment.crosschecks.communication import (
     inproc_is_one_machine,
     nodes_can_be_stepped,
 )
+from decentnode.experiment.crosschecks.federated import (
+    clients_suit_the_servers,
+    models_suit_a_server,
+    virtual_time_is_told,
+)
 from decentnode.experiment.crosschecks.graph import (
     fragment_graphs_can_be_made,
     graph_can_be_made,
@@ -61,6 +66,9 @@ CHECKS: tuple[Check, ...] = (
     everybody_hears_of_everybody,
     losses_can_be_borne,
     step_brings_nodes_together,
+    clients_suit_the_servers,
+    models_suit_a_server,
+    virtual_time_is_told,
     inproc_is_one_machine,
     nodes_can_be_stepped,
     edges_have_their_ways,

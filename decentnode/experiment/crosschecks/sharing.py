@@ -76,6 +76,9 @@ def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
 
 def misses(needs: Requirements, graph: Graph) -> Iterator[str]:
     """What the graph lacks of what a rule needs, each with a graph or weights that have it."""
+    if needs.star and not graph.servers:
+        yield (f"needs a graph with a server, got one among equals; {{name: star, nodes: {graph.num_nodes}}} would do")
+        return
     if needs.static and graph.period != 1:
         instead = "{name: tree}" if needs.tree else "{name: ring}"
         yield f"needs a static graph, got one that changes over the rounds; {instead} would do"

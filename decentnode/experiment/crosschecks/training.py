@@ -97,7 +97,7 @@ def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
     except UsageError:
         return
     aside = training.validation if training.validation and training.validation.source == "train" else None
-    sizes = {uid: len(part) - (aside.aside(len(part)) if aside else 0) for uid, part in parts.items()}
+    sizes = {uid: len(part) - (aside.aside(len(part)) if aside else 0) for uid, part in parts.items() if len(part)}
     uid = min(sizes, key=sizes.__getitem__)
     if problem := training.problem_of_one(sizes[uid]):
         of_key = problem.startswith("training.batch_size ")

@@ -1,0 +1,74 @@
+"""Whether the rest of a run suits a rule with servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from decentnode.config.component import load_class
+from decentnode.config.problems import Problem
+from decentnode.errors import UsageError
+from decentnode.experiment.crosschecks.parts import graph_of, spec_of
+from decentnode.experiment.initial_model import module_without_values
+from decentnode.experiment.tree import Experiment
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.federated.rounds import Federated, FederatedConfig
+
+
+def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
+    """Every server has clients, as many as the rule wants; several servers gossip, and late clients are done
+    without."""
+    graph, config = graph_of(experiment), experiment.sharing
+    if not isinstance(config, FederatedConfig) or graph is None or not graph.servers:
+        return
+    clients = min(map(len, graph.servers.values()))
+    for key in ("clients", "min_clients"):
+        wanted = getattr(config, key)
+        if wanted is not None and wanted > clients:
+            message = f"must be at most {clients}, the clients of a server, got {wanted}"
+            yield Problem(("sharing", key), message, other=("graph",))
+    if not clients:
+        yield Problem(("graph",), ": a server has no clients; more nodes would do", other=("sharing",))
+    several = len(graph.servers) > 1
+    if several and config.gossip_every is None:
+        yield Problem(("sharing",), f": {len(graph.servers)} servers never hear of each other; gossip_every: 1 would "
+                      "do", other=("graph",))  # fmt: skip
+    if not several and config.gossip_every is not None:
+        yield Problem(("sharing", "gossip_every"), f": needs several servers, got one; graph: {{name: star, nodes: "
+                      f"{graph.num_nodes}, servers: {{name: ring, nodes: 2}}}} would do", other=("graph",))  # fmt: skip
+    if config.deadline_seconds is not None and experiment.node.missing != "return_weight":
+        yield Problem(("node", "missing"), ": sharing.deadline_seconds leaves late clients out of a round, which needs "
+                      f"missing: return_weight, got {experiment.node.missing}", other=("sharing",))  # fmt: skip
+
+
+def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
+    """The server sees no samples, so that statistics of batch normalization must come from the clients; and the model
+    is exchanged as one."""
+    if not experiment.servers():
+        return
+    name = experiment.sharing.name
+    if experiment.parameters is not None and experiment.parameters.fragments is not None:
+        yield Problem(("parameters", "fragments"), f": {name} exchanges the shared parameters as one, in every round",
+                      other=("sharing",))  # fmt: skip
+    spec = spec_of(experiment)
+    if spec is None or experiment.node.buffers == "recompute":
+        return
+    try:
+        module = module_without_values(experiment, spec)
+    except UsageError:  # model_can_be_trained says so
+        return
+    if any(each.dtype.is_floating_point for each in module.buffers()):
+        yield Problem(("node", "buffers"), ": the model has statistics (batch normalization), and the server of "
+                      f"{name} no samples to see them with, got {experiment.node.buffers}; recompute would do, which "
+                      "measures them on the clients", other=("model",))  # fmt: skip
+
+
+def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
+    """Virtual seconds are those of rounds that begin with the local steps."""
+    rule: Any = load_class(experiment.sharing.name, SHARINGS, "sharing")
+    if not (isinstance(rule, type) and issubclass(rule, Federated)):
+        return
+    for key in ("compute", "links"):
+        if getattr(experiment.simulate, key) is not None:
+            yield Problem(("simulate", key), f": virtual seconds are not known of {experiment.sharing.name}, whose "
+                          "clients train between two exchanges; leave it out", other=("sharing",))  # fmt: skip

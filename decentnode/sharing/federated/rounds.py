@@ -1,0 +1,309 @@
+"""A round of a server and its clients: the model goes down, clients train, their changes come up.
+
+Rules derive from `Federated`, and say what the server does with the mean change (`step`), and what else goes down and
+up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from decentnode.config import component
+from decentnode.errors import PeerFault, PeerLost
+from decentnode.graph.base import RoundView
+from decentnode.mixing import mix_into
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
+from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.federated.sampling import count_of, sampled
+from decentnode.sharing.requirements import Requirements
+
+DOWN, UP, BETWEEN = range(3)
+"""The phases of a round. Clients train before UP; BETWEEN is that of several servers."""
+MOST_SAMPLES = 1 << 53
+
+
+class FederatedConfig(SharingConfig):
+    """Keys of all rules with a server."""
+
+    fraction: float = Field(1.0, gt=0, le=1)
+    """Fraction of a server's clients that take part in a round, drawn anew for each; at least one does. The others
+    neither train nor send."""
+    clients: int | None = Field(None, ge=1)
+    """Number of a server's clients that take part in a round, instead of `fraction`."""
+    weighted_by: Literal["samples", "equal"] = "samples"
+    """What the changes of clients count in their mean: as many as a client has training samples, or one each."""
+    min_clients: int = Field(1, ge=1)
+    """The run ends where fewer clients answer in a round."""
+    deadline_seconds: float | None = Field(None, gt=0)
+    """How long a server waits for further clients after the last answer; those that are later are left out of the
+    round, which needs `node.missing: return_weight`. Default: twice `communication.timeout_seconds`."""
+    gossip_every: int | None = Field(None, ge=1)
+    """With several servers: number of rounds after which they mix their models, by the graph that joins them."""
+
+    @model_validator(mode="after")
+    def _one_count(self) -> Self:
+        if self.clients is not None and "fraction" in self.model_fields_set:
+            raise ValueError("must have fraction or clients, got both")
+        if self.clients is not None and self.min_clients > self.clients:
+            raise ValueError(f"min_clients must be at most the {self.clients} clients of a round, "
+                             f"got {self.min_clients}")  # fmt: skip
+        return self
+
+
+class Federated(Sharing):
+    """Clients train from the server's model x, and the server takes a step along the mean of their changes d_k.
+
+    Phase DOWN: a server sends to all of its clients; those that take part in the round get the model, the others a
+    payload of empty tensors, so that nobody runs ahead of the server. Phase UP: clients send what the local steps
+    changed, one that has got no model an empty payload. Every payload has the same tensors, with P values each or none.
+
+    A client that did not get the model does not train in the round. An answer that came too late or not at all is left
+    out, and the client is told with the next model that it gets (`lost`): what it keeps of that round can be undone.
+    """
+
+    Config: ClassVar[type[component.Config]] = FederatedConfig
+    config: FederatedConfig
+    requirements = Requirements(
+        star=True, sequential=True, phases=2, steps_before=UP,
+        scalars={"samples": ScalarSpec(int, low=0, high=MOST_SAMPLES, optional=True),
+                 "lost": ScalarSpec(int, low=0, optional=True)},
+    )  # fmt: skip
+    NAMES: ClassVar[tuple[str, ...]] = ("x",)
+    """Of the tensors of a payload; "x" is the model or its change."""
+    KEEPS: ClassVar[bool] = False
+    """Whether clients keep something that an answer which is lost leaves wrong."""
+
+    def __init__(self, config: FederatedConfig) -> None:
+        super().__init__(config)
+        if config.gossip_every is not None:
+            self.requirements = replace(self.requirements, phases=3)
+        self.samples = 0
+        """Training samples of this client."""
+        self.start: Tensor | None = None
+        """[P] on a client: the model that it got in this round; None where it got none."""
+        self._unheard: dict[int, int] = {}
+        """On a server: clients whose last answer did not come, and of which round that was."""
+        self._answered = -1
+        """On a client: the round of its last answer."""
+        self._elements = 0
+        self._sizes: list[int] = []
+        """Entries of each parameter tensor."""
+
+    # -- what a rule says -------------------------------------------------------------------------------------
+
+    def step(self, model: Tensor, change: Tensor, view: RoundView) -> None:
+        """The server's step: changes model [P] in place. change: [P], the mean of what clients changed."""
+        raise NotImplementedError
+
+    def given(self, model: Tensor) -> dict[str, Tensor]:
+        """Returns what a server sends to clients that take part: a tensor [P] for each of NAMES."""
+        return {"x": model}
+
+    def take(self, tensors: Mapping[str, Tensor], view: RoundView) -> None:
+        """On a client that takes part, before it trains: what `given` returned. The model is set already."""
+
+    def answer(self, change: Tensor, view: RoundView) -> dict[str, Tensor]:  # noqa: ARG002
+        """Returns what a client sends after it has trained. change: [P], what the local steps did to the model."""
+        return {"x": change}
+
+    def sum_up(self, means: Mapping[str, Tensor], answers: int, clients: int) -> None:
+        """On a server, before `step`: the means of all tensors, over so many answers of so many clients."""
+
+    def answer_lost(self) -> None:
+        """On a client: the last answer did not count."""
+
+    # -- who exchanges with whom ------------------------------------------------------------------------------
+
+    def set_samples(self, count: int) -> None:
+        self.samples = count
+
+    def exchange_number(self, round: int) -> int:
+        """The number by which the graph of the servers is asked; a star among servers and clients never changes."""
+        return round // (self.config.gossip_every or 1)
+
+    def gossips(self, view: RoundView) -> bool:
+        """Whether servers mix their models in this round."""
+        every = self.config.gossip_every
+        return every is not None and (view.round + 1) % every == 0
+
+    def server_of(self, view: RoundView) -> int:
+        """Returns the node's server; of a server itself."""
+        if view.uid in view.servers:
+            return view.uid
+        return next(uid for uid, clients in view.servers.items() if view.uid in clients)
+
+    def clients_of(self, server: int, view: RoundView) -> tuple[int, ...]:
+        """Returns the clients of a server that are members, ascending."""
+        clients = view.servers[server]
+        members = set(view.members)
+        return clients if members.issuperset(clients) else tuple(uid for uid in clients if uid in members)
+
+    def takes_part(self, view: RoundView) -> frozenset[int]:
+        """Returns the clients of the node's server that take part in the round."""
+        server = self.server_of(view)
+        clients = self.clients_of(server, view)
+        count = count_of(len(clients), self.config.fraction, self.config.clients)
+        return sampled(clients, count, view.seed, server, view.purpose("clients of a round"), view.round)
+
+    def plan(self, view: RoundView) -> RoundView:
+        uid = view.uid
+        if not view.servers:
+            return view.alone()
+        server = self.server_of(view)
+        if view.phase == BETWEEN:
+            return self._between(view)
+        if uid == server:
+            others = self.clients_of(uid, view) if view.phase == DOWN else tuple(sorted(self.takes_part(view)))
+            neighbors, sources = (others, ()) if view.phase == DOWN else ((), others)
+        else:
+            there = server in view.members and (view.phase == DOWN or uid in self.takes_part(view))
+            near = (server,) if there else ()
+            neighbors, sources = ((), near) if view.phase == DOWN else (near, ())
+        return _with_edges(view, neighbors, sources, {source: 1.0 / len(sources) for source in sources})
+
+    def plan_buffers(self, view: RoundView) -> RoundView:
+        """Nobody averages float buffers."""
+        return view.alone()
+
+    def _between(self, view: RoundView) -> RoundView:
+        if not self.gossips(view):
+            return view.alone()
+        others = tuple(sorted(uid for uid in view.between if uid != view.uid and uid in view.members))
+        return _with_edges(view, others, others, {uid: view.between[uid] for uid in others})
+
+    def wait_seconds(self, phase: int, timeout_seconds: float) -> float:
+        """A client waits for its server as long as that one may wait for slower clients."""
+        deadline = self.config.deadline_seconds or 2 * timeout_seconds
+        return {DOWN: timeout_seconds + deadline, UP: deadline}.get(phase, 2 * timeout_seconds + deadline)
+
+    # -- the round ----------------------------------------------------------------------------------------------
+
+    def trains(self, view: RoundView) -> bool:  # noqa: ARG002
+        return self.start is not None
+
+    def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        self.start, self._elements = None, model.numel()
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        self._elements = model.numel()
+        nothing = Payload({name: model.new_empty(0) for name in self.NAMES})
+        if view.phase == DOWN:
+            return self._down(model, nothing, view) if view.neighbors else {}
+        if view.phase == BETWEEN:
+            return dict.fromkeys(view.neighbors, Payload(self.given(model)))
+        if not view.neighbors:
+            return {}
+        if self.start is None:
+            return dict.fromkeys(view.neighbors, nothing)
+        self._answered = view.round
+        payload = Payload(self.answer(model - self.start, view), {"samples": self.samples})
+        return dict.fromkeys(view.neighbors, payload)
+
+    def _down(self, model: Tensor, nothing: Payload, view: RoundView) -> dict[int, Payload]:
+        chosen, usual = self.takes_part(view), Payload(self.given(model))
+        found = {}
+        for uid in view.neighbors:
+            found[uid] = usual if uid in chosen else nothing
+            if self.KEEPS and uid in chosen and uid in self._unheard:
+                found[uid] = Payload(usual.tensors, {"lost": self._unheard[uid]})
+        return found
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:  # noqa: ARG002
+        sizes = {tensor.numel() for tensor in payload.tensors.values()}
+        if sizes not in ({0}, {self._elements}):
+            raise PeerFault("malformed_payload", f"tensors of {sorted(sizes)} values from {uid}")
+        return payload
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        full = {uid: each for uid, each in sorted(received.items()) if each.tensors["x"].numel()}
+        if view.phase == DOWN:
+            for payload in full.values():
+                self._take(model, payload, view)
+        elif view.phase == UP and view.uid in view.servers:
+            self._gather(model, received, full, view)
+        elif view.phase == BETWEEN:
+            own = 1.0 - sum(view.between[uid] for uid in full)
+            mix_into(model, model, own, [(each.tensors["x"], view.between[uid]) for uid, each in full.items()])
+
+    def _take(self, model: Tensor, payload: Payload, view: RoundView) -> None:
+        lost = payload.scalars.get("lost")
+        if lost is not None and lost == self._answered:
+            self.answer_lost()
+        self._answered = -1
+        model.copy_(payload.tensors["x"])
+        self.start = model.clone()
+        self.take(payload.tensors, view)
+
+    def _gather(
+        self, model: Tensor, received: Mapping[int, Payload], full: Mapping[int, Payload], view: RoundView
+    ) -> None:
+        """Take the server's step. Raises PeerLost where too few clients answered."""
+        asked = self.takes_part(view)
+        for uid in asked:
+            if uid in full:
+                self._unheard.pop(uid, None)
+            elif uid not in received:
+                self._unheard[uid] = view.round
+        if len(full) < self.config.min_clients:
+            silent = sorted(asked - full.keys())
+            raise PeerLost(
+                f"node {view.uid}: {len(full)} of {len(asked)} clients answered in round {view.round}, fewer than "
+                f"sharing.min_clients {self.config.min_clients}; nothing from {silent}", silent,
+            )  # fmt: skip
+        counts = {uid: float(each.scalars.get("samples", 0)) for uid, each in full.items()}
+        if self.config.weighted_by == "equal" or len(set(counts.values())) == 1:
+            counts = dict.fromkeys(full, 1.0)
+        means = {name: _mean({uid: each.tensors[name] for uid, each in full.items()}, counts) for name in self.NAMES}
+        self.sum_up(means, len(full), len(self.clients_of(view.uid, view)))
+        self.step(model, means["x"], view)
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._sizes = [math.prod(shape) for shape in shapes]
+
+    def tensor_sizes(
+        self, payload: Payload, source: int, target: int, view: RoundView  # noqa: ARG002
+    ) -> Mapping[str, Sequence[int]]:
+        """Tensors are as the model, or empty where the client takes no part, or got no model."""
+        tensor = next(iter(payload.tensors.values()))
+        return dict.fromkeys(self.NAMES, self._sizes if tensor.numel() else [])
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        self._elements = elements
+        return {name: TensorSpec(dtype, elements, exact=False) for name in self.NAMES}
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unheard": {str(uid): round for uid, round in self._unheard.items()}, "answered": self._answered}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._unheard = {int(uid): int(round) for uid, round in state["unheard"].items()}
+        self._answered = int(state["answered"])
+
+
+def _with_edges(
+    view: RoundView, neighbors: tuple[int, ...], sources: tuple[int, ...], weights: Mapping[int, float]
+) -> RoundView:
+    """Returns the view with these edges; what is left of the weights is the node's own."""
+    row = dict(sorted({**weights, view.uid: 1.0 - sum(weights.values())}.items()))
+    share = 1.0 / (1 + len(neighbors))
+    return replace(view, neighbors=neighbors, sources=sources, weights=row, averaging_group=(),
+                   out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), share))  # fmt: skip
+
+
+def _mean(tensors: Mapping[int, Tensor], counts: Mapping[int, float]) -> Tensor:
+    """Returns sum_k n_k d_k / sum_k n_k as a new tensor [P], added in ascending order of uid."""
+    total: Tensor | None = None
+    for uid in sorted(tensors):
+        part = tensors[uid] if counts[uid] == 1.0 else tensors[uid] * counts[uid]
+        total = part.clone() if total is None else total.add_(part)
+    assert total is not None
+    whole = sum(counts.values())
+    return total.div_(whole) if whole else total.zero_()

@@ -1,0 +1,54 @@
+"""Runs that do not suit a server and its clients are refused before they start, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decentnode.errors import ConfigError
+from tests.sharing.federated.runs import CLIENTS, experiment
+
+NODES = CLIENTS + 1
+BATCH_NORM = {"name": "gn_lenet", "norm": "batch"}
+IMAGES = {"name": "synthetic", "input_shape": [3, 32, 32], "num_classes": 3, "train_samples": 60, "test_samples": 6,
+          "partition": {"name": "iid"}}  # fmt: skip
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "ring": ({}, {"graph": {"name": "ring", "nodes": NODES}},
+             rf"sharing: fedavg needs a graph with a server, .* \{{name: star, nodes: {NODES}\}} would do"),
+    "overlapped": ({}, {"node": {"schedule": "overlapped"}},
+                   "fedavg works with schedule: sequential only, got overlapped"),
+    "clients": ({"clients": 7}, {}, "sharing.clients must be at most 6, the clients of a server, got 7"),
+    "both": ({"clients": 2, "fraction": 0.5}, {}, "must have fraction or clients, got both"),
+    "least": ({"min_clients": 9}, {}, "sharing.min_clients must be at most 6"),
+    "least of a round": ({"clients": 2, "min_clients": 3}, {}, "min_clients must be at most the 2 clients of a round"),
+    "deadline": ({"deadline_seconds": 3}, {}, r"node.missing: .*needs missing: return_weight, got fail"),
+    "gossip of one": ({"gossip_every": 2}, {}, "sharing.gossip_every: needs several servers, got one"),
+    "several": ({}, {"graph": {"name": "star", "nodes": 6, "servers": {"name": "ring", "nodes": 3}},
+                     "mapping": {"nodes_per_machine": 6}}, "3 servers never hear of each other; gossip_every: 1 would"),
+    "statistics": ({}, {"model": BATCH_NORM, "data": IMAGES},
+                   "node.buffers: the model has statistics .* got average; recompute would do"),
+    "fragments": ({}, {"parameters": {"fragments": {"name": "random", "count": 2, "degree": 1}}},
+                  "parameters.fragments: fedavg exchanges the shared parameters as one"),
+    "virtual": ({}, {"simulate": {"links": {"node_mbit_per_second": 100}}}, "virtual seconds are not known of fedavg"),
+    "place": ({}, {"graph": {"name": "star", "nodes": NODES, "server": 7}}, "server must be less than 7"),
+    "groups": ({"gossip_every": 1}, {"graph": {"name": "star", "nodes": 7, "servers": {"name": "ring", "nodes": 3}}},
+               "nodes must be a multiple of 3 servers, got 7"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_said(case: str) -> None:
+    keys, sections, expected = REFUSED[case]
+    with pytest.raises(ConfigError, match=expected):
+        experiment({"name": "fedavg", **keys}, **sections)
+
+
+def test_statistics_that_are_measured_on_the_clients_are_taken() -> None:
+    of = experiment({"name": "fedavg"}, model=BATCH_NORM, data=IMAGES, node={"buffers": "recompute"})
+    assert of.servers() == (0,)
+
+
+def test_a_rule_among_equals_has_no_servers_on_a_star() -> None:
+    assert experiment({"name": "full"}).servers() == ()
