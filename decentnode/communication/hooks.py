@@ -9,9 +9,10 @@ from typing import Generic, Self
 
 from torch import Tensor
 
-from decentnode.communication.parts import ConfigT, Endpoints, TransportParts
+from decentnode.communication.parts import Collected, ConfigT, Endpoints, TransportParts
 from decentnode.communication.run_state import Steps, Wait, at_once
 from decentnode.metrics.history import History
+from decentnode.payload import Payload
 from decentnode.wire.generation import Generation
 
 
@@ -102,6 +103,29 @@ class Hooks(Generic[ConfigT]):
     def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:
         """As `acquire_slot`."""
         return at_once(self.acquire_slot(current, timeout_seconds))
+
+    # -- payloads that nobody waits for by their rounds (`CommunicationConfig.has_mailboxes`)
+
+    def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
+        """Send payloads to nodes that do not expect them, in a channel whose schema is that of a mailbox. Not blocking:
+        whoever has not taken what was sent before gets nothing. Returns the uids to which nothing was sent.
+
+        round: tells the payloads of this node in this channel and generation apart, and which of them is newest.
+        Payload tensors may be changed as soon as this returns.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no mailboxes")
+
+    def collect_steps(
+        self, channel: int, *, round: int | None = None, count: int = 0, sources: Collection[int] = (),
+        seconds: float = 0.0,
+    ) -> Steps[list[Collected]]:
+        """Take what has come whole into a mailbox, ascending by source, then round.
+
+        round: only payloads of this round, of which later ones stay and earlier ones are dropped; None: all. Waits for
+        `seconds` at most until there are `count` payloads and one of each of `sources`; without either for nothing.
+        Ends early, with what there is, once the generation is over.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no mailboxes")
 
     # -- several nodes of one process, stepped by one thread
 

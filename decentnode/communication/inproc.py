@@ -10,8 +10,9 @@ from torch import Tensor
 from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters, purpose_of
 from decentnode.communication.hooks import PendingGeneration
-from decentnode.communication.parts import CommunicationConfig, Schema
+from decentnode.communication.parts import Collected, CommunicationConfig, Schema
 from decentnode.communication.receive.chunking import plans
+from decentnode.communication.run_state import Steps
 from decentnode.config.component import Config
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.payload import Payload
@@ -29,6 +30,8 @@ class Hub:
         self.run_id = b""
         """Set by whoever starts the run."""
         self.payloads: dict[ExchangeKey, Payload] = {}
+        self.mailboxes: dict[tuple[int, int], dict[int, dict[int, Payload]]] = {}
+        """By channel and receiver, then source: the newest payloads that were not taken yet, by round."""
         self.means: dict[str, dict[int, Tensor]] = {}
         self.taken: dict[str, int] = {}
         self.reports: dict[int, dict[str, float | int | str]] = {}
@@ -52,6 +55,7 @@ class Hub:
         self.generation = Generation(self.generation.number + 1, tuple(sorted(members)))
         self.asked.clear()
         self.payloads.clear()
+        self.mailboxes.clear()
         self.means.clear()
         self.taken.clear()
 
@@ -158,6 +162,7 @@ class InprocConfig(CommunicationConfig):
     """Keys of the in-process transport, and what the rest of the project asks of it."""
 
     has_generations: ClassVar[bool] = True
+    has_mailboxes: ClassVar[bool] = True
 
 
 class Inproc(Communication[CommunicationConfig]):
@@ -189,16 +194,62 @@ class Inproc(Communication[CommunicationConfig]):
         self.raise_if_failed()
         if self.regrouping:
             return InprocExchange(self, round, phase, expected)
+        for uid, payload in self._copied(outgoing, phase).items():
+            self.hub.payloads[round, phase, self.uid, uid] = payload
+        self.counters.sent(outgoing)
+        return InprocExchange(self, round, phase, expected)
+
+    def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
+        self.raise_if_failed()
+        if self.regrouping:
+            return frozenset(outgoing)
+        gone = frozenset(uid for uid in outgoing if uid in self.hub.departed)
+        sent = {uid: payload for uid, payload in outgoing.items() if uid not in gone}
+        for uid, payload in self._copied(sent, channel).items():
+            kept = self.hub.mailboxes.setdefault((channel, uid), {}).setdefault(self.uid, {})
+            kept[round] = payload
+            if len(kept) > self.schemas[channel].mailbox:
+                del kept[min(kept)]
+        self.counters.sent(sent)
+        return gone
+
+    def collect_steps(
+        self, channel: int, *, round: int | None = None, count: int = 0, sources: Collection[int] = (),
+        seconds: float = 0.0,
+    ) -> Steps[list[Collected]]:
+        """As the contract says. What is not there yet is waited for until the others of the process were stepped
+        once."""
+        self.raise_if_failed()
+        if self._lacks(channel, round, count, sources) and seconds > 0:
+            yield None
+        found: list[Collected] = []
+        for source, kept in sorted(self.hub.mailboxes.get((channel, self.uid), {}).items()):
+            for each in sorted(each for each in kept if round is None or each <= round):
+                payload = kept.pop(each)
+                if round in (None, each):
+                    found.append(Collected(source, each, payload))
+                    edge = self.counters.edge(source)
+                    edge.payload_bytes_received += sum(t.nbytes for t in payload.tensors.values())
+        return found
+
+    def _lacks(self, channel: int, round: int | None, count: int, sources: Collection[int]) -> bool:
+        """Whether a mailbox lacks what is waited for."""
+        mailbox = self.hub.mailboxes.get((channel, self.uid), {})
+        here = [source for source, kept in mailbox.items() for each in kept if round in (None, each)]
+        return len(here) < count or not {*sources} <= {*here, *self.hub.departed}
+
+    def _copied(self, outgoing: Mapping[int, Payload], phase: int) -> dict[int, Payload]:
+        """Copies of payloads, one for all who get the same."""
         copies: dict[int, Payload] = {}
+        found = {}
         for uid, payload in outgoing.items():
             self._check(payload, phase)
             copy = copies.get(id(payload))
             if copy is None:
                 tensors = {name: tensor.detach().clone() for name, tensor in payload.tensors.items()}
                 copy = copies[id(payload)] = Payload(tensors, dict(payload.scalars), payload.metadata)
-            self.hub.payloads[round, phase, self.uid, uid] = copy
-        self.counters.sent(outgoing)
-        return InprocExchange(self, round, phase, expected)
+            found[uid] = copy
+        return found
 
     def _check(self, payload: Payload, phase: int) -> None:
         schema = self.schemas[phase]

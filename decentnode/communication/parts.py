@@ -12,7 +12,7 @@ from pydantic import Field
 
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import Config
-from decentnode.payload import TensorSpec
+from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Limits
 
 
@@ -24,6 +24,19 @@ class Schema:
     """Length P of the flat model."""
     tensors: Mapping[str, TensorSpec]
     elementwise: bool
+    mailbox: int = 0
+    """0: payloads are exchanged, each in its round. Otherwise nobody waits for them by their rounds
+    (`Communication.publish`): a receiver keeps the newest so many of each source until it takes them."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """One payload out of a mailbox, in memory of its own."""
+
+    source: int
+    round: int
+    """Of the source when it published."""
+    payload: Payload
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,8 @@ class CommunicationConfig(Config):
     """Whether nodes are processes of their own, which listen and connect."""
     has_generations: ClassVar[bool] = False
     """Whether members that fail can be left out (`node.missing: regroup`)."""
+    has_mailboxes: ClassVar[bool] = False
+    """Whether payloads can be sent to nodes that do not expect them (`Communication.publish`)."""
 
     @property
     def steps_nodes(self) -> bool:

@@ -227,14 +227,7 @@ class Paths:
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], expected: Iterable[int]) -> set[int]:
         """Every payload by its neighbor's path; those to whom nothing was sent. Blocking as `Path.send`."""
         dropped: set[int] = set()
-        rest = outgoing
-        for path, reached in self._first:
-            mine = rest if reached.issuperset(rest) else {uid: p for uid, p in rest.items() if uid in reached}
-            if mine:
-                left, gone = path.send(key, mine, ())
-                dropped.update(gone)
-                done = mine.keys() - left
-                rest = {uid: p for uid, p in rest.items() if uid not in done} if len(done) < len(rest) else {}
+        rest = self._send_first(key, outgoing, dropped)
         if not self._last:
             if rest:
                 dropped.update(self._chunks.send(key, rest, ()).dropped)
@@ -247,6 +240,29 @@ class Paths:
             if mine or sources:
                 dropped.update(path.send(key, mine, sources).dropped)
         return dropped
+
+    def publish(self, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> set[int]:
+        """As `send`, for payloads of mailboxes: paths that have to know what comes are passed over."""
+        dropped: set[int] = set()
+        rest = self._send_first(key, outgoing, dropped)
+        if rest:
+            dropped.update(self._chunks.send(key, rest, ()).dropped)
+        return dropped
+
+    def _send_first(
+        self, key: ExchangeKey, outgoing: Mapping[int, Payload], dropped: set[int]
+    ) -> Mapping[int, Payload]:
+        """Send by the paths that leave neighbors to ZeroMQ. Returns the payloads that are left; uids to whom nothing
+        is to be sent go to `dropped`."""
+        rest = outgoing
+        for path, reached in self._first:
+            mine = rest if reached.issuperset(rest) else {uid: p for uid, p in rest.items() if uid in reached}
+            if mine:
+                left, gone = path.send(key, mine, ())
+                dropped.update(gone)
+                done = mine.keys() - left
+                rest = {uid: p for uid, p in rest.items() if uid not in done} if len(done) < len(rest) else {}
+        return rest
 
     def collective(
         self, key: ExchangeKey, group: AveragingGroup, outgoing: Mapping[int, Payload], expected: tuple[int, ...]

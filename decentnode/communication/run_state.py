@@ -33,6 +33,9 @@ class Doorbell(Protocol):
     def listen(self, timeout_seconds: float) -> None:
         """Blocking until rung; takes in what neighbors said meanwhile."""
 
+    def take_in(self) -> None:
+        """Take in all that neighbors have said, where nobody else does; not blocking."""
+
 
 class Wait(Protocol):
     """A wait as a state machine: call `step` until it returns True: at once, whenever something that it looks at has
@@ -158,6 +161,8 @@ class RunFacts:
     """Of the round under way: how much of HOLD_UP_SECONDS is used up."""
     goes_on: bool = False
     """`Communication.goes_on`."""
+    hurried: bool = False
+    """Whether what is sent at this moment waits for nobody, as payloads of mailboxes do not."""
     exposed_since: float = 0.0
     """`Communication.exposed_since`."""
 
@@ -202,6 +207,8 @@ class RunFacts:
         return 0.0 if self.stepped else self._hold_up(timeout_seconds)
 
     def _hold_up(self, timeout_seconds: float) -> float:
+        if self.hurried:
+            return 0.0
         longest = HOLD_UP_SECONDS if timeout_seconds > 10 * HOLD_UP_SECONDS else timeout_seconds / 10
         return longest - self.held_up_seconds if longest > self.held_up_seconds else 0.0
 

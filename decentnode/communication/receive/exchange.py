@@ -6,11 +6,7 @@ drive many nodes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-
-import torch
-from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.base import Arrival, Exchange
@@ -18,7 +14,7 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.inbox_state import WHOLE, ExchangeKey, InboxState
-from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
+from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload, is_finite
 from decentnode.communication.run_state import GuardedWait, Wait
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.payload import Payload
@@ -95,7 +91,7 @@ class InboxExchange(Exchange):
             found: dict[int, Payload] = {}
             for source, incoming in arrived.items():
                 tensor = incoming.part(chunk, start, stop)
-                found[source] = Payload({plan.name: tensor if inbox.on_cpu and tensor.is_cpu else self._placed(tensor)})
+                found[source] = Payload({plan.name: tensor if inbox.on_cpu and tensor.is_cpu else inbox.placed(tensor)})
             received = self._accepted(found, in_slots)
             yield Arrival(start, stop, received, self._missing)
             alive = [source for source in received if source not in self._missing]
@@ -118,13 +114,8 @@ class InboxExchange(Exchange):
         taken back, so that it gets none whose bytes may still change: what lies in a slot is copied."""
         payload = incoming.payload()
         copied = self._state.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
-        tensors = {name: t.clone() if copied else self._placed(t) for name, t in payload.tensors.items()}
+        tensors = {name: t.clone() if copied else self._state.placed(t) for name, t in payload.tensors.items()}
         return Payload(tensors, payload.scalars)
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        """On the device of the models; the copy of one that lies elsewhere is complete."""
-        inbox = self._state
-        return tensor if (inbox.on_cpu and tensor.is_cpu) or tensor.device == inbox.device else inbox.lift(tensor)
 
     def _note(self, arrived: dict[int, PartialPayload]) -> list[tuple[int, SlotPayload]]:
         """Before the payloads are read. Returns those that lie in slots of the host's memory, which may change."""
@@ -143,7 +134,7 @@ class InboxExchange(Exchange):
         """Without those that hold NaN or infinity, where these are to be rejected, and those that are copies of what
         changed meanwhile."""
         if self._state.reject_non_finite:
-            for source in [source for source, payload in received.items() if not _finite(payload)]:
+            for source in [source for source, payload in received.items() if not is_finite(payload)]:
                 del received[source]
                 self._missing |= {source}
                 self._rejected |= {source}
@@ -187,11 +178,3 @@ class InboxExchange(Exchange):
             return self._missing
         round = self._key[0]
         return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}
-
-
-def _finite(payload: Payload) -> bool:
-    """The sum of a tensor is finite unless an element is not (or all are huge, which is no better)."""
-    return all(
-        math.isfinite(float(tensor.sum(dtype=torch.float64)))
-        for tensor in payload.tensors.values() if tensor.is_floating_point()
-    ) and all(math.isfinite(value) for value in payload.scalars.values())

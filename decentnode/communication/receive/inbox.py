@@ -12,11 +12,11 @@ from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
-from decentnode.communication.parts import Schema
+from decentnode.communication.parts import Collected, Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox_state import ExchangeKey, InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
-from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
+from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState, Wait
 from decentnode.wire.messages import Chunk, Scalars
 
 
@@ -114,7 +114,18 @@ class Inbox:
         self.block(wait)
         return wait.arrived
 
-    def block(self, wait: ArrivalWait) -> None:
+    def look(self) -> None:
+        """Take in what neighbors have announced; not blocking."""
+        if self.status.doorbell is not None:
+            self.status.doorbell.take_in()
+
+    def collect(self, channel: int, round: int | None) -> list[Collected]:
+        """Take what has come into a mailbox; not blocking, but for copies."""
+        with self.status.lock:
+            taken = self.state.mailbox.take(channel, round)
+        return self.state.owned(channel, taken)
+
+    def block(self, wait: Wait) -> None:
         """Blocking until the wait is over."""
         status = self.status
         with status.lock:

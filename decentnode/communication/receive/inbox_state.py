@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.counters import Counters
-from decentnode.communication.parts import Schema
+from decentnode.communication.parts import Collected, Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, plans
+from decentnode.communication.receive.mailbox import Mailbox, Taken, owned
 from decentnode.communication.receive.partial_payload import (
     SLOTS,
     ChunkedPayload,
@@ -23,6 +24,7 @@ from decentnode.communication.receive.partial_payload import (
     PartialPayload,
     SlotPayload,
     cut,
+    is_finite,
 )
 from decentnode.communication.run_state import RunFacts
 from decentnode.errors import PeerFault
@@ -70,6 +72,8 @@ class InboxState:
         self.status = facts
         self.counters = counters
         self._port = port
+        self.mailbox = Mailbox(schemas, self.plans, port.consumed)
+        """Of the channels that are mailboxes; the rest of this class is about the others."""
         self.incoming: dict[ExchangeKey, dict[int, PartialPayload]] = {}
         self.together: dict[ExchangeKey, frozenset[int]] = {}
         """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
@@ -103,6 +107,9 @@ class InboxState:
         plan = self._plan(message, buffer)
         key = (message.round, message.phase)
         self.status.silent.discard(message.source)
+        if self.mailbox.keeps(message.phase):
+            self._came(self.mailbox.put(message, buffer, now))
+            return
         if message.round < self._floor or key in self._finished:
             raise PeerFault("stale_round", f"round {message.round} from {message.source}")
         if message.round >= self._end:
@@ -132,17 +139,22 @@ class InboxState:
     ) -> bool:
         """The chunks of a payload start to come into `tensors`, which are the caller's; False when nobody wants them
         any more. let_go is called once nobody reads `tensors` any more, at once with False."""
+        coming = MappedPayload(self.plans[key[1]], tensors, scalars, let_go, pieces=0)
+        if self.mailbox.keeps(key[1]):
+            return self.mailbox.begin(key, source, coming)
         sources = self.incoming.get(key, {})
         if key[0] < self._floor or key[0] >= self._end or key in self._finished or source in sources:
             let_go()
             return False
-        coming = MappedPayload(self.plans[key[1]], tensors, scalars, let_go, pieces=0)
         self.incoming.setdefault(key, {})[source] = coming
         return True
 
     def chunk_received(self, key: ExchangeKey, source: int, last: bool, now: float) -> None:
         """After `start_receive`: the next chunk after those before is there; last: the whole payload is."""
         self.status.silent.discard(source)
+        if self.mailbox.keeps(key[1]):
+            self._came(self.mailbox.came(key, source, last, now))
+            return
         incoming = self.incoming.get(key, {}).get(source)
         if not isinstance(incoming, MappedPayload) or incoming.pieces is None:
             return
@@ -166,6 +178,9 @@ class InboxState:
                 size = sum(tensor.nbytes for tensor in tensors)
             payload.lay_out(self.plans[phase], tensors)
             self.status.silent.discard(source)
+            if self.mailbox.keeps(phase):
+                self._came(self.mailbox.put_slot(key, source, payload, now))
+                return size
             if round < self._floor or key in self._finished:
                 raise PeerFault("stale_round", f"round {round} from {source}")
             if round >= self._end:
@@ -243,6 +258,11 @@ class InboxState:
             if freed:
                 self._port.consumed(source, freed)
 
+    def _came(self, whole: bool) -> None:
+        """Something came into a mailbox: whoever waits for such payloads looks."""
+        if whole and self.mailbox.waits:
+            self._port.ready()
+
     def _wake(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
         """Something came: whoever waits goes on once everything it waits for is there."""
         wanted = self._wanted
@@ -291,6 +311,7 @@ class InboxState:
             for incoming in sources.values():
                 incoming.let_go()
         self.incoming.clear()
+        self.mailbox.clear()
         self._finished.clear()
         self.together.clear()
         self.skips.clear()
@@ -358,6 +379,30 @@ class InboxState:
             if incoming is None or not (incoming.complete if chunk < 0 else incoming.has(0, chunk)):
                 found.append(source)
         return found
+
+    def owned(self, channel: int, taken: list[Taken]) -> list[Collected]:
+        """Payloads out of a mailbox on the device of the models, in memory of their own; to be called without a lock.
+        Those that changed while they were copied are left out, and those that hold NaN or infinity, where these are to
+        be rejected."""
+        found = []
+        for source, round, incoming in taken:
+            payload, wrong = owned(incoming, self.placed, self.copied), "overwritten"
+            if payload is not None and self.reject_non_finite and not is_finite(payload):
+                payload, wrong = None, "non_finite"
+            if payload is None:
+                self.counters.fault(wrong, source, f"round {round}, phase {channel}")
+            else:
+                found.append(Collected(source, round, payload))
+        return found
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """On the device of the models; the copy of one that lies elsewhere is complete."""
+        return tensor if (self.on_cpu and tensor.is_cpu) or tensor.device == self.device else self.lift(tensor)
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """As `placed`, in other memory."""
+        placed = self.placed(tensor)
+        return tensor.clone() if placed is tensor else placed
 
     def release(self, chunk: int, sources: dict[int, PartialPayload]) -> None:
         """Give back the buffers of a mixed chunk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,6 +42,15 @@ class SlotReader(Protocol):
 def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
     """tensor[start:stop], without the price of a slice where that is all of it."""
     return tensor if stop - start == tensor.numel() else tensor[start:stop]
+
+
+def is_finite(payload: Payload) -> bool:
+    """Whether a payload has no NaN or infinity: the sum of a tensor is finite unless an element is not (or all are
+    huge, which is no better)."""
+    return all(
+        math.isfinite(float(tensor.sum(dtype=torch.float64)))
+        for tensor in payload.tensors.values() if tensor.is_floating_point()
+    ) and all(math.isfinite(value) for value in payload.scalars.values())
 
 
 class PartialPayload(abc.ABC):

@@ -85,7 +85,7 @@ class DatagramDoorbell:
         return self._socket.fileno()
 
     def take_in(self) -> None:
-        """Not blocking: take in all that is there, on a thread that does not `listen`."""
+        """Not blocking: take in all that is there, on the thread that listens, or where none does."""
         with contextlib.suppress(BlockingIOError):
             while datagram := self._socket.recv(MAX_BYTES, socket.MSG_DONTWAIT):
                 self._on_datagram(datagram)

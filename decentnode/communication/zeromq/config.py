@@ -15,6 +15,7 @@ from decentnode.communication.routing import Routing
 class ZeroMQConfig(CommunicationConfig):
     networked: ClassVar[bool] = True
     has_generations: ClassVar[bool] = True
+    has_mailboxes: ClassVar[bool] = True
 
     same_host: Literal["shared_memory", "ipc", "tcp"] | None = None
     """How payloads travel between nodes of one host. Default: shared_memory with communication auto (ipc where /dev/shm

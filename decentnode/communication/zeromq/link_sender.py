@@ -81,6 +81,11 @@ class LinkSender:
         edge = self.edges.get(uid)
         return edge is None or edge.queued < self.max_payloads
 
+    def waiting(self, uid: int) -> int:
+        """How many payloads wait for this peer. Any thread, as `takes`."""
+        edge = self.edges.get(uid)
+        return 0 if edge is None else edge.queued
+
     def control(self, uid: int, message: Message, now: float) -> None:
         """Send a control message."""
         if isinstance(message, Hello):

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Schema
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
@@ -55,6 +56,10 @@ class Sender:
     def takes(self, uid: int) -> bool:
         """Whether one more payload may be sent to a peer at once."""
         return self._links.takes(uid)
+
+    def is_idle(self, uid: int) -> bool:
+        """Whether nothing that was sent to a peer before waits here."""
+        return self._links.waiting(uid) == 0
 
     def room(self, uid: int, key: ExchangeKey, now: float) -> RoomWait:
         """Returns the wait while `max_payloads` wait for a peer, unless it is silent; `may_send` has its result."""
@@ -137,3 +142,14 @@ class Sender:
         if fetched is None:
             self._port.hurry()
         return fetched
+
+
+def to_be_published(
+    outgoing: Mapping[int, Payload], schema: Schema, sender: Sender, facts: RunFacts
+) -> dict[int, Payload]:
+    """Returns those of a mailbox's payloads that can leave without a wait: none for nodes that are gone, nor for those
+    for which too much waits, which is anything where the newest payload alone is kept."""
+    if facts.regrouping:
+        return {}
+    takes = sender.is_idle if schema.mailbox == 1 else sender.takes
+    return {uid: payload for uid, payload in outgoing.items() if uid not in facts.departed and takes(uid)}

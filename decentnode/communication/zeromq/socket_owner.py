@@ -157,3 +157,6 @@ class SocketDoorbell:
             finally:
                 self._owner.leave()
         self.rung = False
+
+    def take_in(self) -> None:
+        """Nothing: while the training thread does not listen, the I/O thread is at the sockets."""

@@ -20,11 +20,12 @@ from decentnode import clock, entropy, logs
 from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
-from decentnode.communication.parts import BindPlan, Endpoints, Schema, TransportParts
+from decentnode.communication.parts import BindPlan, Collected, Endpoints, Schema, TransportParts
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.run_state import RunState, Steps
+from decentnode.communication.receive.mailbox import MailboxWait
+from decentnode.communication.run_state import GuardedWait, RunState, Steps
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.addresses import Addresses
 from decentnode.communication.zeromq.collective_state import CollectiveState, JoinWait
@@ -38,7 +39,7 @@ from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
 from decentnode.communication.zeromq.reconfigure import Reconfiguration
 from decentnode.communication.zeromq.security import Keyring, Security, load_keyring
-from decentnode.communication.zeromq.sender import Sender
+from decentnode.communication.zeromq.sender import Sender, to_be_published
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.config import component
 from decentnode.errors import AssemblyError, NodeFailed, PeerLost, Regrouping
@@ -309,6 +310,35 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         dropped = parts.paths.send(key, outgoing, expected)
         self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped} if dropped else outgoing)
         return InboxExchange(self._inbox, key, expected, frozenset(outgoing), frozenset(dropped))
+
+    def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
+        self._status.raise_if_failed()
+        sent, key = to_be_published(outgoing, self.schemas[channel], self._sender, self._status), (round, channel)
+        for payload, _ in grouped(sent):
+            self._sender.checked(payload, channel)
+        self._status.hurried = True
+        try:
+            dropped = self.parts.paths.publish(key, sent) if sent else set[int]()
+        finally:
+            self._status.hurried = False
+        self.counters.sent({uid: payload for uid, payload in sent.items() if uid not in dropped})
+        return frozenset(outgoing) - sent.keys() | dropped
+
+    def collect_steps(
+        self, channel: int, *, round: int | None = None, count: int = 0, sources: Collection[int] = (),
+        seconds: float = 0.0,
+    ) -> Steps[list[Collected]]:
+        status = self._status
+        status.raise_if_failed()
+        self._inbox.look()
+        if count or sources:
+            wait = MailboxWait(self._inbox.state.mailbox, status, self.counters, channel=channel, round=round,
+                               count=count, sources=sources, seconds=seconds, now=clock.now())  # fmt: skip
+            if self._process is None:
+                self._inbox.block(wait)
+            else:
+                yield GuardedWait(status, self._process, wait)
+        return self._inbox.collect(channel, round)
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
         return self.parts.model_slots.acquire_slot(current, timeout_seconds)

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Arrival
+from decentnode.communication.parts import Collected
 from decentnode.communication.shared_memory.model_slots import PlaceWait
 from decentnode.communication.zeromq.link_sender import MAX_QUEUED
 from decentnode.communication.zeromq.link_state import BULK, MAX_URGENT
 from decentnode.communication.zeromq.reliable_links import ACK_EVERY, ACK_SECONDS, ReliableLinks
 from decentnode.metrics.history import History as Recorder
+from decentnode.metrics.history import digest_of
 from decentnode.payload import Payload
 from decentnode.simulate.world.records import Life, Lives, must
 from decentnode.simulate.world.transport import Key, Simulated, Witness
@@ -95,6 +97,8 @@ class History(Witness):
         """(process, stage): called when a process comes to another stage of membership."""
         self._published: dict[Published, dict[int, Payload]] = {}
         self._newest: dict[int, int] = {}
+        self._posted: dict[tuple[Name, int, int, Key], str] = {}
+        """By generation, source, receiver and (round, channel): digests of what is in mailboxes or on its way."""
         self._parts: dict[tuple[Name, str], dict[int, Tensor]] = defaultdict(dict)
         """By generation and key of a mean: what each node gave."""
         self._stages: dict[int, str] = {}
@@ -160,6 +164,20 @@ class History(Witness):
                 same = payload.tensors.keys() == said.tensors.keys() and payload.scalars == said.scalars
                 same = same and all(_same(payload.tensors[each], said.tensors[each]) for each in said.tensors)
                 must(same, f"{where} published otherwise")
+
+    def posted(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
+        for uid, payload in outgoing.items():
+            which = (of.session.name, of.uid, uid, key)
+            must(which not in self._posted, f"node {of.uid} publishes {key} of generation {which[0]} for {uid} twice")
+            self._posted[which] = digest_of(payload)
+
+    def collected(self, of: Simulated, channel: int, found: Collected) -> None:
+        name = of.session.name
+        said = self._posted.pop((name, found.source, of.uid, (found.round, channel)), None)
+        where = f"node {of.uid} takes payload {found.round} of {found.source} in generation {name[0]}"
+        must(said is not None, f"{where}, which was not published for it, or was taken before")
+        must(said == digest_of(found.payload), f"{where}, which was published otherwise")
+        self.events["collected"] += 1
 
     def contributed(self, of: Simulated, key: str, tensor: Tensor) -> None:
         self._parts[of.session.name, key][of.uid] = tensor.detach().double().clone()

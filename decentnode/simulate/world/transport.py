@@ -18,12 +18,13 @@ from decentnode import clock, entropy
 from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
-from decentnode.communication.parts import Schema
+from decentnode.communication.parts import Collected, Schema
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox_state import InboxState
+from decentnode.communication.receive.mailbox import MailboxWait
 from decentnode.communication.receive.staging import Leases
-from decentnode.communication.run_state import RunFacts, Steps, Wait
+from decentnode.communication.run_state import RunFacts, Steps, Wait, without_waits
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.zeromq.collective_state import (
     BarrierWait,
@@ -39,7 +40,7 @@ from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
 from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
 from decentnode.communication.zeromq.running_time import RunningTime
-from decentnode.communication.zeromq.sender import Sender
+from decentnode.communication.zeromq.sender import Sender, to_be_published
 from decentnode.communication.zeromq.transport import CLOSE_SECONDS, GRACE_SECONDS
 from decentnode.communication.zeromq.tree_mean import own_share
 from decentnode.config.component import Config
@@ -90,6 +91,12 @@ class Witness:
 
     def arrived(self, of: Simulated, key: Key, arrival: Arrival) -> None:
         """A slice is about to be mixed; called a second time once it was."""
+
+    def posted(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
+        """A node publishes payloads in a mailbox, by node."""
+
+    def collected(self, of: Simulated, channel: int, found: Collected) -> None:
+        """A node takes a payload out of a mailbox."""
 
     def contributed(self, of: Simulated, key: str, tensor: Tensor) -> None:
         """A node gives its part to a mean over all members."""
@@ -266,6 +273,29 @@ class Simulated(Communication[ZeroMQConfig]):
         made = SimulatedExchange(self.inbox, key, expected, frozenset(outgoing), dropped)
         made.witness = lambda arrival: self.place.witness.arrived(self, key, arrival)
         return made
+
+    def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
+        self.facts.raise_if_failed()
+        sent = to_be_published(outgoing, self.schemas[channel], self.sender, self.facts)
+        for payload, _ in grouped(sent):
+            self.sender.checked(payload, channel)
+        self.place.witness.posted(self, (round, channel), sent)
+        dropped = without_waits(self.sender.steps(sent, (round, channel), self._lease_of, clock.now))
+        self.counters.sent(sent)
+        return frozenset(outgoing) - sent.keys() | dropped
+
+    def collect_steps(
+        self, channel: int, *, round: int | None = None, count: int = 0, sources: Collection[int] = (),
+        seconds: float = 0.0,
+    ) -> Steps[list[Collected]]:
+        self.facts.raise_if_failed()
+        if count or sources:
+            yield MailboxWait(self.inbox.mailbox, self.facts, self.counters, channel=channel, round=round, count=count,
+                              sources=sources, seconds=seconds, now=clock.now())  # fmt: skip
+        found = self.inbox.owned(channel, self.inbox.mailbox.take(channel, round))
+        for each in found:
+            self.place.witness.collected(self, channel, each)
+        return found
 
     def _lease_of(self, tensor: Tensor) -> object:
         return self.slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
