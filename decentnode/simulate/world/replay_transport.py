@@ -1,0 +1,231 @@
+"""A node's end of the network in a replay: its record says what comes of every wait, and when a generation is over.
+
+What the record leaves open happens again over simulated connections: links, chunks, means, the promises of members.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from decentnode.communication.base import Arrival, AveragingGroup, Exchange, Pending
+from decentnode.communication.run_state import Steps, Wait, at_once
+from decentnode.errors import Interrupted, Regrouping
+from decentnode.payload import Payload
+from decentnode.simulate.world.records import Event, Life
+from decentnode.simulate.world.transport import Simulated, SimulatedExchange, SimulatedMean
+from decentnode.wire.generation import Limits, Name
+from decentnode.wire.membership import Membership
+from decentnode.wire.membership.state import name_of
+from decentnode.wire.messages import Go
+
+
+class Hold(Wait):
+    """The wait of a process whose record is at its end."""
+
+    deadline = math.inf
+
+    def step(self, now: float) -> bool:  # noqa: ARG002
+        return False
+
+
+class GuidedMembership(Membership):
+    """Agrees on a generation when, with whom and under which name it is told to; all else is the protocol's."""
+
+    life: Life
+
+    def give_up(self) -> None:
+        """The node left the generation in force, and waits for whoever leads the next one."""
+        if self.stage == "steady":
+            self.end_generation("the run's node left its generation")
+            self.yields_until = math.inf
+
+    def propose_again(self, name: Name, members: frozenset[int], now: float) -> None:
+        """Lead as the run's leader did."""
+        self.give_up()
+        if self.stage != "suspecting":
+            self.change("new leader")
+        self.drop_attempt()
+        self._leader.prepare(name, members, now)
+
+    def enough(self, generation: object) -> bool:  # noqa: ARG002
+        """It was in the run."""
+        return True
+
+    def _request_join(self, now: float) -> None:
+        """The run's records say who comes back when."""
+
+    def _on_go(self, go: Go, now: float) -> None:
+        if self._enters(name_of(go)):
+            super()._on_go(go, now)
+
+    def _enter(self, cause: Any, now: float) -> None:
+        if self.pending is not None and self._enters(self.pending.name):
+            super()._enter(cause, now)
+
+    def _enters(self, name: Name) -> bool:
+        return any(each.kind == "entered" and each.name == name for each in self.life.events[self.life.cursor :])
+
+
+class ReplayedExchange(SimulatedExchange):
+    """Has the payloads that the run's node mixed, as far as it mixed them, and no others."""
+
+    of: Replayed
+    event: Event | None
+    """What the run's node recorded of it; None where it left the generation, or ended, before."""
+
+    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
+        event = self.event
+        if event is None:
+            yield from self.of.end()
+            return
+        for step in super().steps(timeout_seconds):
+            if isinstance(step, Arrival):
+                yield from self._cut(step, event)
+            else:
+                yield step
+            if event.kind == "broken_off" and isinstance(step, Arrival) and step.stop >= event.fields["stop"]:
+                yield from self.of.end()
+
+    def _cut(self, arrival: Arrival, event: Event) -> Iterator[Arrival]:
+        """Yields the arrival in parts, where a source was missing from an element on."""
+        last = event.fields["stop"] if event.kind == "broken_off" else arrival.stop
+        inside = {stop for stop in (*event.partly.values(), last) if arrival.start < stop < arrival.stop}
+        cuts = [arrival.start, *sorted(inside), arrival.stop]
+        for start, stop in itertools.pairwise(cuts):
+            if start >= last:
+                return
+            gone = {uid for uid, end in event.partly.items() if start >= end}
+            received = {uid: payload for uid, payload in arrival.received.items() if uid not in gone}
+            if (start, stop) != (arrival.start, arrival.stop):
+                part = slice(start - arrival.start, stop - arrival.start)
+                received = {uid: Payload({name: x[part] for name, x in payload.tensors.items()})
+                            for uid, payload in received.items()}  # fmt: skip
+            absent = event.uids("missing") - event.partly.keys()
+            yield Arrival(start, stop, received, frozenset(absent | gone))
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return self._of_event("missing")
+
+    @property
+    def departed(self) -> frozenset[int]:
+        return self._of_event("departed")
+
+    @property
+    def undelivered(self) -> frozenset[int]:
+        return self._of_event("undelivered")
+
+    def _of_event(self, key: str) -> frozenset[int]:
+        return frozenset() if self.event is None else self.event.uids(key)
+
+
+class ReplayedMean(SimulatedMean):
+    """Comes to its end where the run's did."""
+
+    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
+        of = self._of
+        assert isinstance(of, Replayed)
+        if of.life.ahead("averaged", key=self._key) is None:
+            if not self._closing and of.life.ahead("stopping") is not None:
+                raise Interrupted("the run was asked to stop")
+            yield from of.end()
+        return (yield from super().steps(timeout_seconds))
+
+
+class Replayed(Simulated):
+    """One process's end of the simulated network, where its record says what comes of every wait."""
+
+    life: Life
+    taken: set[tuple[Name, tuple[int, int], int, int]]
+    """(generation, channel, source, uid) of every payload that was mixed in the run: no other is sent."""
+
+    def __init__(self, *parts: Any, life: Life, taken: set[Any]) -> None:
+        """parts: of `Simulated`."""
+        self.life, self.taken = life, taken
+        self._stopped = False
+        super().__init__(*parts)
+
+    def _membership(self, limits: Limits) -> Membership:
+        place = self.place
+        made = GuidedMembership(place.uid, place.num_nodes, limits, draw=bytes, digest=place.digest)
+        made.life = self.life
+        return made
+
+    @property
+    def membership(self) -> GuidedMembership:
+        """Of a run with generations."""
+        assert self.reconfiguration is not None
+        found = self.reconfiguration.membership
+        assert isinstance(found, GuidedMembership)
+        return found
+
+    def end(self) -> Iterator[Wait]:
+        """What the record has no more of: the node leaves its generation, or its process was killed and waits."""
+        if self.life.ahead("left") is not None:
+            self._leave()
+        yield Hold()
+
+    def _leave(self) -> None:
+        self.facts.regrouping = self.facts.regrouping or "the run's node left its generation"
+        raise Regrouping(self.facts.regrouping)
+
+    def enter(self, round: int) -> None:
+        if self.life.follows("left"):
+            self._leave()
+        super().enter(round)
+
+    def exchange_steps(
+        self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
+        group: AveragingGroup | None = None,
+    ) -> Steps[Exchange]:
+        key = (round, phase)
+        event = self.life.ahead("mixed", "broken_off", round=round, channel=phase)
+        sources = frozenset[int]() if event is None else frozenset(event.sources) | event.partly.keys()
+        wanted = {uid: payload for uid, payload in outgoing.items()
+                  if (self.session.name, key, self.uid, uid) in self.taken}  # fmt: skip
+        came = tuple(uid for uid in expected if uid in sources)
+        yield from super().exchange_steps(round, wanted, came, phase, group)
+        if self.life.follows("left"):
+            self._leave()
+        made = ReplayedExchange(self.inbox, key, came, frozenset(wanted))
+        made.witness, made.of, made.event = lambda _arrival: None, self, event
+        return made
+
+    def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:  # noqa: ARG002
+        return at_once(None)
+
+    def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
+        super().mean(key, tensor, closing)
+        return ReplayedMean(self, key, closing, tuple(tensor.shape))
+
+    def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:  # noqa: ARG002
+        return at_once({})
+
+    # -- what the record decides ------------------------------------------------------------------------------
+
+    def suspect(self, uids: Any, reason: str) -> None:
+        """The record says when the generation is over."""
+
+    def fail(self, uid: int, reason: str) -> None:
+        """Likewise."""
+
+    def depart(self, rounds: int, neighbors: Any) -> None:
+        """Nobody waits for more than the run's nodes got."""
+
+    def announce_stop(self) -> None:
+        """The record says when."""
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopped or self.life.follows("stopping")
+
+    def told_to_stop(self) -> None:
+        """The record says that the run is asked to stop."""
+        self._stopped = True
+        if self.reconfiguration is not None:
+            self.membership.stopping = True
