@@ -304,6 +304,15 @@ class Overlapped(Schedule):
         yield from self._mix_in_place()
         return self._settle()
 
+    def abandon(self) -> None:
+        super().abandon()
+        delta, self._delta = self._delta, None
+        if delta is None:
+            return
+        with torch.no_grad():  # between two phases the model is without the update
+            for fragment in self._due:
+                fragment.rule.advance(fragment.part(self.model.parameters), fragment.part(delta), fragment.view)
+
     def finish(self) -> Steps[list[Mixed]]:
         if self._mixing is not None:
             self._advance_mixed(self._mixing)
