@@ -114,7 +114,8 @@ class CommunicationConfig(Config):
 
     timeout_seconds: float = Field(60.0, gt=0)
     """Longest time, in seconds, that a round, an evaluation or a barrier waits for a node before the node counts as
-    lost. Within a round all waits share it."""
+    lost. Within a round all waits share it. A mean over all nodes, as evaluations need, has it from the last piece on
+    that came; with `node.missing: regroup` for each link of the tree along which it goes up and down."""
     start_timeout_seconds: float = Field(60.0, gt=0)
     """Longest time, in seconds, to wait until all nodes have joined: at the start of the run, and of each new
     generation of members."""

@@ -16,22 +16,38 @@ class ControlTree:
     uid: int
     parent: int | None
     children: tuple[int, ...]
+    below: int = 0
+    """Levels of the tree below this node."""
+    around: int = 0
+    """Links from the lowest level up to the root, and from there down to this node."""
 
     @classmethod
     def of(cls, uid: int, num_nodes: int, fan_out: int = FAN_OUT) -> ControlTree:
         """The tree over all uids below `num_nodes`, uid 0 at the root."""
         first = uid * fan_out + 1
         children = tuple(range(first, min(first + fan_out, num_nodes)))
-        return cls(uid, (uid - 1) // fan_out if uid else None, children)
+        around = _level(uid, fan_out) + _level(num_nodes - 1, fan_out)
+        below, lowest = 0, first  # levels are filled from their lowest uid on
+        while lowest < num_nodes:
+            below, lowest = below + 1, lowest * fan_out + 1
+        return cls(uid, (uid - 1) // fan_out if uid else None, children, below, around)
 
     @classmethod
     def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> ControlTree:
         """The tree over `members`, ascending, the lowest of which is the root."""
         place = cls.of(members.index(uid), len(members), fan_out)
         parent = None if place.parent is None else members[place.parent]
-        return cls(uid, parent, tuple(members[child] for child in place.children))
+        return cls(uid, parent, tuple(members[child] for child in place.children), place.below, place.around)
 
     @property
     def links(self) -> tuple[int, ...]:
         """The parent, if there is one, and the children."""
         return (() if self.parent is None else (self.parent,)) + self.children
+
+
+def _level(uid: int, fan_out: int) -> int:
+    """How many links a uid is below the root, in the tree over all uids up to it."""
+    level = 0
+    while uid > 0:
+        uid, level = (uid - 1) // fan_out, level + 1
+    return level

@@ -13,10 +13,19 @@ def test_trees_span(n: int) -> None:
     assert all(len(t.children) <= FAN_OUT for t in trees)
 
 
+@pytest.mark.parametrize("n", [1, 2, 9, 10, 73, 74, 600])
+def test_a_node_knows_how_many_links_lie_before_a_mean(n: int) -> None:
+    trees = [ControlTree.of(u, n) for u in range(n)]
+    for tree in trees:
+        assert tree.below == (1 + max(trees[child].below for child in tree.children) if tree.children else 0)
+        above = 0 if tree.parent is None else trees[tree.parent].around - trees[0].below + 1
+        assert tree.around == trees[0].below + above
+
+
 def test_a_tree_among_members_has_the_lowest_as_its_root() -> None:
     members = (3, 4, 7, 11, 12, 20)
     trees = {uid: ControlTree.among(uid, members, fan_out=2) for uid in members}
-    assert trees[3] == ControlTree(3, None, (4, 7))
-    assert trees[4] == ControlTree(4, 3, (11, 12))
+    assert trees[3] == ControlTree(3, None, (4, 7), 2, 2)
+    assert trees[4] == ControlTree(4, 3, (11, 12), 1, 3)
     assert trees[20].links == (7,)
     assert all(uid in trees[tree.parent].children for uid, tree in trees.items() if tree.parent is not None)

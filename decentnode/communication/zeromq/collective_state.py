@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -46,6 +47,8 @@ class CollectiveState:
         self._reports: dict[int, Scalars] = {}
         self._left: set[int] = set()
         """Children that said their last word."""
+        self.part_came = -math.inf
+        """When a piece of a mean came last."""
 
     # -- means ------------------------------------------------------------------------------------------------
 
@@ -55,7 +58,9 @@ class CollectiveState:
 
     def part(self, message: Part, body: memoryview, now: float) -> None:
         """A piece of a mean came. Raises PeerFault for one that fits none."""
-        self._emit(self.means.receive(message, body), now)
+        pieces = self.means.receive(message, body)
+        self.part_came = now
+        self._emit(pieces, now)
 
     def give_up_mean(self, key: str) -> None:
         """Nobody waits for this mean any more."""
@@ -146,13 +151,18 @@ class MeanWait:
     """The wait for a mean (`run_state.Wait`); `result` is (mean [N], contributors) once it is over."""
 
     def __init__(self, of: CollectiveState, key: str, closing: bool, timeout_seconds: float, now: float) -> None:
-        """closing: as in `Communication.mean`."""
+        """closing: as in `Communication.mean`. timeout_seconds: without a piece of a mean coming: a large model takes
+        as long as the line needs, and pieces show that the others go on. In a run with generations of members so long
+        for each link of the tree that lies before: who is dead is found out by other means there, and who waits for a
+        node that itself waits for others must not exclude it before it gives up those."""
         self._of, self._key, self._closing, self._timeout_seconds = of, key, closing, timeout_seconds
-        self._began, self.deadline = now, now + timeout_seconds
+        self._began = self._since = now
+        self.deadline = now + timeout_seconds
         self.result: tuple[Tensor, int] | None = None
 
     def postpone(self, seconds: float) -> None:
         """As `run_state.PostponableWait.postpone`."""
+        self._since += seconds
         self.deadline += seconds
 
     def step(self, now: float) -> bool:
@@ -168,10 +178,14 @@ class MeanWait:
             of.give_up_mean(key)
             raise Interrupted(f"{key} given up: the run is stopping")
         whom = of.means.waiting_for(key)
+        self._since = max(self._since, of.part_came)
+        links = of.tree.around if of.tree.parent in whom else of.tree.below
+        patience = self._timeout_seconds * (links if facts.watches else 1)
+        self.deadline = self._since + patience
         if now >= self.deadline:
             names = ", ".join(map(of.describe, whom)) or "the other nodes"
             raise PeerLost(
-                f"node {of.uid}: nothing from {names} for the mean {key!r} within {self._timeout_seconds:g} s", whom
+                f"node {of.uid}: nothing from {names} for the mean {key!r} within {patience:g} s", whom
             )
         facts.wait_for(tuple(whom), self._began)
         return False

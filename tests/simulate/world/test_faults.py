@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +13,14 @@ from pydantic import TypeAdapter, ValidationError
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerLost
 from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Kill, Link, Restart, Slow
+from decentnode.graph.base import RoundView
+from decentnode.metrics.history import History as Recorder
+from decentnode.payload import Payload
+from decentnode.sharing.full import Full, FullConfig
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.network import VirtualNetwork
+from decentnode.simulate.world.quadratic import Quadratic
 from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
@@ -142,6 +149,60 @@ def test_a_node_that_did_not_hear_the_start_hears_of_the_run_from_the_others() -
     assert world.run(LIMIT) and world.happened["kill"] == world.happened["half_open"] == 1
     assert [process.error for process in world.lives[1:]] == [None, None]
     assert all(made.nodes[uid].round == ROUNDS for uid in (1, 2))
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_closing_mean_that_takes_longer_than_the_time_out_ends_nothing(pieces: int) -> None:
+    """The line takes .1 s for a piece, which goes to node 0 and comes back, with a time-out of .15 s: nodes 1 and 2
+    gave up node 0, which waited for them, and went on to the end without it; node 0 waited for them for a minute."""
+    config = CONFIG.model_copy(update={"timeout_seconds": 0.15, "suspect_seconds": 2.0, "chunk_bytes": 1 << 16})
+    made = Made(make("complete", nodes=3), RULES["full"], elements=pieces << 18, rounds=2, missing="regroup",
+                evaluate_every=0)  # fmt: skip
+    link = Link(latency_seconds=0.005, jitter_seconds=0.0, bytes_per_second=1e7)
+    world = made.world(config=config, limits=Limits(2.0, 0.15, 2, 2), faults=Faults(links=link))
+    assert world.run(60.0) and not any(process.error for process in world.lives)
+    for node in made.nodes.values():
+        assert node.round == 2 and node.evaluation["contributors"] == 3
+    assert not members_of(made)
+
+
+class TwoPhases(Full):
+    """Averages twice in a round, and needs everybody."""
+
+    requirements = replace(Full.requirements, phases=2, elementwise=False, linear=False, tolerates_missing=False)
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
+        """The second payload of node 1 in round 2 cannot be read by node 0."""
+        if (view.uid, uid, view.round, view.phase, view.generation) == (0, 1, 2, 1, 0):
+            raise ValueError("damaged")
+        return super().unpack(payload, uid, view)
+
+
+def test_a_generation_that_ends_between_two_phases_keeps_the_local_update() -> None:
+    """Overlapped, the model is without it between the phases. With the same model everywhere mixing changes nothing, so
+    that a node leaves the generation with the model that its local steps made."""
+    made = Made(make("ring", nodes=4), lambda: TwoPhases(FullConfig(name="full")), rounds=LONG, missing="regroup",
+                schedule="overlapped", evaluate_every=0)  # fmt: skip
+    world = made.world(config=CONFIG, limits=Limits(3.0, 20.0, 3, LONG),
+                       compute_seconds=lambda _uid, _round: STEP_SECONDS)  # fmt: skip
+    models: dict[str, torch.Tensor] = {}
+
+    def began(process: Process) -> None:
+        training = process.node.training
+        assert isinstance(training, Quadratic)
+        training.model.parameters.fill_(1.0)
+        training.target.fill_(0.0)
+
+        def tell(kind: str, fields: Mapping[str, Any]) -> None:
+            if process.uid == 0 and fields.get("round") == 2:
+                models.setdefault(kind, training.model.parameters.clone())
+
+        process.transport.history = Recorder(tell)
+
+    world.began = began
+    assert world.run(LIMIT) and not any(process.error for process in world.lives) and members_of(made)
+    for model in models["steps"], models["left"]:
+        assert torch.allclose(model, torch.tensor(0.9**3))
 
 
 @pytest.mark.parametrize(("given", "wrong"), [
