@@ -68,7 +68,7 @@ def family_options(function: Any) -> Any:
     for option in reversed(
         [
             click.option("-n", "--nodes", type=int, help="Number of nodes."),
-            click.option("-d", "--degree", type=int, help="Degree (regular, random_regular)."),
+            click.option("-d", "--degree", type=int, help="Degree (regular, random_regular, el_local)."),
             click.option("-k", "--k-over-2", type=int, help="Half the lattice degree (small_world)."),
             click.option("-b", "--beta", type=float, help="Probability of rewiring (small_world)."),
             click.option("-p", "--probability", type=float, help="Probability of an edge (erdos_renyi)."),
@@ -138,7 +138,7 @@ def info(
 
 def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
     """Returns the lines that `graph info` prints."""
-    from decentnode.graph.spectrum import diameter, rounds_to_consensus, spectral_gap
+    from decentnode.graph.spectrum import diameter, keeps_mean, rounds_to_consensus, spectral_gap
 
     rounds = range(graph.period or 8)
     degrees = [len(graph.neighbors(uid, r)) for r in rounds for uid in range(graph.num_nodes)]
@@ -150,6 +150,9 @@ def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
         "degree_mean": round(sum(degrees) / len(degrees), 3),
         "degree_max": max(degrees),
     }
+    if graph.directed and graph.period != 1:
+        facts["sources_max"] = max(len(graph.sources(uid, r)) for r in rounds for uid in range(graph.num_nodes))
+    facts["keeps_mean"] = keeps_mean(graph)
     if graph.period == 1:
         facts["edges"] = sum(degrees) // (1 if graph.directed else 2)
         facts["diameter"] = diameter(graph.lists(0))

@@ -27,7 +27,8 @@ AMONG_EQUALS: dict[str, str] = {
     "alternating_ring": "decentnode.graph.schedules:AlternatingRing",
     "alternating_exponential_ring": "decentnode.graph.schedules:AlternatingExponentialRing",
     "random_matching": "decentnode.graph.schedules:RandomMatching",
-    "random_regular": "decentnode.graph.schedules:RandomRegular",
+    "random_regular": "decentnode.graph.epidemic:RandomRegular",
+    "el_local": "decentnode.graph.epidemic:EpidemicLocal",
     "base_k_plus_1": "decentnode.graph.schedules:Base",
 }
 """Graphs without servers that are not made of others."""

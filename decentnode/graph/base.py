@@ -7,6 +7,7 @@ import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,19 @@ EQUAL = 1e-9
 
 PARTNER_ROUNDS = 64
 """The longest period that `Graph.partners` goes through."""
+
+
+class Entries(NamedTuple):
+    """The entries of W that are not zero, and those of the diagonal, row by row."""
+
+    starts: np.ndarray  # [n] int64, where each row begins
+    sources: np.ndarray  # int64, the columns
+    weights: np.ndarray  # float64
+
+    def mixed(self, x: np.ndarray) -> np.ndarray:
+        """Returns W x. x: [n, columns]."""
+        found: np.ndarray = np.add.reduceat(self.weights[:, None] * x[self.sources], self.starts)
+        return found
 
 
 class Graph(abc.ABC):
@@ -63,12 +77,18 @@ class Graph(abc.ABC):
         rounds = range(self.period)
         return frozenset(other for r in rounds for other in (*self.neighbors(uid, r), *self.sources(uid, r)))
 
+    def entries(self, round: int) -> Entries:
+        """W of one round, without its zeros."""
+        rows = [self.weights(uid, round) for uid in range(self.num_nodes)]
+        starts = np.cumsum([0, *map(len, rows[:-1])], dtype=np.int64)
+        sources = np.array([source for row in rows for source in row], np.int64)
+        return Entries(starts, sources, np.array([weight for row in rows for weight in row.values()]))
+
     def matrix(self, round: int) -> np.ndarray:
         """W of one round: [n, n] float64, W[i, j] the weight that i gives to what j sent."""
-        w = np.zeros((self.num_nodes, self.num_nodes))
-        for uid in range(self.num_nodes):
-            for source, weight in self.weights(uid, round).items():
-                w[uid, source] = weight
+        w, found = np.zeros((self.num_nodes, self.num_nodes)), self.entries(round)
+        counts = np.diff(found.starts, append=len(found.sources))
+        w[np.repeat(np.arange(self.num_nodes), counts), found.sources] = found.weights
         return w
 
 
@@ -175,12 +195,24 @@ def view(
         graph.sources(uid, at, members),
         graph.weights(uid, at, members),
         graph.out_weights(uid, at, members),
-        tuple(sorted(members)) if members is not None else _everybody(graph.num_nodes),
+        _ascending(members, graph.num_nodes),
         seed,
     )
     if not graph.servers:
         return found
     return replace(found, servers=graph.servers, between=graph.between(uid, at, members))
+
+
+def _ascending(members: Collection[int] | None, count: int) -> tuple[int, ...]:
+    """Returns the members in ascending order; all of 0 to count - 1 for None. A frozenset is put in order once."""
+    if members is None:
+        return _everybody(count)
+    return _in_order(members) if isinstance(members, frozenset) else tuple(sorted(members))
+
+
+@functools.lru_cache(maxsize=16)
+def _in_order(members: frozenset[int]) -> tuple[int, ...]:
+    return tuple(sorted(members))
 
 
 @functools.lru_cache(maxsize=16)
@@ -194,7 +226,7 @@ def view_at_rest(
     graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None
 ) -> RoundView:
     """What node `uid` sees of a round in which nobody exchanges."""
-    everybody = tuple(sorted(members)) if members is not None else _everybody(graph.num_nodes)
+    everybody = _ascending(members, graph.num_nodes)
     return RoundView(uid, round, (), (), {uid: 1.0}, {uid: 1.0}, everybody, seed)
 
 

@@ -129,19 +129,24 @@ class RegularConfig(SeededConfig):
     """Number of neighbors of every node. `nodes` * `degree` must be even."""
 
 
-def random_regular_lists(n: int, degree: int, seed: int, round: int = -1) -> list[tuple[int, ...]]:
-    """A connected random regular graph. Raises GraphError when there is none or none was found."""
-    import networkx
-
+def check_regular(n: int, degree: int, name: str = "regular") -> None:
+    """Raises GraphError where no connected graph of n nodes has this degree."""
     if degree >= n or n * degree % 2:
         possible = degree - 1 if degree >= n else degree + (1 if degree + 1 < n else -1)
         why = f"fewer than {n} neighbors each" if degree >= n else "an even number of nodes times degree"
-        raise GraphError(f"regular: {n} nodes of degree {degree} need {why}; try degree {min(possible, n - 1)}")
+        raise GraphError(f"{name}: {n} nodes of degree {degree} need {why}; try degree {min(possible, n - 1)}")
     if degree < 2 and n > degree + 1:
-        raise GraphError(f"regular: {n} nodes of degree {degree} cannot be connected; try degree 2 or more")
+        raise GraphError(f"{name}: {n} nodes of degree {degree} cannot be connected; try degree 2 or more")
+
+
+def random_regular_lists(n: int, degree: int, seed: int) -> list[tuple[int, ...]]:
+    """A connected random regular graph. Raises GraphError when there is none or none was found."""
+    import networkx
+
+    check_regular(n, degree)
     if degree in (n - 1, 0):
         return [tuple(j for j in range(n) if j != i) for i in range(n)]
-    draws = rng.stream(seed, rng.GLOBAL, "regular graph", round)
+    draws = rng.stream(seed, rng.GLOBAL, "regular graph")
     for _ in range(ATTEMPTS):
         drawn = networkx.random_regular_graph(degree, n, seed=int(draws.integers(2**31)))
         lists = list(adjacency(n, list(drawn.edges)))

@@ -9,7 +9,6 @@ from pydantic import Field
 from decentnode import rng
 from decentnode.config import component
 from decentnode.errors import GraphError
-from decentnode.graph.families import random_regular_lists
 from decentnode.graph.topology import Lists, NodesConfig, SeededConfig, Topology
 
 Row = dict[int, float]
@@ -150,27 +149,6 @@ class RandomMatching(GroupSchedule):
     def _groups(self, phase: int) -> list[list[int]]:
         order = rng.stream(self._draw_seed, rng.GLOBAL, "random matching", phase).permutation(self.num_nodes).tolist()
         return [order[i : i + 2] for i in range(0, self.num_nodes - 1, 2)]
-
-
-class RandomRegularConfig(SeededConfig):
-    degree: int = Field(4, ge=1)
-    """Neighbors of every node in every round."""
-
-
-class RandomRegular(Topology):
-    """Each round a fresh connected random regular graph (EL-Oracle, arXiv 2310.01972)."""
-
-    Config: ClassVar[type[component.Config]] = RandomRegularConfig
-    config: RandomRegularConfig
-
-    def _set_up(self) -> None:
-        self.num_nodes, self._degree = self.config.nodes, self.config.degree
-        self.period = None
-        self._draw_seed = self.config.draw_seed(self.seed)
-        random_regular_lists(self.num_nodes, self._degree, self._draw_seed, 0)
-
-    def _lists(self, phase: int) -> Lists:
-        return random_regular_lists(self.num_nodes, self._degree, self._draw_seed, phase)
 
 
 class BaseConfig(NodesConfig):

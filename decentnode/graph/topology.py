@@ -94,11 +94,23 @@ class Topology(Component, Graph):
             found = self._in[phase] = [tuple(each) for each in sources]
         return found
 
+    def targets(self, uid: int, round: int) -> tuple[int, ...]:
+        """Out-neighbors of one node in `round`; cheaper than `lists` where the family computes them by node."""
+        return self.lists(round)[uid]
+
+    def senders(self, uid: int, round: int) -> tuple[int, ...]:
+        """Sources of one node in `round`, likewise."""
+        return self.in_lists(round)[uid] if self.directed else self.targets(uid, round)
+
+    def degree(self, uid: int, round: int) -> int:
+        """Number of out-neighbors of one node in `round`."""
+        return len(self.targets(uid, round))
+
     def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-        return _alive(self.lists(round)[self._checked(uid)], uid, members)
+        return _alive(self.targets(self._checked(uid), round), uid, members)
 
     def sources(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-        return _alive(self.in_lists(round)[self._checked(uid)], uid, members)
+        return _alive(self.senders(self._checked(uid), round), uid, members)
 
     def weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
         self._checked(uid)

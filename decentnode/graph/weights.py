@@ -72,16 +72,15 @@ class MetropolisHastings(Weights):
         self._need_undirected(topology)
 
     def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
-        lists = topology.lists(round)
-        degree = len(lists[uid])
-        return {j: 1.0 / (1 + max(degree, len(lists[j]))) for j in lists[uid]}
+        degree = topology.degree(uid, round)
+        return {j: 1.0 / (1 + max(degree, topology.degree(j, round))) for j in topology.targets(uid, round)}
 
 
 class Uniform(Weights):
     """W_ij = 1 / (1 + number of sources of i): row-stochastic; the mean is kept on regular graphs only."""
 
     def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
-        sources = topology.in_lists(round)[uid]
+        sources = topology.senders(uid, round)
         return {j: 1.0 / (1 + len(sources)) for j in sources}
 
 

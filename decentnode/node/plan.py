@@ -25,6 +25,7 @@ class Planner:
         self._uid, self._seed = uid, seed
         self._graph = fragment.graph
         self._averaging_groups = averaging_groups
+        self._members: tuple[tuple[int, ...], frozenset[int] | None] = (), None
         self._last_view: RoundView | None = None
         self._last_group: tuple[tuple[int, tuple[int, ...]], tuple[int, ...]] | None = None
 
@@ -34,29 +35,37 @@ class Planner:
 
         All are known before the first phase sends (H2 in communication/path.py). lr: of the round's local steps.
         """
-        rule, members = self.rule, generation.members
+        rule, alive = self.rule, self._alive(generation.members)
         seen = self._seen(self.fragment.turn(round), generation, lr)
         views = [rule.plan(replace(seen, phase=phase) if phase else seen) for phase in range(rule.requirements.phases)]
         views.append(views[0] if len(views) == 1 else rule.plan_buffers(seen))
-        return views if len(members) == self._graph.num_nodes else [view.among(members) for view in views]
+        return views if alive is None else [view.among(alive) for view in views]
+
+    def _alive(self, members: tuple[int, ...]) -> frozenset[int] | None:
+        """Returns the members of a generation as a set, made once: whether one node is in a tuple of thousands takes as
+        long as all else that a view costs. None where all nodes are members."""
+        if self._members[0] is not members:
+            self._members = members, frozenset(members) if len(members) < self._graph.num_nodes else None
+        return self._members[1]
 
     def _seen(self, turn: int, generation: Generation, lr: float) -> RoundView:
         """Returns the graph's view of a turn. For a graph that never changes it is computed once per generation."""
         members = generation.members
-        alive = members if len(members) < self._graph.num_nodes else None
+        alive = self._alive(members)
         number = self.rule.exchange_number(turn)
         last = self._last_view
         known = last is not None and last.generation == generation.number and self._graph.period == 1
         if number is not None and last is not None and known:
             return replace(last, round=turn, lr=lr, extra={})
-        seen = replace(rule_view(self.rule, self._graph, self._uid, turn, self._seed, alive),
+        group = () if number is None else self._averaging_group(number, members, alive)
+        seen = replace(rule_view(self.rule, self._graph, self._uid, turn, self._seed, alive), averaging_group=group,
                        generation=generation.number, fragment=self.fragment.index, lr=lr)  # fmt: skip
         if number is not None:
-            seen = self._last_view = replace(seen, averaging_group=self._averaging_group(number, members, alive))
+            self._last_view = seen
         return seen
 
     def _averaging_group(
-        self, number: int, members: tuple[int, ...], alive: tuple[int, ...] | None
+        self, number: int, members: tuple[int, ...], alive: frozenset[int] | None
     ) -> tuple[int, ...]:
         """Returns the group of nodes that average as a whole in this exchange, computed once per exchange of the
         graph's period and generation; empty where the schedule has none. number: of the exchange."""

@@ -35,15 +35,17 @@ def models(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+@pytest.mark.parametrize("keys", [
+    ["graph={name: el_local, nodes: 6, degree: 2}", "weights=null"], ["node.schedule=overlapped"],
+], ids=["epidemic", "overlapped"])
 @pytest.mark.slow
-def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, schedule: str) -> None:
+def test_processes_and_the_twin_give_the_same_bits(tmp_path: Path, keys: list[str]) -> None:
     runs = {
-        way: models(tmp_path / way, f"communication={way}", f"node.schedule={schedule}")
+        way: models(tmp_path / way, f"communication={way}", *keys)
         for way in ("inproc", "shared_memory", "zeromq", "collective")
     }
-    runs["again"] = models(tmp_path / "again", "communication=auto", f"node.schedule={schedule}")
-    other = models(tmp_path / "other", "communication=inproc", f"node.schedule={schedule}", "seed=2")
+    runs["again"] = models(tmp_path / "again", "communication=auto", *keys)
+    other = models(tmp_path / "other", "communication=inproc", *keys, "seed=2")
     for way, found in runs.items():
         assert found.keys() == runs["inproc"].keys()
         for name, tensor in found.items():

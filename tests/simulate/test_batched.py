@@ -53,6 +53,7 @@ OPTIONS = {
     "overlapped": ["node.schedule=overlapped"],
     "overlapped push-sum": ["node.schedule=overlapped", "sharing=push_sum"],
     "changing graph": ["graph={name: random_matching, nodes: 5}"],
+    "directed graph drawn anew": ["graph={name: el_local, nodes: 5, degree: 2}", "weights=null"],
     "periodic graph": ["graph={name: alternating_ring, nodes: 6}", "mapping.nodes_per_machine=6"],
     "own test samples": ["data.test=both"],
     "sharded test set": ["data.shard_test=true"],

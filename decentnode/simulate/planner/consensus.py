@@ -5,24 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from decentnode.graph.base import Graph
-from decentnode.graph.spectrum import contraction
+from decentnode.graph.spectrum import SPECTRAL_NODES, contraction, drawn, power_rate, rounds_of_vectors
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.decoding import decode
 from decentnode.sharing.rounds import rule_view
 
-SPECTRAL_NODES = 256
-"""Larger graphs are judged by what their products do to random vectors: a spectrum takes n^3 steps."""
-COLUMNS = 8
 SIDE = 16
 """Rules mix models of one SIDE x SIDE matrix."""
-MOST_ROUNDS, MOST_DRAWN = 20_000, 500
-"""Rounds that are tried of a graph with a period, and of one without."""
 MEASURED_ROUNDS = 60
 FLATTENING = 1 / 3
 """A distance whose logarithm falls in the second half of the rounds by less than this share of what it fell in the
@@ -48,58 +42,13 @@ def of_graph(graph: Graph, target: float) -> Consensus:
     """Returns the consensus of x <- W(t) x; for time-varying graphs of the product of a period, or of the first rounds.
     """
     if graph.period is None:
-        return _drawn(graph, target)
-    rate = contraction(graph) if graph.num_nodes <= SPECTRAL_NODES else _power_rate(graph, graph.period)
+        return Consensus(*drawn(graph, target), False)
+    rate = contraction(graph) if graph.num_nodes <= SPECTRAL_NODES else power_rate(graph)
     if rate >= 1:
         return Consensus(1.0, None, False)
     if graph.period == 1 and rate > 0:
         return Consensus(rate, max(1, math.ceil(math.log(target) / math.log(rate) - 1e-9)), False)
-    draws = np.random.default_rng(0)
-    x = draws.standard_normal((graph.num_nodes, COLUMNS))
-    x -= x.mean(axis=0)
-    first = np.linalg.norm(x)
-    most = graph.period * (2 + (math.ceil(math.log(target) / math.log(rate) / graph.period) if rate > 0 else 0))
-    matrices: dict[int, np.ndarray] = {}
-    for round in range(min(most, MOST_ROUNDS)):
-        phase = round % graph.period
-        if phase not in matrices:
-            matrices[phase] = graph.matrix(phase)
-        x = matrices[phase] @ x
-        if np.linalg.norm(x - x.mean(axis=0)) <= target * first:
-            return Consensus(rate, round + 1, False)
-    return Consensus(rate, None, False)
-
-
-def _drawn(graph: Graph, target: float) -> Consensus:
-    """Returns the same of a graph that is drawn anew in each round: of the rounds that the target takes."""
-    x = np.random.default_rng(0).standard_normal((graph.num_nodes, COLUMNS))
-    x -= x.mean(axis=0)
-    first = left = np.linalg.norm(x)
-    rounds = 0
-    while rounds < MOST_DRAWN and left > target * first:
-        x = graph.matrix(rounds) @ x
-        left = np.linalg.norm(x - x.mean(axis=0))
-        rounds += 1
-    rate = min(1.0, max(float(left / first), 1e-300) ** (1 / max(rounds, 1)))
-    return Consensus(rate, rounds if left <= target * first else None, False)
-
-
-def _power_rate(graph: Graph, period: int) -> float:
-    """Returns the factor per round that the product of a period, again and again, comes to on random vectors."""
-    matrices = [graph.matrix(r) for r in range(period)]
-    x = np.random.default_rng(0).standard_normal((graph.num_nodes, COLUMNS))
-    rate = 0.0
-    for _ in range(max(2, 200 // len(matrices))):
-        x = x - x.mean(axis=0)
-        before = np.linalg.norm(x)
-        for matrix in matrices:
-            x = matrix @ x
-        after = np.linalg.norm(x - x.mean(axis=0))
-        if after < 1e-12 * before:
-            return 0.0
-        rate = float(after / before) ** (1 / len(matrices))
-        x /= after
-    return min(rate, 1.0)
+    return Consensus(rate, rounds_of_vectors(graph, target, rate), False)
 
 
 class _Mixer:

@@ -1,0 +1,182 @@
+"""Epidemic learning (de Vos et al. 2023, arXiv 2310.01972): in every round other neighbors, drawn at random.
+
+A node's neighbors are computed without those of the others: a view costs what the node's degree costs, and not what the
+number of nodes does. Whoever asks for many nodes of a round gets a table of all.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from decentnode import rng
+from decentnode.config import component
+from decentnode.errors import GraphError
+from decentnode.graph.families import check_regular
+from decentnode.graph.permutation import RandomPermutation
+from decentnode.graph.topology import CACHED_ROUNDS, Lists, SeededConfig, Topology
+
+ROW_COST = 128
+"""Nodes whose neighbors cost together, in the table of a round, as much as those of a single node: 60 and 0.5 us."""
+
+
+Rows = dict[int, dict[int, tuple[int, ...]]]
+"""By round and uid, what was asked for one by one."""
+
+
+class EpidemicConfig(SeededConfig):
+    degree: int = Field(4, ge=1)
+    """Number of nodes that every node sends to in every round; below `nodes`."""
+
+
+class Epidemic(Topology):
+    """Neighbors that are drawn in every round, row by row or all at once."""
+
+    Config: ClassVar[type[component.Config]] = EpidemicConfig
+    config: EpidemicConfig
+
+    def _set_up(self) -> None:
+        self.num_nodes, self._degree = self.config.nodes, self.config.degree
+        self.period = None
+        self._draw_seed = self.config.draw_seed(self.seed)
+        self._rows: Rows = {}
+        self._check()
+
+    @abc.abstractmethod
+    def _check(self) -> None:
+        """Raises GraphError for a degree that cannot be served."""
+
+    @abc.abstractmethod
+    def _drawn(self, uid: int, phase: int) -> np.ndarray:
+        """Returns the neighbors of one node, in any order."""
+
+    @abc.abstractmethod
+    def _table(self, phase: int) -> np.ndarray:
+        """Returns the neighbors of all nodes: [n, degree], each row ascending."""
+
+    def _lists(self, phase: int) -> Lists:
+        return list(map(tuple, self._table(phase).tolist()))
+
+    def targets(self, uid: int, round: int) -> tuple[int, ...]:
+        phase = self.phase(round)
+        if phase not in self._out:
+            found = self._alone(self._rows, uid, phase, self._drawn)
+            if found is not None:
+                return found
+        return self.lists(round)[uid]
+
+    def _alone(
+        self, rows: Rows, uid: int, phase: int, compute: Callable[[int, int], np.ndarray]
+    ) -> tuple[int, ...] | None:
+        """Returns what is computed for one node; None where so many were asked for that all are to be."""
+        known = rows.get(phase)
+        if known is None:
+            if len(rows) >= CACHED_ROUNDS:
+                rows.pop(next(iter(rows)))
+            known = rows[phase] = {}
+        if uid not in known:
+            if (len(known) + 1) * ROW_COST >= self.num_nodes:
+                return None
+            known[uid] = tuple(sorted(compute(uid, phase).tolist()))
+        return known[uid]
+
+    def degree(self, uid: int, round: int) -> int:  # noqa: ARG002
+        return self._degree
+
+
+class RandomRegular(Epidemic):
+    """Each round a fresh connected graph in which every node has `degree` neighbors (EL-Oracle).
+
+    The nodes are permuted at random over the places of a circulant graph, one of whose offsets is 1, and the others are
+    drawn. In expectation W is then the same for all pairs of nodes, and so is W^2, as for a graph drawn uniformly from
+    all regular ones: E |W x|^2 = (1 / (s + 1)) (1 - s / (n - 1)) |x|^2 for x of mean zero and s neighbors.
+    """
+
+    def _check(self) -> None:
+        check_regular(self.num_nodes, self._degree, "random_regular")
+
+    def _drawn(self, uid: int, phase: int) -> np.ndarray:
+        places, offsets = self._places(phase)
+        at = places(np.array([uid]))
+        return places.inverse((at + offsets) % self.num_nodes)
+
+    def _table(self, phase: int) -> np.ndarray:
+        places, offsets = self._places(phase)
+        nodes = places.inverse(np.arange(self.num_nodes))  # by place
+        around = np.arange(self.num_nodes)[:, None] + offsets
+        table = np.empty_like(around)
+        table[nodes] = np.sort(nodes[around % self.num_nodes], axis=1)
+        return table
+
+    def _places(self, phase: int) -> tuple[RandomPermutation, np.ndarray]:
+        """Returns the place of every node on a circle, and how far its neighbors are from it: [degree]."""
+        return _circle(self._draw_seed, phase, self.num_nodes, self._degree)
+
+
+@lru_cache(maxsize=8)
+def _circle(seed: int, round: int, nodes: int, degree: int) -> tuple[RandomPermutation, np.ndarray]:
+    draws = rng.stream(seed, rng.GLOBAL, "regular graph", round)
+    most = (nodes - 1) // 2
+    ways = np.array([1, *(2 + draws.choice(most - 1, degree // 2 - 1, replace=False))] if degree > 1 else [], np.int64)
+    half = [nodes // 2] if degree % 2 else []
+    return RandomPermutation(nodes, draws), np.concatenate([ways, nodes - ways, half]).astype(np.int64)
+
+
+class EpidemicLocal(Epidemic):
+    """Each round every node draws `degree` others that it sends to, on its own (EL-Local): how many send to a node is
+    a matter of chance. It takes the plain mean of its own model and those that came, which keeps the mean of all
+    models in expectation alone.
+
+    As draws follow from the seed, a node knows who sends to it, and waits for them.
+    """
+
+    directed = True
+    own_weights = True
+
+    def _check(self) -> None:
+        self._rows_in: Rows = {}
+        self._last: tuple[int, np.ndarray] = -1, np.zeros((0, 0), np.int64)
+        if self._degree >= self.num_nodes:
+            raise GraphError(f"el_local: degree must be below {self.num_nodes}, the number of nodes, "
+                             f"got {self._degree}")  # fmt: skip
+
+    def _drawn(self, uid: int, phase: int) -> np.ndarray:
+        return self._chosen(range(uid, uid + 1), phase)[0]
+
+    def _table(self, phase: int) -> np.ndarray:
+        if self._last[0] != phase:
+            self._last = phase, np.sort(self._chosen(range(self.num_nodes), phase), axis=1)
+        return self._last[1]
+
+    def senders(self, uid: int, round: int) -> tuple[int, ...]:
+        """Of one node too, all that are drawn have to be looked at: here the cost is that of n numbers."""
+        phase = self.phase(round)
+        if phase not in self._in:
+            found = self._alone(self._rows_in, uid, phase, self._drew)
+            if found is not None:
+                return found
+        return self.in_lists(round)[uid]
+
+    def _drew(self, uid: int, phase: int) -> np.ndarray:
+        """Returns the nodes that drew this one."""
+        return np.unique(np.flatnonzero(self._table(phase) == uid) // self._degree)
+
+    def _chosen(self, uids: range, phase: int) -> np.ndarray:
+        """Returns sets of others, each as likely as any other set of `degree` (Floyd; Bentley 1987): [uids, degree]."""
+        words = rng.words(self._draw_seed, "epidemic targets", phase, uids, self._degree)
+        chosen = np.empty(words.shape, np.int64)
+        for k in range(self._degree):
+            last = self.num_nodes - 1 - self._degree + k
+            drawn = (words[:, k] % np.uint64(last + 1)).astype(np.int64)
+            taken = (chosen[:, :k] == drawn[:, None]).any(axis=1)
+            chosen[:, k] = np.where(taken, last, drawn)
+        return chosen + (chosen >= np.array(uids)[:, None])
+
+    def _row(self, uid: int, phase: int) -> dict[int, float]:
+        sources = self.senders(uid, phase)
+        return dict.fromkeys((uid, *sources), 1.0 / (len(sources) + 1))
