@@ -10,13 +10,13 @@ advantage.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
 import types
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+
+from common import workers
 
 DEGREE = 4
 
@@ -93,7 +93,7 @@ def main() -> None:
     nodes, batch, seconds = int(numbers[0]), int(numbers[1]), float(numbers[2])
     cores = len(os.sched_getaffinity(0))
     shares = [share for core in range(cores) if (share := [*range(nodes)][core::cores])]
-    with ProcessPoolExecutor(len(shares), multiprocessing.get_context("spawn")) as pool:
+    with workers(len(shares)) as pool:
         found = [each.result() for each in [pool.submit(work, path, share, batch, seconds) for share in shares]]
     per_second = sum(updates / taken for updates, taken, _ in found)
     sys.stdout.write(f"\n{per_second} {sum(each[0] for each in found) / sum(each[2] for each in found)}\n")

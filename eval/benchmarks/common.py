@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -13,12 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from decentnode.launch.entry import die_with_parent
 from decentnode.launch.forkserver import MALLOC
 
 HERE = Path(__file__).resolve().parent
@@ -27,6 +30,13 @@ CONFIG = HERE / "rounds.yaml"
 
 def cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def workers(count: int, **options: Any) -> ProcessPoolExecutor:
+    """Returns a pool of processes that begin anew, and that end with this one however it ends: they would go on with
+    runs of minutes. options: of the executor."""
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=die_with_parent,
+                               initargs=(os.getpid(),), **options)  # fmt: skip
 
 
 def machine() -> str:

@@ -7,15 +7,13 @@ and the difference, which is asked to be within .6 points (3 for Adam) of local 
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from common import cores, machine
+from common import cores, machine, workers
 from digits_reference import ROUNDS, write
 
 from decentnode.experiment import load
@@ -77,7 +75,7 @@ def main() -> None:
         raise SystemExit(f"arms must be of {', '.join(REFERENCE)}, got {', '.join(unknown)}")
     print(f"{machine()}; mean of {SEEDS} seeds (simulation's)")
     print(f"{'arm':28} {'local %':>16} {'merged %':>16} {'consensus rms':>16}   deviation of local")
-    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+    with workers(cores()) as pool:
         jobs = {arm: [pool.submit(run, arm, seed) for seed in range(SEEDS)] for arm in arms}
         for arm, futures in jobs.items():
             print(line(arm, [each.result() for each in futures]), flush=True)

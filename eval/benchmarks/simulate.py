@@ -33,6 +33,7 @@ from common import cores, machine
 
 from decentnode.experiment import Experiment, load
 from decentnode.experiment.initial_model import make_model
+from decentnode.launch.entry import die_with_parent
 from decentnode.launch.messages import Request, Task
 from decentnode.launch.run_dir import node_dir
 from decentnode.launch.simulated import Files
@@ -144,6 +145,7 @@ def vmap_loop(case: str) -> Callable[[], object] | None:
 
 def bare_share(case: str, nodes: int, seconds: float, ready: Any, results: Any) -> None:
     """One process of the bare loop: these nodes' steps, one after the other, on one thread."""
+    die_with_parent(getattr(multiprocessing.parent_process(), "pid", None))
     torch.set_num_threads(1)
     keep_freed_memory()
     config = experiment(case)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import table_data
-from common import cores, machine
+from common import cores, machine, workers
 
 from decentnode.report.significance import paired
 
@@ -131,7 +130,7 @@ def reach(points: Sequence[Point], store: Store) -> dict[Point, Reached]:
     """All points, from the store where it has them. Blocking; a line per point."""
     todo = [point for point in dict.fromkeys(points) if point.key not in store.found]
     started = time.monotonic()
-    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with workers(cores(), max_tasks_per_child=1) as pool:
         futures: list[tuple[Point, Future[Reached]]] = [(point, pool.submit(run, point)) for point in todo]
         try:
             for done, (point, future) in enumerate(futures, 1):

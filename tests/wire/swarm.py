@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
+from decentnode.launch.entry import die_with_parent
 from decentnode.wire.generation import Generation, Name
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Bye, Message
@@ -206,7 +207,8 @@ def main() -> int:
     schedules = int(sys.argv[1]) if len(sys.argv) > 1 else 200_000
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     began, done, failed, size = time.monotonic(), 0, 0, 500
-    with ProcessPoolExecutor(int(os.environ.get("DECENTNODE_WORKERS", os.cpu_count() or 1))) as pool:
+    workers = int(os.environ.get("DECENTNODE_WORKERS", os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, initializer=die_with_parent, initargs=(os.getpid(),)) as pool:
         starts = range(first, first + schedules, size)
         running = {pool.submit(shard, start, min(size, first + schedules - start)): start for start in starts}
         for future in as_completed(running):

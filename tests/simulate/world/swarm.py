@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
+from decentnode.launch.entry import die_with_parent
 from decentnode.simulate.world.drawn import draw, survive
 
 RARE = (
@@ -26,8 +27,9 @@ RARE = (
 SHARD = 20
 
 
-def quiet() -> None:
-    """In a worker: one thread, and no log lines of refused messages."""
+def quiet(parent: int) -> None:
+    """In a worker: one thread, no log lines of refused messages, and an end with the process `parent`."""
+    die_with_parent(parent)
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
 
@@ -68,7 +70,7 @@ def main(arguments: list[str]) -> int:
     following = int(arguments[1]) if len(arguments) > 1 else int.from_bytes(os.urandom(4), "big")
     began, worlds, failures, events = time.monotonic(), 0, 0, Counter[str]()
     workers = int(os.environ.get("DECENTNODE_WORKERS", os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, initializer=quiet) as pool:
+    with ProcessPoolExecutor(workers, initializer=quiet, initargs=(os.getpid(),)) as pool:
         running: dict[Future[tuple[Counter[str], list[tuple[int, str]]]], int] = {}
         while True:
             while len(running) < workers and time.monotonic() - began < seconds:
