@@ -34,6 +34,12 @@ AMONG_EQUALS: dict[str, str] = {
 """Rules of nodes that all do the same."""
 WITH_SERVERS: dict[str, str] = {
     "fedavg": "decentnode.sharing.federated.fedavg:FedAvg",
+    "fedavgm": "decentnode.sharing.federated.fedavgm:FedAvgM",
+    "fedprox": "decentnode.sharing.federated.fedprox:FedProx",
+    "fedadam": "decentnode.sharing.federated.fedadam:FedAdam",
+    "fedyogi": "decentnode.sharing.federated.fedyogi:FedYogi",
+    "scaffold": "decentnode.sharing.federated.scaffold:Scaffold",
+    "fedstc": "decentnode.sharing.federated.fedstc:FedSTC",
 }
 """Rules of servers and their clients."""
 SHARINGS: dict[str, str] = {**AMONG_EQUALS, **WITH_SERVERS}

@@ -123,7 +123,7 @@ class Case:
         of = "{name: zstd, of: {name: int4, unbiased: true}}" if self.codec == "zstd of int4" else self.codec
         codec = "" if self.codec == "none" else f", compression: {of}"
         options = f", {OPTIONS[self.rule]}" if self.rule in OPTIONS else ""
-        overlapped = self.schedule != "sequential"
+        overlapped, momentum = self.schedule != "sequential", 0 if self.rule == "scaffold" else 0.5
         return [
             f"sharing={{name: {self.rule}{options}{codec}}}",
             "weights=null", f"graph={{name: {self.graph}, nodes: {NODES}}}",
@@ -131,7 +131,7 @@ class Case:
             "data={name: synthetic, input_shape: [6], num_classes: 3, train_samples: 60, test_samples: 12, "
             "partition: {name: iid}}",
             "model={name: 'tests.node.test_product:Normed'}",
-            f"training={{batch_size: 5, local_steps: 1, optimizer: {{name: sgd, lr: {lr}, momentum: 0.5}}}}",
+            f"training={{batch_size: 5, local_steps: 1, optimizer: {{name: sgd, lr: {lr}, momentum: {momentum}}}}}",
             f"node={{rounds: {ROUNDS}, evaluate_every: 0, schedule: {'overlapped' if overlapped else 'sequential'}, "
             f"missing: {self.missing}, buffers: {self.buffers}"
             + (f", mix_in_background: {str(self.schedule == 'background').lower()}}}" if overlapped else "}"),

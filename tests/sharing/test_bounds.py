@@ -23,6 +23,8 @@ BOUNDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "elastic": {"every": COUNT, "pull": ([1e-9, 0.999], [0, 1])}, "fft": {"fraction": SHARE},
     "fedavg": {"fraction": SHARE, "clients": COUNT, "min_clients": COUNT, "server_lr": POSITIVE,
                "deadline_seconds": POSITIVE, "gossip_every": COUNT},
+    "fedavgm": {"server_momentum": MOMENTUM}, "fedprox": {"proximal": ([0, 10], [-0.1])},
+    "fedadam": {"beta1": MOMENTUM, "beta2": MOMENTUM, "tau": POSITIVE}, "fedstc": {"entries": SHARE},
     "jwins": {"full_from": SHARE}, "leader": {"every": COUNT, "pull": SHARE, "average": PORTION},
     "local_sgd": {"every": COUNT}, "momentum_tracking": {"momentum": MOMENTUM},
     "moshpit": {"dimensions": ([1, 16], [0, 17])},

@@ -15,6 +15,7 @@ from decentnode.experiment.crosschecks.communication import (
 from decentnode.experiment.crosschecks.federated import (
     clients_suit_the_servers,
     models_suit_a_server,
+    steps_suit_control_variates,
     virtual_time_is_told,
 )
 from decentnode.experiment.crosschecks.graph import (
@@ -68,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
     step_brings_nodes_together,
     clients_suit_the_servers,
     models_suit_a_server,
+    steps_suit_control_variates,
     virtual_time_is_told,
     inproc_is_one_machine,
     nodes_can_be_stepped,

@@ -13,6 +13,8 @@ from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.federated.rounds import Federated, FederatedConfig
+from decentnode.sharing.federated.scaffold import ScaffoldConfig
+from decentnode.training.supervised_config import SupervisedConfig
 
 
 def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
@@ -61,6 +63,23 @@ def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("node", "buffers"), ": the model has statistics (batch normalization), and the server of "
                       f"{name} no samples to see them with, got {experiment.node.buffers}; recompute would do, which "
                       "measures them on the clients", other=("model",))  # fmt: skip
+
+
+def steps_suit_control_variates(experiment: Experiment) -> Iterator[Problem]:
+    """SCAFFOLD takes the mean gradient from what the local steps changed: steps of plain SGD, of one length."""
+    training, config = experiment.training, experiment.sharing
+    if not isinstance(config, ScaffoldConfig) or not isinstance(training, SupervisedConfig):
+        return
+    optimizer = training.optimizer
+    momentum = optimizer.arguments().get("momentum", 0)
+    if optimizer.name != "sgd" or momentum:
+        got = f"sgd with momentum {momentum:g}" if optimizer.name == "sgd" else optimizer.name
+        yield Problem(("training", "optimizer"), f"must be sgd without momentum with {config.name}, which takes "
+                      f"gradients from what its steps changed, got {got}", other=("sharing",))  # fmt: skip
+    schedule = training.lr_schedule
+    if schedule.every == "step" and schedule.name != "constant":
+        yield Problem(("training", "lr_schedule", "every"), f"must be round with {config.name}, whose steps of a round "
+                      "have one learning rate, got step", other=("sharing",))  # fmt: skip
 
 
 def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:

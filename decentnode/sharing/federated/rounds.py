@@ -7,7 +7,7 @@ up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -77,6 +77,8 @@ class Federated(Sharing):
     )  # fmt: skip
     NAMES: ClassVar[tuple[str, ...]] = ("x",)
     """Of the tensors of a payload; "x" is the model or its change."""
+    TENSORS: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the rule that are tensors, or None, and belong to its state."""
     KEEPS: ClassVar[bool] = False
     """Whether clients keep something that an answer which is lost leaves wrong."""
 
@@ -115,6 +117,9 @@ class Federated(Sharing):
 
     def sum_up(self, means: Mapping[str, Tensor], answers: int, clients: int) -> None:
         """On a server, before `step`: the means of all tensors, over so many answers of so many clients."""
+
+    def gathered(self, received: Mapping[int, Payload]) -> None:
+        """On a server: these answers came, empty ones among them."""
 
     def answer_lost(self) -> None:
         """On a client: the last answer did not count."""
@@ -193,21 +198,29 @@ class Federated(Sharing):
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._elements = model.numel()
-        nothing = Payload({name: model.new_empty(0) for name in self.NAMES})
-        if view.phase == DOWN:
-            return self._down(model, nothing, view) if view.neighbors else {}
-        if view.phase == BETWEEN:
-            return dict.fromkeys(view.neighbors, Payload(self.given(model)))
         if not view.neighbors:
             return {}
+        if view.phase == DOWN:
+            return self.down(model, view)
+        if view.phase == BETWEEN:
+            return dict.fromkeys(view.neighbors, Payload(self.given(model)))
         if self.start is None:
-            return dict.fromkeys(view.neighbors, nothing)
+            return dict.fromkeys(view.neighbors, self.nothing(model))
         self._answered = view.round
-        payload = Payload(self.answer(model - self.start, view), {"samples": self.samples})
-        return dict.fromkeys(view.neighbors, payload)
+        return dict.fromkeys(view.neighbors, self.reply(model, view))
 
-    def _down(self, model: Tensor, nothing: Payload, view: RoundView) -> dict[int, Payload]:
-        chosen, usual = self.takes_part(view), Payload(self.given(model))
+    def nothing(self, model: Tensor) -> Payload:
+        """Returns an empty payload. model: [P], for its dtype and device."""
+        return Payload({name: model.new_empty(0) for name in self.NAMES})
+
+    def reply(self, model: Tensor, view: RoundView) -> Payload:
+        """Returns what a client that has trained sends."""
+        assert self.start is not None
+        return Payload(self.answer(model - self.start, view), {"samples": self.samples})
+
+    def down(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        """Returns what a server sends to its clients, the neighbors of `view`."""
+        chosen, usual, nothing = self.takes_part(view), Payload(self.given(model)), self.nothing(model)
         found = {}
         for uid in view.neighbors:
             found[uid] = usual if uid in chosen else nothing
@@ -222,24 +235,34 @@ class Federated(Sharing):
         return payload
 
     def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
-        full = {uid: each for uid, each in sorted(received.items()) if each.tensors["x"].numel()}
+        full = {uid: each for uid, each in sorted(received.items())
+                if any(tensor.numel() for tensor in each.tensors.values())}  # fmt: skip
         if view.phase == DOWN:
             for payload in full.values():
-                self._take(model, payload, view)
+                self.hear(model, payload, view)
         elif view.phase == UP and view.uid in view.servers:
             self._gather(model, received, full, view)
         elif view.phase == BETWEEN:
             own = 1.0 - sum(view.between[uid] for uid in full)
             mix_into(model, model, own, [(each.tensors["x"], view.between[uid]) for uid, each in full.items()])
 
-    def _take(self, model: Tensor, payload: Payload, view: RoundView) -> None:
+    def hear(self, model: Tensor, payload: Payload, view: RoundView) -> None:
+        """On a client: a payload that is not empty came down. Sets model [P], and `start` where the client trains."""
+        self.settle(payload)
+        model.copy_(payload.tensors["x"])
+        self.start = model.clone()
+        self.take(payload.tensors, view)
+
+    def settle(self, payload: Payload) -> None:
+        """On a client: what came down says whether the last answer counted."""
         lost = payload.scalars.get("lost")
         if lost is not None and lost == self._answered:
             self.answer_lost()
         self._answered = -1
-        model.copy_(payload.tensors["x"])
-        self.start = model.clone()
-        self.take(payload.tensors, view)
+
+    def dense(self, payload: Payload) -> Mapping[str, Tensor]:
+        """On a server: the tensors [P] of an answer, by NAMES."""
+        return payload.tensors
 
     def _gather(
         self, model: Tensor, received: Mapping[int, Payload], full: Mapping[int, Payload], view: RoundView
@@ -251,6 +274,7 @@ class Federated(Sharing):
                 self._unheard.pop(uid, None)
             elif uid not in received:
                 self._unheard[uid] = view.round
+        self.gathered(received)
         if len(full) < self.config.min_clients:
             silent = sorted(asked - full.keys())
             raise PeerLost(
@@ -260,7 +284,7 @@ class Federated(Sharing):
         counts = {uid: float(each.scalars.get("samples", 0)) for uid, each in full.items()}
         if self.config.weighted_by == "equal" or len(set(counts.values())) == 1:
             counts = dict.fromkeys(full, 1.0)
-        means = {name: _mean({uid: each.tensors[name] for uid, each in full.items()}, counts) for name in self.NAMES}
+        means = _means(((self.dense(each), counts[uid]) for uid, each in full.items()), sum(counts.values()))
         self.sum_up(means, len(full), len(self.clients_of(view.uid, view)))
         self.step(model, means["x"], view)
 
@@ -281,11 +305,15 @@ class Federated(Sharing):
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"unheard": {str(uid): round for uid, round in self._unheard.items()}, "answered": self._answered}
+        found = {name: tensor.clone() for name in self.TENSORS if (tensor := getattr(self, name)) is not None}
+        return {**found, "unheard": {str(uid): round for uid, round in self._unheard.items()},
+                "answered": self._answered}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._unheard = {int(uid): int(round) for uid, round in state["unheard"].items()}
         self._answered = int(state["answered"])
+        for name in self.TENSORS:
+            setattr(self, name, state[name].clone() if name in state else None)
 
 
 def _with_edges(
@@ -298,12 +326,15 @@ def _with_edges(
                    out_weights=dict.fromkeys(sorted((view.uid, *neighbors)), share))  # fmt: skip
 
 
-def _mean(tensors: Mapping[int, Tensor], counts: Mapping[int, float]) -> Tensor:
-    """Returns sum_k n_k d_k / sum_k n_k as a new tensor [P], added in ascending order of uid."""
-    total: Tensor | None = None
-    for uid in sorted(tensors):
-        part = tensors[uid] if counts[uid] == 1.0 else tensors[uid] * counts[uid]
-        total = part.clone() if total is None else total.add_(part)
-    assert total is not None
-    whole = sum(counts.values())
-    return total.div_(whole) if whole else total.zero_()
+def _means(answers: Iterable[tuple[Mapping[str, Tensor], float]], whole: float) -> dict[str, Tensor]:
+    """Returns sum_k n_k d_k / sum_k n_k of every tensor [P], by name, added in the order of the answers (d_k, n_k).
+    whole: sum_k n_k."""
+    totals: dict[str, Tensor] = {}
+    for tensors, count in answers:
+        for name, tensor in tensors.items():
+            part = tensor if count == 1.0 else tensor * count
+            if name in totals:
+                totals[name].add_(part)
+            else:
+                totals[name] = part.clone()
+    return {name: total.div_(whole) if whole else total.zero_() for name, total in totals.items()}
