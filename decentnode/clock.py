@@ -73,9 +73,13 @@ now: Callable[[], float] = time.monotonic
 between, as every message and wait asks it."""
 
 
+jumps: list[Callable[[], float]] = []
+"""What add to the time of day: by how many seconds a fault made it jump (node/faults.py)."""
+
+
 def wall() -> float:
     """Returns seconds since 1970 (UTC)."""
-    return _clock.wall()
+    return _clock.wall() + sum(jump() for jump in jumps) if jumps else _clock.wall()
 
 
 def sleep(seconds: float) -> None:

@@ -28,6 +28,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment.loading import RENAMED
 from decentnode.experiment.simulation import SimulateConfig
 from decentnode.experiment.tree import Experiment, RunConfig
+from decentnode.faults import FAULTS, Fault
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.mapping import MAPPINGS
 from decentnode.models import MODELS
@@ -41,7 +42,7 @@ from decentnode.training import TRAININGS
 TABLES: dict[str, Mapping[str, str]] = {
     "graph": GRAPHS, "weights": WEIGHTS, "mapping": MAPPINGS, "data": DATASETS, "partition": PARTITIONS,
     "task": TASKS, "model": MODELS, "training": TRAININGS, "sharing": SHARINGS, "compression": CODECS,
-    "communication": COMMUNICATIONS, "fragments": FRAGMENTS,
+    "communication": COMMUNICATIONS, "fragments": FRAGMENTS, "faults": FAULTS,
 }  # fmt: skip
 """Kinds whose components a YAML section names."""
 GROUPS: dict[str, type[Settings]] = {
@@ -65,6 +66,7 @@ KINDS: dict[str, str] = {
     "fragments": "Ways to cut the shared parameters into fragments: the key `fragments` of `parameters`.",
     "communication": "How payloads move between nodes.",
     "node": "The rounds: how many, in which order, what a failure does.",
+    "faults": "What goes wrong, on purpose: the entries of `faults`, a list; each fault's name is its key `do`.",
     "simulate": "How `decentnode simulate` computes the nodes.",
     "run": "Where the results go.",
 }
@@ -155,7 +157,13 @@ def describe(kind: str, name: str) -> ComponentInfo:
     if isinstance(requirements, Requirements) and requirements.described():
         text = f"{text}\n\n{requirements.described()}"
     summary = " ".join(text.split("\n\n")[0].split())
-    return ComponentInfo(kind, name, summary, text, tuple(_keys(owner.Config)))
+    return ComponentInfo(kind, name, summary, text, tuple(_keys(config_class(owner))))
+
+
+def config_class(component: type[Any]) -> type[pydantic.BaseModel]:
+    """Returns the class whose fields are the keys of a component; a fault is one itself."""
+    found: type[pydantic.BaseModel] = component if issubclass(component, Fault) else component.Config
+    return found
 
 
 def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
@@ -223,14 +231,15 @@ def _is_found(path: str) -> bool:
 def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[ConfigKey]:
     """The keys of a group in the order of its fields; those of nested groups behind their own."""
     for name, field in config.model_fields.items():
-        if name == "name" and issubclass(config, Config) and not prefix:
+        named = issubclass(config, Config) and not prefix
+        if (named and name == "name") or (name == "do" and issubclass(config, Fault)):
             continue
         unit = next((unit for ending, unit in UNITS.items() if name == ending or name.endswith(f"_{ending}")), "")
         text = " ".join((field.description or "").split())
         kind = _type(field.annotation, field.metadata)
         yield ConfigKey(prefix + name, kind, _default(field), _range(field), unit, text)
         nested = _group(field.annotation)
-        if nested is not None and nested not in GROUPS.values():
+        if nested is not None and nested not in GROUPS.values() and not issubclass(nested, Fault):
             yield from _keys(nested, f"{prefix}{name}.")
 
 

@@ -4,20 +4,31 @@ in which nothing is downloaded."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from decentnode import entropy
+
+full_disks: list[Callable[[], bool]] = []
+"""Each tells whether a fault says that the disk is full now (node/faults.py)."""
+
+
+def check_disk() -> None:
+    """Before a file is written: raises OSError (ENOSPC) where a fault says that the disk is full."""
+    if full_disks and any(is_full() for is_full in full_disks):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a name beside `path` for a new file or link, which replaces the one at `path` at the end of the block;
     where the block raises, the new one is removed and the old one stays. Raises OSError."""
+    check_disk()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{entropy.word(3)}")
     try:
         yield temporary

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.config.component import load_class
-from decentnode.describe import GROUPS, KINDS, MOST_MEANT, TABLES, ComponentInfo, describe, find, names
+from decentnode.describe import GROUPS, KINDS, MOST_MEANT, TABLES, ComponentInfo, config_class, describe, find, names
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 
@@ -49,8 +49,9 @@ def test_types_bounds_units_and_defaults() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [each for each in ALL if each[0] in TABLES])
 def test_keys_are_those_of_the_config(kind: str, name: str) -> None:
-    fields = load_class(name, TABLES[kind], kind).Config.model_fields
-    assert [key.name for key in describe(kind, name).keys if "." not in key.name] == [f for f in fields if f != "name"]
+    fields = config_class(load_class(name, TABLES[kind], kind)).model_fields
+    own = [key.name for key in describe(kind, name).keys if "." not in key.name]
+    assert own == [each for each in fields if each not in ("name", "do")]
     assert all((key.default is None) == fields[key.name].is_required() for key in describe(kind, name).keys
                if "." not in key.name)  # fmt: skip
 

@@ -70,11 +70,11 @@ def run_here(words: list[str], leaves: bool) -> None:
     """
     if words[0] == "run" and not leaves:
         overrides = [value for key, value in itertools.pairwise(words) if key == "--set"]
-        nodes = run_in_process(load(words[1], [*overrides, "node.rounds=2", "communication=inproc"]))
+        nodes = run_in_process(load(words[1], [*overrides, "node.rounds=2", "communication=inproc", "faults=[]"]))
         assert all(node.round == 2 for node in nodes)
         return
     more = ["--plain", "--set", "node.rounds=2"] if words[0] in ("run", "simulate") else []
-    more += ["--set", "communication=inproc"] if words[0] == "run" else []
+    more += ["--set", "communication=inproc", "--set", "faults=[]"] if words[0] == "run" else []
     assert not main.main([*words, *more], prog_name="decentnode", standalone_mode=False)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from decentnode.errors import CheckpointError
+from decentnode.system import check_disk
 from decentnode.tensors import as_bytes
 
 DTYPES = {
@@ -51,6 +52,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     seen = digest()
+    check_disk()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         _put(file, memoryview(struct.pack("<Q", len(text)) + text), seen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -114,6 +115,19 @@ class Pending(abc.ABC):
         return at_once(self.wait(timeout_seconds))
 
 
+class FaultCourse(Protocol):
+    """Faults between nodes, which come about by the time and the node's rounds."""
+
+    touched: dict[str, int]
+    """How many messages met with a fault, by its kind."""
+
+    def begin(self, zero: float, again: bool = False) -> None:
+        """The run began at `zero` (`clock.now()`). again: whether this is not the node's first process."""
+
+    def enter(self, round: int) -> None:
+        """The node begins a round."""
+
+
 class Communication(Hooks[ConfigT], Component, abc.ABC):
     """One node's end of a transport. All methods are called from the node's training thread, unless they say more."""
 
@@ -125,6 +139,9 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
     goes_on: bool = False
     """Set before `start`: rounds go on without neighbors that are late. A neighbor that takes no payloads is then sent
     none after a moment; otherwise it is waited for as long as one of which none come."""
+
+    fault_course: FaultCourse | None = None
+    """None where nothing goes wrong with messages but what really does."""
 
     @abc.abstractmethod
     def start(self, timeout_seconds: float) -> None:

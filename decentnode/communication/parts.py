@@ -12,6 +12,7 @@ from pydantic import Field
 
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import Config
+from decentnode.faults import Corrupt, Plan
 from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Limits
 
@@ -37,6 +38,21 @@ class Collected:
     round: int
     """Of the source when it published."""
     payload: Payload
+
+
+@dataclass(frozen=True)
+class LinkFaults:
+    """What goes wrong between nodes."""
+
+    plan: Plan
+    """Resolved; faults of other kinds are not looked at."""
+    seed: int
+    """Of what is drawn for each message."""
+
+    @property
+    def damages(self) -> bool:
+        """Whether messages arrive with other bytes."""
+        return any(isinstance(each, Corrupt) for each in self.plan)
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,8 @@ class TransportParts:
     itself."""
     limits: Limits | None = None
     """Of generations of members; None where there is but one."""
+    faults: LinkFaults | None = None
+    """What goes wrong between nodes; None where nothing does but by itself."""
 
 
 class CommunicationConfig(Config):

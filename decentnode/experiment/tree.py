@@ -24,6 +24,7 @@ from decentnode.data import DATASETS
 from decentnode.data.opened import OpenedData
 from decentnode.errors import UsageError
 from decentnode.experiment.simulation import SimulateConfig
+from decentnode.faults import AnyFault, Plan, resolve
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -74,8 +75,8 @@ class RunConfig(Settings):
     record: Annotated[Literal["auto"] | bool, ADDED] = "auto"
     """Whether nodes write to events.jsonl what they do with models: a digest of every payload that is sent or mixed,
     generations that they enter and leave. `decentnode replay` repeats a run from it. auto: where rounds may go on
-    without a node (`node.missing`), and models are in the host's memory. Nodes that all run in one process are recorded
-    with true alone."""
+    without a node (`node.missing`), and models are in the host's memory; and where the experiment has `faults`. Nodes
+    that all run in one process are recorded with true, or with faults, alone."""
 
 
 class Experiment(Settings):
@@ -113,6 +114,10 @@ class Experiment(Settings):
     """How payloads move between nodes."""
     node: NodeConfig = Field(default={}, validate_default=True)
     """The rounds: how many, in which order, what a failure does."""
+    faults: Annotated[tuple[AnyFault, ...], ADDED] = ()
+    """What goes wrong, on purpose: processes that are killed or suspended, nodes that are slow, messages that are lost.
+    A list of faults, each with `do` (decentnode/faults/vocabulary.py). Whom and when is drawn from the seed. The run is
+    then recorded and checked (`run.record`)."""
     simulate: Annotated[SimulateConfig, ADDED] = SimulateConfig()
     """How `decentnode simulate` computes the run in one process; no other command looks at it."""
     run: RunConfig = RunConfig()
@@ -175,6 +180,12 @@ class Experiment(Settings):
             return self.make_graph()
         seed = torch_seed(self.seed, GLOBAL, f"graph of fragment {index}") if index else self.seed
         return build_graph(config, self.weights, seed, self._base_dir)
+
+    def make_faults(self) -> Plan:
+        """What the section `faults` comes to: whom each fault strikes, and when. Raises UsageError."""
+        if not self.faults:
+            return ()
+        return resolve(self.faults, self.seed, self.make_graph().num_nodes, self.node.rounds)
 
     def make_mapping(self) -> NodeMapping:
         """The mapping, made once. Raises MappingError."""

@@ -12,7 +12,8 @@ from types import FrameType
 import torch
 
 from decentnode import clock, entropy, logs
-from decentnode.errors import EnvironmentFault, Interrupted
+from decentnode.errors import EnvironmentFault, Interrupted, UsageError
+from decentnode.launch.checked import check_run
 from decentnode.launch.header import header, other_code
 from decentnode.launch.in_process import run_nodes
 from decentnode.launch.loading import load_request
@@ -59,6 +60,10 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
     started = clock.now() if started is None else started
     with TwoStepSignals() as signals:
         experiment = load_request(request)
+        if experiment.faults and experiment.communication.networked:
+            raise UsageError(f"{request.shown}: nodes of this process have neither processes nor connections for "
+                             f"faults to strike; take communication: inproc for slow, full_disk and clock_jump, or "
+                             f"leave faults out")  # fmt: skip
         found = facts(experiment, replace(request, in_process=True))
         done = finished_before(found, observer.notice)
         if done is not None:
@@ -154,6 +159,7 @@ class _Run:
 
     def conclude(self) -> Outcome:
         """Write the summary and decide the exit code."""
+        checked = check_run(self.records.directory, self.facts, self.ledger, self.observer)
         cause: Failed | None = next(iter(self.ledger.failures), None)
         complete = self.ledger.finished.keys() >= {*self.facts.local} and not self.ledger.stopped
         if cause is not None:
@@ -164,6 +170,8 @@ class _Run:
             exit_code = self.signals.exit_code if self.signals.received else Interrupted.exit_code
         durations = Durations(self.start_seconds, clock.now() - self.started)
         found = summary(self.facts, self.ledger, exit_code, self.records.directory, durations)
+        if self.facts.faults:
+            found["checked"] = checked
         if not self.records.finish(found, whole=True):
             exit_code = exit_code or EnvironmentFault.exit_code
         for notice in self.records.notices:

@@ -17,13 +17,14 @@ from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import ChildMessage, Engine, Finished, NodeJoined, StopRun, Task
-from decentnode.launch.node_files import NodeRecords, Reporter, save_node
-from decentnode.launch.node_process import describe_failure, set_up
+from decentnode.launch.node_files import NodeRecords, Reporter, recorded, save_node
+from decentnode.launch.node_process import begin_faults, describe_failure, give_faults, set_up
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
 from decentnode.launch.simulated import Files, Stoppable, run_batched
+from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.simulate.choice import choose
 from decentnode.simulate.virtual import VirtualTime, is_described, make_clock
@@ -65,6 +66,7 @@ def run_nodes(
     code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
     reporters: dict[int, Reporter] = {}
     records: list[NodeRecords] = []
+    struck: list[NodeFaults] = []
     try:
         logs.set_level(experiment.run.log_level)
         virtual = VirtualTime(make_clock(experiment)) if task.request.simulate and is_described(experiment) else None
@@ -79,13 +81,17 @@ def run_nodes(
             reporters[uid] = Reporter(uid, path, send, task.progress_seconds)
 
         def begin(nodes: list[Node]) -> None:
-            records.append(NodeRecords(nodes, task.run_dir, experiment.run.record is True))
+            records.append(NodeRecords(nodes, task.run_dir, recorded(experiment) is True))
             ready(nodes)
             for node in nodes:
                 assert isinstance(node.communication, Inproc)
                 node.communication.hub.run_id = bytes.fromhex(task.run_id)
                 attach(node, experiment, task, reporters[node.uid])
                 records[0].joined(node.uid)
+                if not experiment.communication.networked:  # else it is a dry run
+                    give_faults(node, experiment, send)
+                    begin_faults(node, task)
+                    struck.extend([node.faults] if node.faults is not None else [])
                 send(NodeJoined(node.uid))
 
         def record(uid: int, found: dict[str, Any]) -> None:
@@ -107,6 +113,8 @@ def run_nodes(
             each.failed(getattr(error, "uid", task.uids[0]), error)
         raise
     finally:
+        for faults in struck:
+            faults.close()
         for each in records:
             each.close()
         for reporter in reporters.values():

@@ -75,6 +75,12 @@ class Facts:
     """Folders of runs in whose checkpoints nodes look for theirs; None for a new run."""
     resume_runs: list[str] = field(default_factory=list)
     """Ids of these runs."""
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """The faults of the experiment, resolved (`Experiment.make_faults`)."""
+    checked: bool = False
+    """Whether the records of all nodes are checked when the run is over."""
+    min_nodes: int = 1
+    """The least number of nodes of a generation."""
     finished: str = ""
     """Of a run that is asked to go on and has nothing left to do: a sentence that says so."""
 
@@ -120,6 +126,8 @@ class Task:
     resume: list[str] | None = None
     """As `Facts.resume`."""
     resume_runs: list[str] = field(default_factory=list)
+    began: float | None = None
+    """When the run began (`clock.now()`, of all processes of a machine); None where it begins with this process."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +208,14 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class FaultDue:
+    """A node begins the round in which this fault of the plan strikes it, and asks to be struck."""
+
+    uid: int
+    index: int
+
+
+@dataclass(frozen=True)
 class Peers:
     """uid -> (control, bulk) endpoints of the nodes on this machine."""
 
@@ -220,14 +236,14 @@ class PeerFailure:
 
 
 ChildMessage = (
-    Facts | Header | Bound | NodeJoined | Engine | NodesAbsent | Progress | Finished | Failed | Closed | Peers |
-    StopRun | PeerFailure
+    Facts | Header | Bound | NodeJoined | Engine | NodesAbsent | Progress | Finished | Failed | Closed | FaultDue |
+    Peers | StopRun | PeerFailure
 )
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Facts, Header, Bound, NodeJoined, Engine, NodesAbsent, Progress, Finished, Failed, Closed, Peers),
-        *(StopRun, PeerFailure),
+        *(FaultDue, StopRun, PeerFailure),
     )
 }

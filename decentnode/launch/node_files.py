@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import decentnode
 from decentnode import clock
 from decentnode.errors import Diverged, EnvironmentFault, PeerLost
+from decentnode.experiment import Experiment
 from decentnode.launch.messages import ChildMessage, Progress
 from decentnode.launch.run_dir import node_dir
 from decentnode.metrics.events import EventLog
@@ -156,6 +157,9 @@ class NodeRecords:
         """This node's last round is over, or the last before a stop."""
         end = self._ends[node.uid] = "stopped" if stopped else "finished"
         if node.uid in self._events:
+            course = node.communication.fault_course
+            for kind, count in sorted(course.touched.items() if course is not None else ()):
+                self._events[node.uid]("fault", None, f"{kind}: {count} messages")
             self._events[node.uid](end, None, f"{node.round} rounds")
 
     def failed(self, uid: int, error: BaseException, *, alone: bool = False) -> None:
@@ -172,6 +176,12 @@ class NodeRecords:
             status.close(self._ends)
         for log in self._events.values():
             log.close()
+
+
+def recorded(experiment: Experiment) -> bool | Literal["auto"]:
+    """Returns what `run.record` comes to: with faults a run is recorded, as it is checked when it is over."""
+    found = experiment.run.record
+    return True if found == "auto" and experiment.faults else found
 
 
 def _is_recorded(node: Node) -> bool:

@@ -22,16 +22,18 @@ from decentnode import clock, logs
 from decentnode.build import build, device_of, limits_of
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import Communication
-from decentnode.communication.parts import BindPlan, Schema, TransportParts
+from decentnode.communication.parts import BindPlan, LinkFaults, Schema, TransportParts
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import load_class
 from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost
 from decentnode.experiment import Experiment
+from decentnode.faults import OnLinks
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
     Failed,
+    FaultDue,
     Finished,
     NodeJoined,
     NodesAbsent,
@@ -40,12 +42,13 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
-from decentnode.launch.node_files import NodeRecords, Reporter, save_node
+from decentnode.launch.node_files import NodeRecords, Reporter, recorded, save_node
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
 from decentnode.mapping.hosts import endpoint
+from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
 
@@ -160,10 +163,30 @@ def transport_maker(
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
             bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints.get(str(uid), [])),
             limits=limits_of(experiment) if experiment.node.missing == "regroup" else None,
-            process=process,
+            process=process, faults=link_faults(experiment),
         ))
 
     return make
+
+
+def link_faults(experiment: Experiment) -> LinkFaults | None:
+    """Returns what goes wrong between nodes; None where nothing does."""
+    plan = experiment.make_faults()
+    between = any(isinstance(fault, OnLinks) for fault in plan)
+    return LinkFaults(plan, experiment.seed) if between else None
+
+
+def give_faults(node: Node, experiment: Experiment, send: Callable[[ChildMessage], None]) -> None:
+    """Have the faults of the experiment strike this node, once `node.faults.begin` was called."""
+    plan = experiment.make_faults()
+    if plan:
+        node.faults = NodeFaults(plan, node.communication, lambda index: send(FaultDue(node.uid, index)))
+
+
+def begin_faults(node: Node, task: Task) -> None:
+    """The node has joined: from now on the faults of the experiment strike it."""
+    if node.faults is not None:
+        node.faults.begin(clock.now() if task.began is None else task.began, task.join)
 
 
 def run_task(task: Task, channel: Pipe) -> int:
@@ -196,17 +219,21 @@ def run_node(task: Task, link: Link) -> int:
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)
         experiment.forget_data()
-        records = NodeRecords([node], task.run_dir, experiment.run.record)
+        records = NodeRecords([node], task.run_dir, recorded(experiment))
         attach(node, experiment, task, reporter)
+        give_faults(node, experiment, send)
         give_back_memory()
         _join(node, experiment, task, link)
         records.joined(uid)
+        begin_faults(node, task)
         node.run()
         if node.checkpoints is not None:
             node.checkpoints.close(node.communication.config.timeout_seconds)
         if task.run_dir:
             save_node(node, Path(task.run_dir))
         node.communication.close()
+        if node.faults is not None:
+            node.faults.close()
         reporter.close()
         stopped = not node.over
         records.over(node, stopped)

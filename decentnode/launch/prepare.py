@@ -10,7 +10,7 @@ import psutil
 import torch
 import yaml
 
-from decentnode.build import device_of, processes_of, threads_of
+from decentnode.build import device_of, limits_of, processes_of, threads_of
 from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
@@ -99,6 +99,9 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     machine = 0 if request.in_process else choose_machine(mapping, request.machine, request.shown)
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
+    if request.simulate and experiment.faults:
+        raise UsageError(f"{request.shown}: a simulated run has neither processes nor connections that faults could "
+                         f"strike; run it with processes, or simulate it with --set 'faults=[]'")  # fmt: skip
     machines = [list(uids) for uids in mapping.nodes_by_machine()]
     in_process = request.in_process or experiment.communication.name == "inproc"
     if in_process and len(machines) > 1 and not request.in_process:
@@ -138,6 +141,9 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         task=experiment.measured().plain(),
         processes=[machines[0]] if in_process else [list(uids) for uids in processes_of(experiment, machine)],
         inputs=inputs,
+        faults=[fault.model_dump(mode="json", exclude_none=True) for fault in experiment.make_faults()],
+        checked=bool(experiment.faults) and experiment.run.record is not False,
+        min_nodes=limits_of(experiment).min_nodes,
         resume=None if request.resume is None else [] if found is None else [str(each) for each in found.folders],
         resume_runs=[] if found is None else list(found.runs),
         finished="" if found is None or len(machines) > 1 else resume.finished(found, experiment),

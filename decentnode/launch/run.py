@@ -14,7 +14,15 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from decentnode import clock, entropy
-from decentnode.errors import AssemblyError, Diverged, EnvironmentFault, Interrupted, PeerLost, UsageError
+from decentnode.errors import (
+    AssemblyError,
+    Diverged,
+    EnvironmentFault,
+    Interrupted,
+    PeerLost,
+    UsageError,
+)
+from decentnode.launch.checked import check_run
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
@@ -22,6 +30,7 @@ from decentnode.launch.messages import (
     Engine,
     Facts,
     Failed,
+    FaultDue,
     Finished,
     Header,
     NodeJoined,
@@ -39,6 +48,7 @@ from decentnode.launch.provenance import usable_cores
 from decentnode.launch.run_dir import Records, node_dir
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.sockets import SocketDir
+from decentnode.launch.strikes import Strikes
 from decentnode.launch.workers import Context, Worker, end_all, late_nodes, start_node
 
 TICK_SECONDS = 0.25
@@ -99,6 +109,7 @@ class Run:
         self._absent: NodesAbsent | None = None
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
         self._sockets = SocketDir()
+        self._strikes = Strikes(facts.faults, facts.local, self.directory)
         self._phase_since = self._noticed = clock.now()
 
     # -- starting ---------------------------------------------------------------------------------------------
@@ -120,7 +131,7 @@ class Run:
             run_id=self._run_id, in_process=facts.in_process, progress_seconds=max(0.25, len(local) / 50),
             socket_dir=self._sockets.path, join=join,
             endpoints={str(uid): self.endpoints[str(uid)] for uid in uids if str(uid) in self.endpoints},
-            resume=None if join else facts.resume, resume_runs=facts.resume_runs,
+            resume=None if join else facts.resume, resume_runs=facts.resume_runs, began=self._strikes.began,
         )  # fmt: skip
 
     def _enter(self, phase: str) -> None:
@@ -143,7 +154,9 @@ class Run:
                     sources[worker.process.sentinel] = None
                 if worker.open:
                     sources[worker.channel.connection.fileno()] = None
-            ready = set(wait(list(sources), timeout=TICK_SECONDS))
+            patience = min(TICK_SECONDS, max(0.0, self._strikes.next - clock.now()))
+            ready = set(wait(list(sources), timeout=patience))
+            self._strikes.tick(clock.now(), self)
             if self.signals.fileno() in ready:
                 self.signals.clear()
             self._on_signals()
@@ -194,7 +207,10 @@ class Run:
         elif isinstance(message, Engine):
             self.ledger.engine = message
             self.observer.notice(engine_notice(message))
+        elif isinstance(message, FaultDue):
+            self._strikes.strike(message.uid, message.index, self)
         elif isinstance(message, Finished):
+            self._strikes.stop()
             worker.finished.add(message.uid)
             self.ledger.finished[message.uid] = message
             if self.records is not None:
@@ -214,6 +230,7 @@ class Run:
 
     def _on_all_joined(self) -> None:
         self._enter("running")
+        self._strikes.begin(clock.now())
         self.start_seconds = clock.now() - self.started
         (self.observer.asks_to_join if self.request.join else self.observer.joined)(self.start_seconds)
         if self.records is not None:
@@ -269,6 +286,20 @@ class Run:
             self.observer.notice(f"node {uid} is started again ({restarts[uid]} of {self.facts.restarts} times)")
         return start_node(self._context, self._task(again, join=True))
 
+    def worker_of(self, uid: int) -> Worker | None:
+        """As `Processes.worker_of`."""
+        return next((each for each in self.workers if each.alive and uid in each.left), None)
+
+    def restart_struck(self, uid: int) -> None:
+        """As `Processes.restart_struck`, however often it was started again before."""
+        if uid not in self.ledger.lost or self.signals.received or self._first_finish:
+            return
+        self.ledger.restarted(uid)
+        self.observer.notice(f"node {uid} is started again, as `faults` says")
+        for worker in self.workers:
+            worker.uids = tuple(each for each in worker.uids if each != uid)
+        self.workers.append(start_node(self._context, self._task([uid], join=True)))
+
     def _start_apart(self, worker: Worker, uid: int) -> None:
         """Start a node again that failed alone, while the others of its process go on: in a process of its own."""
         started = self._start_again([uid])
@@ -322,6 +353,7 @@ class Run:
                 self._kill_at = clock.now()
             else:
                 self.observer.stopping(signal.Signals(number).name)
+                self._strikes.stop()
                 self._tell_all(StopRun())
 
     def _check_time(self, now: float) -> None:
@@ -416,6 +448,9 @@ class Run:
 
     def conclude(self) -> Outcome:
         """Write the summary and decide the exit code. To be called after `close`."""
+        checked = None
+        if not self._killed_by_user:
+            checked = check_run(self.directory, self.facts, self.ledger, self.observer)
         self._tell_cause()
         if self.ledger.lost and not self.ledger.finished:  # nobody was left to go on
             lost = self.ledger.lost.values()
@@ -434,6 +469,8 @@ class Run:
             exit_code = self.signals.exit_code if self.signals.received else 130
         wall = clock.now() - self.started
         found = summary(self.facts, self.ledger, exit_code, self.directory, Durations(self.start_seconds, wall))
+        if self.facts.faults:
+            found |= {"struck": dict(self._strikes.counts), "checked": checked}
         if self.records is not None:
             whole = 0 in self.facts.local or any(finished.reports for finished in self.ledger.finished.values())
             if not self.records.finish(found, whole):

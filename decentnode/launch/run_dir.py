@@ -69,6 +69,7 @@ def write_inputs(path: Path, facts: Facts, command: str) -> None:
         "mapping.yaml": facts.mapping_text,
         "graph.edges": facts.graph_text,
         "task.json": json.dumps(facts.task, indent=2) + "\n",
+        "faults.jsonl": "".join(f"{json.dumps(each)}\n" for each in facts.faults),
     }
     try:
         for name, text in files.items():

@@ -20,12 +20,14 @@ from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import Bound, Closed, Failed, Finished, NodeJoined, Task
-from decentnode.launch.node_files import NodeRecords, Reporter, save_node
+from decentnode.launch.node_files import NodeRecords, Reporter, recorded, save_node
 from decentnode.launch.node_process import (
     PEERS_SECONDS,
     Commands,
+    begin_faults,
     describe_failure,
     give_back_memory,
+    give_faults,
     let_go,
     remote_endpoints,
     set_up,
@@ -117,10 +119,11 @@ class _SeveralNodes:
                 self._hosted[uid] = _Hosted(build(experiment, uid, make, reporter.record), reporter)
         experiment.forget_data()
         nodes = [each.node for each in self._hosted.values()]
-        self._records = NodeRecords(nodes, task.run_dir, experiment.run.record)
+        self._records = NodeRecords(nodes, task.run_dir, recorded(experiment))
         for uid, each in self._hosted.items():
             with logs.of_node(uid), blamed_on(uid):
                 attach(each.node, experiment, task, each.reporter)
+                give_faults(each.node, experiment, self._send)
         give_back_memory()
 
     def _join(self, experiment: Experiment) -> None:
@@ -171,6 +174,7 @@ class _SeveralNodes:
                 return
             if self._records is not None:
                 self._records.joined(node.uid)
+            begin_faults(node, self._task)
             self._send(NodeJoined(node.uid))
 
     # -- the end ----------------------------------------------------------------------------------------------

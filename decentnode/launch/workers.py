@@ -46,6 +46,8 @@ class Worker:
     open: bool = True
     """Whether its end of the pipe may still hold messages."""
     exit_code: int | None = None
+    struck: bool = False
+    """Whether a fault of the experiment killed it."""
 
     @property
     def alive(self) -> bool:
@@ -90,6 +92,8 @@ class Worker:
         code = self.exit_code or 0
         if code >= 0:
             return f"ended with exit code {code} and no word"
+        if self.struck:
+            return "was killed, as `faults` says"
         name = signal.Signals(-code).name
         hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"

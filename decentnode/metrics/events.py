@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decentnode import clock
-from decentnode.metrics.history import HISTORY
+from decentnode.metrics.history_kinds import HISTORY
 from decentnode.metrics.writer import MetricsWriter
 
 PER_KIND = 50
@@ -65,6 +65,7 @@ EVENTS: dict[str, str] = {
     "wrong_board": "shared memory that is not what the schema says",
     "malformed_payload": "a payload that cannot be decoded; it counted as missing",
     "non_finite": "a payload with NaN or infinity was rejected",
+    "fault": "a fault of the experiment came about: what it is, or how many messages met with one of its kind",
     "suspected": "the node counts a member of its generation as gone, and why",
     **HISTORY,
 }
@@ -78,7 +79,7 @@ class EventLog:
         """Raises OSError when the file cannot be opened."""
         self.uid = uid
         self.counts: dict[str, int] = {}
-        self._writer = MetricsWriter(path)
+        self._writer = MetricsWriter(path, spared=True)
         self._lock = threading.Lock()
         self._open = True
 

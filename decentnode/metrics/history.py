@@ -1,8 +1,8 @@
 """What a node did with models, record by record: the vocabulary that real and simulated runs share, and that the replay
 and the checks of a run read (simulate/world/).
 
-A record is a JSON object with its `kind`, a key of `HISTORY`. Nothing between two records depends on time: the records
-of all nodes, with the config, say which bits every model had.
+A record is a JSON object with its `kind`, a key of `HISTORY` (history_kinds.py). Nothing between two
+records depends on time: the records of all nodes, with the config, say which bits every model had.
 """
 
 from __future__ import annotations
@@ -15,20 +15,6 @@ import xxhash
 from torch import Tensor
 
 from decentnode.payload import Payload
-
-HISTORY: dict[str, str] = {
-    "recording": "a process begins to record what its node does: versions, threads",
-    "steps": "the local steps of a round are made",
-    "sent": "payloads are handed to the transport: digest by neighbor",
-    "mixed": "an exchange is over: digest of what was mixed, by source; who is missing, and who got nothing",
-    "broken_off": "a generation ended while an exchange was mixed into the model, so far",
-    "averaging": "the node gives its part to a mean over all nodes",
-    "averaged": "that mean is there",
-    "left": "the node begins no further round of its generation, and why",
-    "entered": "the node is a member of a generation in force: its name, members, and its first round",
-    "stopping": "the run is asked to stop: the node begins no further round",
-}
-"""Every kind of record, and its meaning."""
 
 NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8})
 """Types of which NumPy gives the bytes at once: five payloads of a small model take 25 us less than by way of uint8."""

@@ -11,6 +11,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from decentnode.system import check_disk
+
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 16 << 20
@@ -53,9 +55,11 @@ class MetricsWriter:
     """Writes records to a file. Each is given to the operating system before `write` returns, or, on a full disk, kept
     in memory and written later."""
 
-    def __init__(self, path: Path, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
-        """Opens `path` for appending. Raises OSError when even that is impossible."""
+    def __init__(self, path: Path, max_pending_bytes: int = MAX_PENDING_BYTES, spared: bool = False) -> None:
+        """Opens `path` for appending. spared: whether it is written also where a fault says that the disk is full.
+        Raises OSError when even that is impossible."""
         self.path = path
+        self._spared = spared
         self.max_pending_bytes = max_pending_bytes
         self.lost = 0
         """Records dropped because the disk was full and `max_pending_bytes` were kept already."""
@@ -96,6 +100,8 @@ class MetricsWriter:
 
     def _flush(self) -> None:
         try:
+            if not self._spared:
+                check_disk()
             while self._pending:
                 line = self._pending[0]
                 written = os.write(self._file, line)

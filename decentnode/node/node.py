@@ -26,6 +26,7 @@ from decentnode.node.config import NodeConfig
 from decentnode.node.course import Course
 from decentnode.node.dumps import Dumps
 from decentnode.node.evaluation import Evaluator
+from decentnode.node.faults import NodeFaults
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.handover import agree_on_course, give_models
 from decentnode.node.plan import Planners
@@ -109,6 +110,8 @@ class Node:
         """Set before the first step where the run has a folder."""
         self.dumps: Dumps | None = None
         """Likewise, where the rule's choices are to be written."""
+        self.faults: NodeFaults | None = None
+        """Likewise, where the experiment has faults."""
         self.evaluation: dict[str, float] = {}
         """The figures of the last evaluation."""
         self.evaluated = -1
@@ -307,11 +310,13 @@ class Node:
 
     def _begin_round(self, round: int) -> Steps[None]:
         self.doing = "local steps"
+        if self.faults is not None:
+            self.faults.enter(round)
         self._started, self._idle = clock.now(), self.communication.idle_seconds or 0.0
         views, self._buffer_view = self._planners.views(round, self.generation, self.training.learning_rate)
         self._missing: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
-        yield from self.schedule.begin(round, views, lambda: self._check_finite(round))
+        yield from self.schedule.begin(round, views, lambda: self._after_steps(round))
         if self.sharing.requirements.phases == 1:
             yield from self._buffers.send(self._buffer_view, self.schedule)
 
@@ -350,7 +355,9 @@ class Node:
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
 
-    def _check_finite(self, round: int) -> None:
+    def _after_steps(self, round: int) -> None:
+        if self.faults is not None:
+            self.schedule.times.train += self.faults.slow_down(self.schedule.times.train)
         if self.config.check_finite and not math.isfinite(float(self.training.model.parameters.sum())):
             raise Diverged(f"node {self.uid}: the model holds NaN or infinity after the local steps of round {round}")
 

@@ -20,7 +20,7 @@ from decentnode import clock, entropy, logs
 from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
-from decentnode.communication.parts import BindPlan, Collected, Endpoints, Schema, TransportParts
+from decentnode.communication.parts import BindPlan, Collected, Endpoints, LinkFaults, Schema, TransportParts
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
@@ -31,6 +31,7 @@ from decentnode.communication.zeromq.addresses import Addresses
 from decentnode.communication.zeromq.collective_state import CollectiveState, JoinWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.connections import held
+from decentnode.communication.zeromq.faulty_driver import FaultyDriver
 from decentnode.communication.zeromq.generation_paths import GenerationParts, GenerationPaths, RunParts
 from decentnode.communication.zeromq.generations import Generations
 from decentnode.communication.zeromq.link_driver import LinkDriver, LinkSizes
@@ -134,9 +135,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         device: torch.device | None = None,
         limits: Limits | None = None,
         process: SharedProcess | None = None,
+        faults: LinkFaults | None = None,
     ) -> None:
         """As `TransportParts`. keyring: the node's keys; required where the config is `secure`. Raises ValueError for
         cliques or edges that contradict the mapping."""
+        if faults is not None and faults.damages and config.checksum == "auto":
+            config = config.model_copy(update={"checksum": "xxh3"})  # of one host's messages, too
         self.config: ZeroMQConfig = config
         self.uid = uid
         self.counters = Counters()
@@ -159,7 +163,10 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             raise ValueError("keyring must be given exactly when the config is secure")
         self._security = None if keyring is None else Security(keyring, config.bulk_security)
         sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
-        self._driver = LinkDriver(self._session, self.counters, sizes, self._security, process)
+        driven = self._session, self.counters, sizes, self._security, process
+        self._driver = LinkDriver(*driven) if faults is None else FaultyDriver(*driven, faults)
+        if isinstance(self._driver, FaultyDriver):
+            self.fault_course = self._driver
         self._links, self._io = self._driver.links, self._driver.io
         self._links.sender.max_payloads = max(MAX_PAYLOADS, 2 * len(schemas))  # a round's fragments are sent together
         self._maker = MessageMaker(self._session, config)
@@ -213,7 +220,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         keyring = None if folder is None else load_keyring(parts.base_dir / folder, parts.uid, len(parts.machine_of))
         return cls(config, uid=parts.uid, machine_of=parts.machine_of, schemas=parts.schemas, digest=parts.digest,
                    run_id=parts.run_id, bind=parts.bind, keyring=keyring, device=parts.device,
-                   limits=parts.limits, process=parts.process)  # fmt: skip
+                   limits=parts.limits, process=parts.process, faults=parts.faults)  # fmt: skip
 
     def _begin_generation(self) -> None:
         """What a generation needs before its paths are open; `GenerationPaths.open` makes the rest of it."""

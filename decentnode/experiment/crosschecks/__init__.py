@@ -12,6 +12,7 @@ from decentnode.experiment.crosschecks.communication import (
     inproc_is_one_machine,
     nodes_can_be_stepped,
 )
+from decentnode.experiment.crosschecks.faults import faults_can_be_planned, faults_can_come_about
 from decentnode.experiment.crosschecks.federated import (
     clients_suit_the_servers,
     models_suit_a_server,
@@ -75,4 +76,6 @@ CHECKS: tuple[Check, ...] = (
     nodes_can_be_stepped,
     edges_have_their_ways,
     generations_can_be_had,
+    faults_can_be_planned,
+    faults_can_come_about,
 )

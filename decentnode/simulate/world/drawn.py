@@ -16,7 +16,7 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.config.component import load_class
 from decentnode.errors import AssemblyError, Interrupted, PeerLost
-from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Kill, Link, Restart, Slow
+from decentnode.faults import AnyFault, Break, Cut, Faults, HalfOpen, Kill, Link, Pause, Restart, Slow
 from decentnode.graph import GRAPHS
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
@@ -108,7 +108,7 @@ def draw(seed: int) -> Drawn:
     ambush = of.choice(AMBUSHES) if missing == "regroup" and of.random() < 0.5 else ""
     if ambush:  # something has to begin the agreement
         at = 1 + 3 * of.random()
-        plan = (*plan, Freeze(nodes=(of.randrange(nodes),), at_seconds=at, seconds=SUSPECT_SECONDS + 2))
+        plan = (*plan, Pause(nodes=(of.randrange(nodes),), at_seconds=at, seconds=SUSPECT_SECONDS + 2))
     return Drawn(
         seed, rule, graph, nodes, missing, schedule, 6000 if long else 24,
         Faults(links=link, lossy_seconds=FAULTY_SECONDS, plan=plan), checksum, impatient, ambush,
@@ -123,14 +123,14 @@ def _plan(of: random.Random, nodes: int, missing: str) -> list[AnyFault]:
     for _ in range(of.randrange(5)):
         at, uid = of.random() * FAULTY_SECONDS, of.randrange(nodes)
         other = (uid + 1 + of.randrange(nodes - 1)) % nodes
-        kind = of.choice(("kill", "kill", "freeze", "slow", "cut", "break", "half_open"))
+        kind = of.choice(("kill", "kill", "pause", "slow", "cut", "break", "half_open"))
         if kind == "kill" and len(killed) < most and uid not in killed:
             killed.append(uid)
             found.append(Kill(nodes=(uid,), at_round=1 + of.randrange(ROUNDS - 2)))
             if missing == "regroup" and of.random() < 0.4:
                 found.append(Restart(nodes=(uid,), at_seconds=FAULTY_SECONDS + of.random() * 20))
-        elif kind == "freeze":
-            found.append(Freeze(nodes=(uid,), at_seconds=at, seconds=of.choice((0.5, 5.0, 8.0))))
+        elif kind == "pause":
+            found.append(Pause(nodes=(uid,), at_seconds=at, seconds=of.choice((0.5, 5.0, 8.0))))
         elif kind == "slow":
             found.append(Slow(nodes=(uid,), at_seconds=at, factor=of.choice((3.0, 10.0)), seconds=2.0))
         elif kind == "cut":

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentnode.communication.zeromq.link_state import Body
-from decentnode.faults import Link
+from decentnode.faults import AnyFault, Fate, Fates, Link, damaged
 from decentnode.simulate.world.heap import EventHeap
 
+_UNTOUCHED = Fate()
 Receive = Callable[[int, list[memoryview], int | None], None]
 """receive(plane, frames, uid of the source where the connection proves it)"""
 
@@ -49,6 +50,9 @@ class VirtualNetwork:
     def __init__(self, heap: EventHeap, link: Link, seed: int) -> None:
         """link: of all connections."""
         self.heap, self.link, self.random = heap, link, random.Random(seed)
+        self.rules: list[tuple[int, AnyFault]] = []
+        """Faults of single messages that are in effect, with their place in the plan."""
+        self._fates = Fates(seed)
         self.faulty = True
         """Whether messages are lost, repeated, overtaken and damaged."""
         self.nodes: dict[int, Socket] = {}
@@ -64,6 +68,7 @@ class VirtualNetwork:
     def send(self, source: int, uid: int, plane: int, frames: Sequence[Body]) -> bool:
         """As `LinkPort.send`. The bytes of a body that is kept without a copy are read when they arrive."""
         connection = self.nodes[source].connections.setdefault((uid, plane), Connection())
+        fate = self._fates.of(self.rules, source, uid, plane) if self.rules else _UNTOUCHED
         link, draw, happened = self.link, self.random.random, self.happened
         if connection.blocked or connection.under_way >= link.queue_messages:
             connection.blocked = True
@@ -75,21 +80,27 @@ class VirtualNetwork:
         if link.bytes_per_second is not None:
             leaves = max(self._free.get((source, uid), 0.0), leaves) + sum(map(len, frames)) / link.bytes_per_second
             self._free[source, uid] = leaves
+        leaves += fate.later
         arrives = connection.last = max(connection.last, leaves + link.latency_seconds + draw() * link.jitter_seconds)
+        arrives += fate.overtaken
         if self.faulty and draw() < link.reordering:
             happened["overtaken"] += 1
             arrives += 20 * link.latency_seconds * draw()
         copies = 1
         gone = connection.dead or not self.dead.isdisjoint((source, uid)) or bool(self.severed[source, uid])
-        if gone or (self.faulty and draw() < link.loss):
+        if gone or fate.lost or (self.faulty and draw() < link.loss):
             happened["lost"] += 1
             copies = 0
-        elif self.faulty and draw() < link.duplication:
+        elif fate.twice or (self.faulty and draw() < link.duplication):
             happened["repeated"] += 1
             copies = 2
         if self.faulty and copies and draw() < link.damage:
             happened["damaged"] += 1
             frames = self._damaged(frames)
+        if copies and fate.flipped is not None:
+            happened["damaged"] += 1
+            frames = damaged([bytes(_bytes(frame)) for frame in frames], fate.flipped)
+        happened["touched"] += fate.fault >= 0
         for _ in range(copies):
             self.heap.at(arrives, lambda: self._arrive(source, uid, plane, connection, frames))
             arrives += link.latency_seconds * draw()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.errors import UsageError
-from decentnode.metrics.history import HISTORY
+from decentnode.metrics.history_kinds import HISTORY
 from decentnode.wire.generation import FIRST, Name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,13 +15,29 @@ from decentnode.communication.shared_memory.model_slots import PlaceWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.link_state import BULK, CONTROL
 from decentnode.errors import DecentnodeError, PeerLost
-from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Kill, Restart, Slow
+from decentnode.faults import (
+    AnyFault,
+    Break,
+    ClockJump,
+    Cut,
+    Faults,
+    FullDisk,
+    HalfOpen,
+    Kill,
+    Pause,
+    Restart,
+    Slow,
+    lasts,
+    resolve,
+)
 from decentnode.node.node import Node
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.transport import Place, Simulated, Witness
 from decentnode.wire.generation import Limits
 
+MANY_ROUNDS = 10_000
+"""Of a world that does not say how many there are: those in which faults may come about by chance."""
 MakeNode = Callable[[int, Callable[[tuple[Schema, ...]], Simulated]], Node]
 """make(uid, make_communication) builds a node, such as `build.build` does."""
 
@@ -186,7 +203,9 @@ class World:
         """Called after everything that happens to a process."""
         self.began: Callable[[Process], None] = lambda _process: None
         """Called with every process before anything happens to it."""
-        self._by_round = [fault for fault in setting.faults.plan if fault.at_round is not None]
+        rounds = setting.limits.rounds if setting.limits is not None else MANY_ROUNDS
+        self._plan = resolve(setting.faults.plan, setting.seed, setting.num_nodes, rounds)
+        self._by_round = [(i, fault) for i, fault in enumerate(self._plan) if fault.at_round is not None]
 
     @contextlib.contextmanager
     def _virtual(self) -> Iterator[None]:
@@ -201,9 +220,9 @@ class World:
             for uid in range(setting.num_nodes):
                 process = self._begin(uid, 0)
                 self.heap.after(self.network.random.random() * setting.starts_within_seconds, process.begin)
-            for fault in setting.faults.plan:
+            for index, fault in enumerate(self._plan):
                 if fault.at_seconds is not None:
-                    self.heap.at(fault.at_seconds, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+                    self.heap.at(fault.at_seconds, lambda i=index, fault=fault: self.strike(i, fault))  # type: ignore[misc]
             if setting.faults.lossy_seconds is not None:
                 self.heap.at(setting.faults.lossy_seconds, self._heal)
             return self.heap.run(lambda: not any(each.alive for each in self.processes.values()), until_seconds)
@@ -222,13 +241,14 @@ class World:
 
     def entered(self, process: Process) -> None:
         """A node begins another round."""
-        for fault in [each for each in self._by_round if process.uid in each.concerns]:
+        for index, fault in [each for each in self._by_round if each[1].concerns(process.uid)]:
             if process.node.round >= (fault.at_round or 0):
-                self._by_round.remove(fault)
-                self.heap.after(0.0, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+                self._by_round.remove((index, fault))
+                self.heap.after(0.0, lambda i=index, fault=fault: self.strike(i, fault))  # type: ignore[misc]
 
-    def strike(self, fault: AnyFault) -> None:
-        """A fault comes about."""
+    def strike(self, index: int, fault: AnyFault) -> None:
+        """A fault comes about. index: its place in the plan. Raises ValueError for one that no simulated world knows.
+        """
         self.happened[fault.do] += 1
         now, network = self.heap.now, self.network
         if isinstance(fault, Cut):
@@ -237,21 +257,30 @@ class World:
             plane = CONTROL if fault.plane == "control" else BULK
             (network.cut if isinstance(fault, Break) else network.halve)(fault.source, fault.to, plane)
         elif isinstance(fault, Slow):
-            for uid in fault.nodes:
+            for uid in fault.uids:
                 self._slow_down(uid, fault)
-        else:
-            for process in [self.processes[uid] for uid in fault.nodes]:
+        elif isinstance(fault, FullDisk | ClockJump):
+            raise ValueError(f"a simulated world has neither disks nor a time of day: {fault.do}")
+        elif isinstance(fault, Kill | Restart | Pause):
+            for process in [self.processes[uid] for uid in fault.uids]:
                 if isinstance(fault, Restart):
                     if process.dead:
                         self._begin(process.uid, process.life + 1).begin()
-                elif process.alive and isinstance(fault, Freeze):
+                elif process.alive and isinstance(fault, Pause):
                     process.shell.freeze(now + fault.seconds)
                 elif process.alive and isinstance(fault, Kill):
                     process.kill()
+
+        else:
+            rule = index, fault
+            network.rules.append(rule)
+            if lasts(fault) < math.inf:
+                self.heap.after(lasts(fault), lambda: network.rules.remove(rule))
 
     def _slow_down(self, uid: int, fault: Slow) -> None:
         def recover() -> None:
             self.slowness.pop(uid, None)
 
         self.slowness[uid] = fault.factor
-        self.heap.after(fault.seconds, recover)
+        if lasts(fault) < math.inf:
+            self.heap.after(lasts(fault), recover)

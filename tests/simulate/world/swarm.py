@@ -19,7 +19,7 @@ from decentnode.simulate.world.drawn import draw, survive
 
 RARE = (
     "double suspicion", "two leaders", "short", "outside", "resend under lease", "late reader", "connection_renewed",
-    "send_window", "stale_generation", "stale_round", "kill", "restart", "freeze", "slow", "cut", "break", "half_open",
+    "send_window", "stale_generation", "stale_round", "kill", "restart", "pause", "slow", "cut", "break", "half_open",
     "replayed", "mean kept", "averaged", "killed when preparing", "killed when committing", "killed when promised",
     "killed when committed", "killed when suspecting",
 )  # fmt: skip

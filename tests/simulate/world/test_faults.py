@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerLost
-from decentnode.faults import AnyFault, Break, Cut, Faults, Freeze, HalfOpen, Kill, Link, Restart, Slow
+from decentnode.faults import AnyFault, Break, Cut, Faults, HalfOpen, Kill, Link, Pause, Restart, Slow
 from decentnode.graph.base import RoundView
 from decentnode.metrics.history import History as Recorder
 from decentnode.payload import Payload
@@ -68,7 +68,7 @@ def test_a_death_ends_a_run_that_needs_everybody_and_is_told() -> None:
 
 
 @pytest.mark.parametrize("fault", [
-    Freeze(nodes=(1,), at_seconds=1.2, seconds=1.5), Slow(nodes=(1,), at_round=1, factor=5, seconds=1.0),
+    Pause(nodes=(1,), at_seconds=1.2, seconds=1.5), Slow(nodes=(1,), at_round=1, factor=5, seconds=1.0),
     Cut(sides=((0, 1), (2, 3, 4)), at_seconds=1.2, seconds=1.5), Break(source=0, to=1, plane="bulk", at_round=1),
     HalfOpen(source=0, to=1, plane="bulk", at_seconds=1.2),
 ], ids=lambda fault: fault.do)  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_generation_that_ends_between_two_phases_keeps_the_local_update() -> N
     ({"do": "kill", "nodes": [1]}, "either at_seconds or at_round"),
     ({"do": "kill", "nodes": [1], "at_seconds": 1, "at_round": 2}, "either at_seconds or at_round"),
     ({"do": "kil", "nodes": [1], "at_round": 2}, "tag"),
-    ({"do": "freeze", "nodes": [1], "at_round": 2}, "seconds"),
+    ({"do": "pause", "nodes": [1], "at_round": 2}, "seconds"),
     ({"do": "kill", "nodes": [], "at_round": 2}, "nodes"),
 ])  # fmt: skip
 def test_a_fault_is_checked(given: dict[str, Any], wrong: str) -> None:

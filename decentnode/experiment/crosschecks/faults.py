@@ -1,0 +1,58 @@
+"""Whether the run can be struck by the faults that the experiment asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.config.problems import Problem
+from decentnode.errors import UsageError
+from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
+from decentnode.experiment.tree import Experiment
+from decentnode.faults import Corrupt, InNode, OnLinks, OnProcesses, Restart
+
+ON_LINKS, ON_PROCESSES, IN_NODE = OnLinks.__args__, OnProcesses.__args__, InNode.__args__
+
+
+def faults_can_be_planned(experiment: Experiment) -> Iterator[Problem]:
+    """Faults are of nodes that there are, and of a bounded number."""
+    if graph_of(experiment) is None:
+        return
+    try:
+        experiment.make_faults()
+    except UsageError as error:
+        yield Problem(("faults",), f": {error}")
+
+
+def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
+    """Processes can be killed where there are any, messages lost where they go through sockets."""
+    config = experiment.communication
+    for index, fault in enumerate(experiment.faults):
+        path = "faults", index, "do"
+        if not config.networked:
+            if not isinstance(fault, IN_NODE):
+                message = f": {config.name} has neither processes nor connections for {fault.do} to strike; auto, " \
+                          "zeromq and shared_memory have processes"  # fmt: skip
+                yield Problem(path, message, other=("communication", "name"))
+        elif isinstance(fault, ON_LINKS):
+            yield from _on_links(experiment, path, fault.do)
+            if isinstance(fault, Corrupt) and getattr(config, "checksum", "auto") == "none":
+                message = ": what corrupt changes is found by checksums alone; leave communication.checksum out"
+                yield Problem(path, message, other=("communication", "checksum"))
+        elif isinstance(fault, Restart) and experiment.node.missing != "regroup":
+            message = f": a node that was started again is let in with missing: regroup alone, " \
+                      f"got {experiment.node.missing}"  # fmt: skip
+            yield Problem(path, message, other=("node", "missing"))
+
+
+def _on_links(experiment: Experiment, path: tuple[str | int, ...], kind: str) -> Iterator[Problem]:
+    """Payloads in shared memory, or in calls of torch.distributed, are not sent by this project's sockets."""
+    config, mapping = experiment.communication, mapping_of(experiment)
+    if mapping is None or not isinstance(config, ZeroMQConfig):
+        return
+    routing = config.routing({uid: mapping.place(uid).machine for uid in range(mapping.num_nodes)})
+    others = [name for name in routing.names() if name != "same_process"]
+    if others:
+        message = f": {kind} is of messages that go through sockets, and models go through {others[0]} here; " \
+                  "take communication: {name: zeromq}"  # fmt: skip
+        yield Problem(path, message, other=("communication",))

@@ -1,0 +1,35 @@
+"""What goes wrong, as data: the vocabulary of faults, the plan that a list of them comes to, the fate of a message."""
+
+from decentnode.faults.course import Course, InEffect, Plan, lasts, resolve
+from decentnode.faults.fates import Fate, Fates, damaged
+from decentnode.faults.vocabulary import (
+    FAULTS,
+    AnyFault,
+    Break,
+    ClockJump,
+    Corrupt,
+    Cut,
+    Delay,
+    Drop,
+    Duplicate,
+    Fault,
+    Faults,
+    FullDisk,
+    HalfOpen,
+    InNode,
+    Kill,
+    Link,
+    OfMessages,
+    OnLinks,
+    OnProcesses,
+    Pause,
+    Reorder,
+    Restart,
+    Slow,
+)
+
+__all__ = (
+    "FAULTS", "AnyFault", "Break", "ClockJump", "Corrupt", "Course", "Cut", "Delay", "Drop", "Duplicate", "Fate",
+    "Fates", "Fault", "Faults", "FullDisk", "HalfOpen", "InEffect", "InNode", "Kill", "Link", "OfMessages", "OnLinks",
+    "OnProcesses", "Pause", "Plan", "Reorder", "Restart", "Slow", "damaged", "lasts", "resolve",
+)  # fmt: skip

@@ -1,0 +1,89 @@
+"""What becomes of a message while faults are in effect: a pure function of the seed, the connection, and how many
+messages went over it before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decentnode.faults.vocabulary import AnyFault, Corrupt, Cut, Delay, Drop, Duplicate, Reorder
+from decentnode.rng import stream
+
+
+@dataclass
+class Fate:
+    """Of one message."""
+
+    fault: int = -1
+    """The place in the plan of the first fault that touches it; -1 where none does."""
+    lost: bool = False
+    twice: bool = False
+    flipped: float | None = None
+    """Where in the message a bit is flipped, as a share of its length; None where none is."""
+    later: float = 0.0
+    """How much later it arrives, in seconds, as do those behind it."""
+    overtaken: float = 0.0
+    """How much later it arrives, in seconds, while those behind it do not wait."""
+
+
+class Fates:
+    """Draws the fates of the messages of one process. Not for several threads."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._streams: dict[tuple[int, int, int, int], np.random.Generator] = {}
+
+    def of(self, faults: Iterable[tuple[int, AnyFault]], source: int, to: int, plane: int) -> Fate:
+        """Returns what becomes of the next message of a connection. faults: those in effect, with their place in the
+        plan. plane: 0 for control, 1 for models."""
+        fate = Fate()
+        for index, fault in faults:
+            if isinstance(fault, Cut):
+                if fault.severs(source, to):
+                    fate.fault, fate.lost = index, True
+                continue
+            if not isinstance(fault, Delay | Drop | Corrupt | Duplicate | Reorder):
+                continue
+            if not fault.is_about(source, to, plane):
+                continue
+            draw = self._stream(index, source, to, plane)
+            # always as many draws: what becomes of the next message does not depend on what became of this one
+            hit, where = draw.random(2)
+            if hit >= fault.share:
+                continue
+            fate.fault = index if fate.fault < 0 else fate.fault
+            if isinstance(fault, Drop):
+                fate.lost = True
+            elif isinstance(fault, Duplicate):
+                fate.twice = True
+            elif isinstance(fault, Corrupt):
+                fate.flipped = float(where)
+            elif isinstance(fault, Delay):
+                fate.later += fault.by_seconds + float(where) * fault.jitter_seconds
+            else:
+                fate.overtaken = max(fate.overtaken, float(where) * fault.within_seconds)
+        return fate
+
+    def _stream(self, index: int, source: int, to: int, plane: int) -> np.random.Generator:
+        which = index, source, to, plane
+        found = self._streams.get(which)
+        if found is None:
+            found = self._streams[which] = stream(self._seed, source, f"fault {index} to {to}", plane)
+        return found
+
+
+def damaged(frames: Sequence[bytes], where: float) -> list[bytes]:
+    """Returns copies of a message's frames with a bit flipped. where: in [0, 1), a share of the length of all."""
+    bit = math.floor(where * 8 * sum(map(len, frames)))
+    found = []
+    for frame in frames:
+        if 0 <= bit < 8 * len(frame):
+            copy = bytearray(frame)
+            copy[bit // 8] ^= 1 << bit % 8
+            frame = bytes(copy)
+        found.append(frame)
+        bit -= 8 * len(frame)
+    return found

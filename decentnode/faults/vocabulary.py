@@ -1,0 +1,351 @@
+"""The vocabulary of faults: what goes wrong with nodes, connections and messages, where and when. One for simulated
+runs and for runs on machines (the section `faults` of an experiment)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+
+import numpy as np
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from decentnode.config.component import Settings
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Uids = Annotated[tuple[int, ...], Field(min_length=1)] | Literal["all"]
+Plane = Literal["control", "bulk"]
+
+
+class Link(Settings):
+    """How connections carry messages. Shares are of messages."""
+
+    latency_seconds: float = Field(default=0.01, ge=0)
+    """Shortest time on the way, in seconds."""
+    jitter_seconds: float = Field(default=0.02, ge=0)
+    """Longest time more, in seconds, drawn for each message. A connection keeps the order all the same."""
+    bytes_per_second: float | None = Field(default=None, gt=0)
+    """Bandwidth from one node to another, of all connections between them. Default: no limit."""
+    queue_messages: int = Field(default=50, ge=1)
+    """Messages that a connection takes before they arrive."""
+    loss: Share = 0.0
+    """Share of messages that do not arrive."""
+    duplication: Share = 0.0
+    """Share of messages that arrive twice."""
+    reordering: Share = 0.0
+    """Share of messages that others overtake."""
+    damage: Share = 0.0
+    """Share of messages of which a bit arrives flipped."""
+
+
+class Fault(Settings):
+    """Something that goes wrong: once, again and again, or by chance."""
+
+    at_seconds: float | None = Field(default=None, ge=0)
+    """When, in seconds since the start of the run."""
+    at_round: int | None = Field(default=None, ge=0)
+    """When: as a node that it concerns begins this round; what concerns several of them, in a simulated world, as the
+    first of them does."""
+    every_seconds: float | None = Field(default=None, gt=0)
+    """Again and again, so many seconds apart, for the first time after as many; to `until_seconds`."""
+    until_seconds: float | None = Field(default=None, gt=0)
+    """With `every_seconds`: when it comes about for the last time, in seconds since the start of the run."""
+    probability: Share | None = None
+    """By chance: how probable it is in each round; for each node that it may strike by itself."""
+
+    _always: ClassVar[bool] = False
+    """Whether a fault that says no time comes about at the start."""
+
+    @model_validator(mode="after")
+    def _has_one_time(self) -> Self:
+        times = (self.at_seconds, self.at_round, self.every_seconds, self.probability)
+        given = sum(each is not None for each in times)
+        if given > 1 or not (given or self._always):
+            raise ValueError("a fault must have either at_seconds or at_round, or every_seconds, or probability")
+        if (self.every_seconds is None) != (self.until_seconds is None):
+            raise ValueError("a fault must have every_seconds and until_seconds, or neither")
+        return self
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        """The nodes that it names."""
+        raise NotImplementedError
+
+    @property
+    def told(self) -> str:
+        """The fault as JSON, without what is left out."""
+        return self.model_dump_json(exclude_none=True)
+
+    def concerns(self, uid: int) -> bool:
+        """Whether it is about this node."""
+        return uid in self.uids
+
+    def times(self, draw: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
+        """Yields when it comes about, as fields of a resolved fault."""
+        none = {"every_seconds": None, "until_seconds": None, "probability": None}
+        if self.every_seconds is not None and self.until_seconds is not None:
+            for i in range(math.floor(self.until_seconds / self.every_seconds)):
+                yield {**none, "at_seconds": (i + 1) * self.every_seconds}
+        elif self.probability is not None:
+            for round in np.flatnonzero(draw.random(rounds) < self.probability):
+                yield {**none, "at_round": int(round)}
+        elif self.at_round is None:
+            yield {"at_seconds": self.at_seconds or 0.0}
+        else:
+            yield {}
+
+    def resolved(self, draw: np.random.Generator, num_nodes: int, rounds: int) -> Iterator[Self]:
+        """Yields what this fault comes to: faults with at_seconds or at_round, and uids."""
+        del num_nodes
+        for each in self.times(draw, rounds):
+            yield self.model_copy(update=each)
+
+
+class _OfNodes(Fault):
+    nodes: Uids
+    """Uids, or all."""
+    count: int | None = Field(default=None, ge=1)
+    """How many of `nodes` it strikes, drawn anew each time. Default: all of them."""
+
+    @model_validator(mode="after")
+    def _is_drawn_in_one_way(self) -> Self:
+        if self.count is not None and self.probability is not None:
+            raise ValueError("a fault must have either count or probability: it strikes each node by itself")
+        return self
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        return () if self.nodes == "all" else self.nodes
+
+    def resolved(self, draw: np.random.Generator, num_nodes: int, rounds: int) -> Iterator[Self]:
+        uids = tuple(range(num_nodes)) if self.nodes == "all" else self.nodes
+        if self.probability is not None:
+            for uid in uids:
+                for each in self.times(draw, rounds):
+                    yield self.model_copy(update={**each, "nodes": (uid,)})
+            return
+        for each in self.times(draw, rounds):
+            chosen = uids
+            if self.count is not None and self.count < len(uids):
+                chosen = tuple(sorted(int(uid) for uid in draw.choice(uids, self.count, replace=False)))
+            yield self.model_copy(update={**each, "nodes": chosen, "count": None})
+
+
+class Kill(_OfNodes):
+    """Processes end without a word (SIGKILL)."""
+
+    do: Literal["kill"] = "kill"
+    """Which fault it is."""
+
+
+class Restart(_OfNodes):
+    """Processes that were killed are started again, without a model, and ask to be let in."""
+
+    do: Literal["restart"] = "restart"
+    """Which fault it is."""
+
+
+class Pause(_OfNodes):
+    """Processes are suspended (SIGSTOP), and go on afterwards."""
+
+    do: Literal["pause"] = "pause"
+    """Which fault it is."""
+    seconds: float = Field(gt=0)
+    """For how long."""
+
+
+class Slow(_OfNodes):
+    """Local steps take longer."""
+
+    do: Literal["slow"] = "slow"
+    """Which fault it is."""
+    factor: float = Field(gt=0)
+    """How many times as long."""
+    seconds: float | None = Field(default=None, gt=0)
+    """For how long. Default: to the end of the run."""
+
+
+class FullDisk(_OfNodes):
+    """No file of the run can be written (ENOSPC): metrics, status, checkpoints, models. The records that the run is
+    checked by (events.jsonl) are spared."""
+
+    do: Literal["full_disk"] = "full_disk"
+    """Which fault it is."""
+    seconds: float | None = Field(default=None, gt=0)
+    """For how long. Default: to the end of the run."""
+
+
+class ClockJump(_OfNodes):
+    """The clock that tells the time of day jumps, and stays where it jumped to."""
+
+    do: Literal["clock_jump"] = "clock_jump"
+    """Which fault it is."""
+    by_seconds: float
+    """How far: forwards, or backwards where negative."""
+
+
+class Cut(Fault):
+    """Nothing passes between two sets of nodes, in either direction, until it heals."""
+
+    do: Literal["cut"] = "cut"
+    """Which fault it is."""
+    sides: tuple[Annotated[tuple[int, ...], Field(min_length=1)], Annotated[tuple[int, ...], Field(min_length=1)]]
+    """Uids of both sides."""
+    seconds: float = Field(gt=0)
+    """For how long."""
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        return (*self.sides[0], *self.sides[1])
+
+    def severs(self, source: int, to: int) -> bool:
+        """Whether these two are on different sides."""
+        one, other = self.sides
+        return (source in one and to in other) or (source in other and to in one)
+
+
+class _OfConnection(Fault):
+    source: int
+    """Uid of the node that made the connection, and sends over it."""
+    to: int
+    """Uid of the node that it leads to."""
+    plane: Plane = "control"
+    """Which of the two connections: of control messages, or of models."""
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        return self.source, self.to
+
+
+class Break(_OfConnection):
+    """A connection breaks, with what is under way on it; its owner hears of it and makes another."""
+
+    do: Literal["break"] = "break"
+    """Which fault it is."""
+
+
+class HalfOpen(_OfConnection):
+    """A connection takes messages that do not come out of it any more, until its owner makes another."""
+
+    do: Literal["half_open"] = "half_open"
+    """Which fault it is."""
+
+
+class _OfMessages(Fault):
+    """Without a time it is so from the start on."""
+
+    _always: ClassVar[bool] = True
+
+    seconds: float | None = Field(default=None, gt=0)
+    """For how long. Default: to the end of the run."""
+    source: Uids = "all"
+    """Uids of the nodes whose messages it concerns, or all."""
+    to: Uids = "all"
+    """Uids of the nodes that these messages are for, or all."""
+    plane: Plane | Literal["all"] = "all"
+    """Which messages: those of control, those with models, or all."""
+    share: Share = 1.0
+    """Share of these messages."""
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        named = (each for each in (self.source, self.to) if each != "all")
+        return tuple(uid for each in named for uid in each)
+
+    def concerns(self, uid: int) -> bool:
+        return self.source == "all" or uid in self.source
+
+    def is_about(self, source: int, to: int, plane: int) -> bool:
+        """Whether it concerns messages of this connection. plane: 0 for control, 1 for models."""
+        return (
+            (self.source == "all" or source in self.source) and (self.to == "all" or to in self.to)
+            and (self.plane == "all" or plane == ("control", "bulk").index(self.plane))
+        )  # fmt: skip
+
+
+class Delay(_OfMessages):
+    """Messages arrive later, in their order."""
+
+    do: Literal["delay"] = "delay"
+    """Which fault it is."""
+    by_seconds: float = Field(gt=0)
+    """How much later."""
+    jitter_seconds: float = Field(default=0.0, ge=0)
+    """How much more at most, drawn for each message."""
+
+
+class Drop(_OfMessages):
+    """Messages do not arrive."""
+
+    do: Literal["drop"] = "drop"
+    """Which fault it is."""
+
+
+class Corrupt(_OfMessages):
+    """A bit of a message arrives flipped."""
+
+    do: Literal["corrupt"] = "corrupt"
+    """Which fault it is."""
+
+
+class Duplicate(_OfMessages):
+    """Messages arrive twice."""
+
+    do: Literal["duplicate"] = "duplicate"
+    """Which fault it is."""
+
+
+class Reorder(_OfMessages):
+    """Messages are overtaken by later ones."""
+
+    do: Literal["reorder"] = "reorder"
+    """Which fault it is."""
+    within_seconds: float = Field(default=0.05, gt=0)
+    """How late such a message is at most, drawn for each."""
+
+
+OfMessages: TypeAlias = Delay | Drop | Corrupt | Duplicate | Reorder
+"""Faults that concern each message by itself."""
+OnLinks: TypeAlias = OfMessages | Cut | Break | HalfOpen
+"""Faults of what lies between nodes."""
+OnProcesses: TypeAlias = Kill | Restart | Pause
+"""Faults that another process brings about."""
+InNode: TypeAlias = Slow | FullDisk | ClockJump
+"""Faults that a node brings about itself."""
+
+
+def _kind(value: object) -> object:
+    return value.get("do") if isinstance(value, dict) else getattr(value, "do", None)
+
+
+AnyFault = Annotated[
+    Annotated[Kill, Tag("kill")] | Annotated[Restart, Tag("restart")] | Annotated[Pause, Tag("pause")]
+    | Annotated[Slow, Tag("slow")] | Annotated[FullDisk, Tag("full_disk")] | Annotated[ClockJump, Tag("clock_jump")]
+    | Annotated[Cut, Tag("cut")] | Annotated[Break, Tag("break")] | Annotated[HalfOpen, Tag("half_open")]
+    | Annotated[Delay, Tag("delay")] | Annotated[Drop, Tag("drop")] | Annotated[Corrupt, Tag("corrupt")]
+    | Annotated[Duplicate, Tag("duplicate")] | Annotated[Reorder, Tag("reorder")],
+    Discriminator(_kind),
+]  # fmt: skip
+
+
+FAULTS: dict[str, str] = {
+    name: f"{__name__}:{found.__name__}"
+    for name, found in {
+        "kill": Kill, "restart": Restart, "pause": Pause, "slow": Slow, "full_disk": FullDisk, "clock_jump": ClockJump,
+        "cut": Cut, "break": Break, "half_open": HalfOpen, "delay": Delay, "drop": Drop, "corrupt": Corrupt,
+        "duplicate": Duplicate, "reorder": Reorder,
+    }.items()
+}  # fmt: skip
+"""By the word for it (`do`): the class of each fault."""
+
+
+class Faults(Settings):
+    """All that goes wrong in a simulated world."""
+
+    links: Link = Link()
+    """Of all connections."""
+    lossy_seconds: float | None = Field(default=None, ge=0)
+    """Until when, in seconds since the start, messages are lost, repeated, overtaken and damaged by the shares of
+    `links`. Default: to the end."""
+    plan: tuple[AnyFault, ...] = ()
+    """What else happens."""

@@ -1,0 +1,17 @@
+"""The kinds of records that say what a node did with models (history.py). Imports no torch."""
+
+from __future__ import annotations
+
+HISTORY: dict[str, str] = {
+    "recording": "a process begins to record what its node does: versions, threads",
+    "steps": "the local steps of a round are made",
+    "sent": "payloads are handed to the transport: digest by neighbor",
+    "mixed": "an exchange is over: digest of what was mixed, by source; who is missing, and who got nothing",
+    "broken_off": "a generation ended while an exchange was mixed into the model, so far",
+    "averaging": "the node gives its part to a mean over all nodes",
+    "averaged": "that mean is there",
+    "left": "the node begins no further round of its generation, and why",
+    "entered": "the node is a member of a generation in force: its name, members, and its first round",
+    "stopping": "the run is asked to stop: the node begins no further round",
+}
+"""Every kind of record, and its meaning."""

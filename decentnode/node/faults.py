@@ -1,0 +1,103 @@
+"""The faults of an experiment as one node meets them: it is slow, its disk is full, its clock jumps; it asks whoever
+started it to kill or suspend it as it begins a round."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from decentnode import clock, system
+from decentnode.communication.base import Communication
+from decentnode.faults import ClockJump, Course, FullDisk, InEffect, Kill, Pause, Plan, Slow
+
+Ask = Callable[[int], None]
+"""ask(index): have this fault of the plan brought about, by a process that outlives it; not blocking."""
+KILLED_SECONDS = 10.0
+"""Longest wait of a node that asked to be killed, in which nothing of the round happens; it goes on after that."""
+
+
+class NodeFaults:
+    """One node's. `begin` comes once it has joined the run, `enter` before each of its rounds."""
+
+    def __init__(self, plan: Plan, communication: Communication, ask: Ask) -> None:
+        """plan: resolved."""
+        self._communication, self._ask = communication, ask
+        kinds = Kill, Pause, Slow, FullDisk, ClockJump
+        self._course = Course(plan, communication.uid, kinds, self._began)
+        self._lock = threading.Lock()
+        """Of the course: whoever writes a file or asks for the time of day looks at it."""
+        self._untold: list[InEffect] = []
+        self._killed = False
+        self._jumped = 0.0
+        self._hooks: list[tuple[list[Any], Any]] = []
+        places: list[tuple[type, list[Any], Any]] = [
+            (FullDisk, system.full_disks, self._disk_is_full), (ClockJump, clock.jumps, self._jump),
+        ]  # fmt: skip
+        for kind, hooks, hook in places:
+            if any(isinstance(each, kind) and each.concerns(communication.uid) for each in plan):
+                hooks.append(hook)
+                self._hooks.append((hooks, hook))
+
+    def close(self) -> None:
+        """The node has ended: nothing of it goes wrong any more. Idempotent."""
+        for hooks, hook in self._hooks:
+            hooks.remove(hook)
+        self._hooks.clear()
+
+    def begin(self, zero: float, again: bool = False) -> None:
+        """The run began at `zero` (`clock.now()`). again: whether this is not the node's first process."""
+        with self._lock:
+            self._course.begin(zero, clock.now(), again)
+        if self._communication.fault_course is not None:
+            self._communication.fault_course.begin(zero, again)
+
+    def enter(self, round: int) -> None:
+        """The node begins a round. Blocking where it is to be killed."""
+        with self._lock:
+            self._course.enter(round, clock.now())
+            self._course.in_effect(clock.now())
+        if self._communication.fault_course is not None:
+            self._communication.fault_course.enter(round)
+        self._tell()
+        if self._killed:
+            self._killed = False
+            clock.sleep(KILLED_SECONDS)
+
+    def slow_down(self, seconds: float) -> float:
+        """After local steps that took `seconds`: blocking for as long as a fault says that they take longer. Returns
+        for how many seconds."""
+        now, factor = clock.now(), 1.0
+        with self._lock:
+            for each in self._course.in_effect(now):
+                if isinstance(each.fault, Slow):
+                    factor *= each.fault.factor
+        if factor > 1:
+            clock.sleep((factor - 1) * seconds)
+        return clock.now() - now
+
+    def _began(self, found: InEffect) -> None:
+        fault = found.fault
+        if isinstance(fault, Kill | Pause):
+            if fault.at_round is not None:
+                self._ask(found.index)
+                self._killed |= isinstance(fault, Kill)
+            return
+        if isinstance(fault, ClockJump):
+            self._jumped += fault.by_seconds
+        self._untold.append(found)
+
+    def _tell(self) -> None:
+        """Note what began since the round before. Without the lock: the log asks for the time of day."""
+        untold, self._untold = self._untold, []
+        for each in untold:
+            self._communication.counters.on_event("fault", None, each.fault.told)
+
+    def _disk_is_full(self) -> bool:
+        with self._lock:
+            return any(isinstance(each.fault, FullDisk) for each in self._course.in_effect(clock.now()))
+
+    def _jump(self) -> float:
+        with self._lock:
+            self._course.in_effect(clock.now())
+            return self._jumped

@@ -1,0 +1,101 @@
+"""Runs that the experiment's faults strike: what comes of them, and that what was mixed is checked at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import decentnode
+from decentnode import clock, system
+from decentnode.communication.inproc import Inproc
+from decentnode.errors import NodeFailed, UsageError
+from decentnode.launch.checked import told
+from decentnode.launch.outcome import Outcome
+from decentnode.metrics.reader import read_kind
+from decentnode.payload import Payload
+from tests.launch.faults import experiment
+from tests.launch.test_generations import Listener
+from tests.launch.test_supervisor import run
+
+LOSSY: list[dict[str, Any]] = [
+    {"do": "drop", "share": 0.02}, {"do": "corrupt", "share": 0.02, "plane": "bulk"}, {"do": "duplicate", "share": 0.1},
+    {"do": "reorder", "share": 0.1, "within_seconds": 0.01}, {"do": "delay", "share": 0.1, "by_seconds": 0.001},
+]  # fmt: skip
+
+
+def strikes(outcome: Outcome, uid: int) -> list[str]:
+    """What a node's events say of faults, in words: the kind, or how many messages met with it."""
+    assert outcome.run_dir is not None
+    path = outcome.run_dir / "nodes" / f"{uid:03d}" / "events.jsonl"
+    details = [each["detail"] for each in read_kind(path, "fault")]
+    return [json.loads(each)["do"] if each.startswith("{") else each.partition(":")[0] + " count" for each in details]
+
+
+def here(folder: Path, faults: list[dict[str, Any]], **node: Any) -> decentnode.Run:
+    node = {"rounds": 6, "evaluate_every": 3, **node}
+    sections = experiment(communication={"name": "inproc"}, faults=faults, node=node)
+    return decentnode.run(sections, processes=False, progress=False, run={"dir": str(folder)})
+
+
+def test_a_run_in_this_process_is_slow_and_its_clock_wrong(tmp_path: Path) -> None:
+    before = clock.wall()
+    found = here(tmp_path, [
+        {"do": "slow", "nodes": [1], "factor": 3, "at_round": 0},
+        {"do": "clock_jump", "nodes": [3], "at_round": 3, "by_seconds": 86400},
+    ])  # fmt: skip
+    assert found.summary["checked"] == {"payloads": 4 * 6 * 2, "generations": 0}
+    assert clock.wall() < before + 3600 and not system.full_disks and not clock.jumps
+    rounds = list(read_kind(found.path / "nodes" / "000" / "metrics.jsonl", "round"))
+    assert len(rounds) == 6 and rounds[-1]["time"] > before + 80000
+    assert [json.loads(each)["do"] for each in (found.path / "faults.jsonl").read_text().splitlines()] == [
+        "slow", "clock_jump"]  # fmt: skip
+
+
+def test_a_payload_that_was_not_what_its_source_sent_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = Inproc.exchange
+
+    def lies(self: Inproc, round: int, outgoing: Mapping[int, Payload], *args: Any, **named: Any) -> Any:
+        if self.uid == 2 and round == 4:
+            outgoing = {uid: Payload({k: v + 1 for k, v in p.tensors.items()}, p.scalars, p.metadata)
+                        for uid, p in outgoing.items()}  # fmt: skip
+        return exchange(self, round, outgoing, *args, **named)
+
+    monkeypatch.setattr(Inproc, "exchange", lies)
+    with pytest.raises(NodeFailed, match=r"not what it must be: nodes/001/events.jsonl.* node 1, round 4.*node 2"):
+        here(tmp_path, [{"do": "slow", "nodes": [1], "factor": 1.5, "at_round": 0}])
+    summary = json.loads(next(tmp_path.glob("*/*/summary.json")).read_text())
+    assert summary["exit_code"] == 8 and "violation" in summary["checked"]
+
+
+def test_what_a_check_finds_is_said_in_a_sentence() -> None:
+    assert told({"payloads": 1234, "generations": 1}) == "checked: 1,234 payloads were mixed as their sources sent them"
+    assert told({"unchecked": "they lie elsewhere"}) == "not checked: they lie elsewhere"
+
+
+def test_what_has_no_processes_refuses_faults_of_processes(tmp_path: Path) -> None:
+    config = experiment(faults=LOSSY)
+    with pytest.raises(UsageError, match="neither processes nor connections"):
+        decentnode.run(config, processes=False, progress=False, run={"dir": str(tmp_path)})
+
+
+@pytest.mark.slow
+def test_killed_paused_and_with_lossy_connections_a_run_goes_on_and_is_checked(tmp_path: Path) -> None:
+    listener = Listener(tmp_path / "none")
+    pause = {"do": "pause", "nodes": [1], "at_seconds": 0.5, "seconds": 0.5}
+    faults = [{"do": "kill", "nodes": [2], "at_round": 8}, pause, *LOSSY]
+    node = {"rounds": 30, "evaluate_every": 10, "missing": "regroup", "restarts": 1}
+    outcome = run(tmp_path, listener, node=node, graph={"name": "complete", "nodes": 4}, faults=faults,
+                  training={"name": "tests.launch.faults:Slow", "batch_size": 8,
+                            "optimizer": {"name": "sgd", "lr": 0.05}})  # fmt: skip
+    assert outcome.exit_code == 0, listener.failures
+    assert outcome.summary["struck"] == {"kill": 1, "pause": 1} and outcome.summary["restarts"] == {"2": 1}
+    assert outcome.summary["checked"]["payloads"] > 100 and outcome.summary["checked"]["generations"] >= 1
+    assert any("node 2 was killed, as `faults` says" in each for each in listener.notices)
+    assert strikes(outcome, 2).count("kill") == 1 and "pause" in strikes(outcome, 1)
+    assert {"drop count", "duplicate count", "reorder count", "delay count"} <= {*strikes(outcome, 0)}
