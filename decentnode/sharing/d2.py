@@ -30,7 +30,7 @@ class D2(Tensors, Full):
 
     Config: ClassVar[type[component.Config]] = FullConfig
     requirements = replace(Full.requirements, sequential=True, tolerates_missing=False, static=True, symmetric=True,
-                           doubly_stochastic=True, smallest_eigenvalue=-1 / 3)  # fmt: skip
+                           doubly_stochastic=True, smallest_eigenvalue=-1 / 3, keeps_roundings=True)  # fmt: skip
     STACKED = True
     TENSORS: ClassVar[tuple[str, ...]] = ("x", "old_x", "old_update")
 

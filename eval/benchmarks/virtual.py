@@ -31,8 +31,9 @@ from decentnode.simulate.timeline.rounds import Clock, time_line
 from decentnode.simulate.traffic import Traffic
 from decentnode.simulate.virtual import time_line_of
 
-EFFICIENCY = 1448 / 1514
-"""What a packet of the cable holds of payload, as tc counts it: 1,514 bytes with its headers."""
+EFFICIENCY = 1448 / (1514 + 66 / 2)
+"""What the cable passes of payload, as tc counts it: a packet of 1,514 bytes holds 1,448, and as much goes the other way,
+whose every second packet is acknowledged by one of 66 bytes."""
 HERE = Path(__file__).resolve().parent
 MODEL = "{name: mlp, hidden: [300]}"
 SMALL = "{name: gn_lenet}"
@@ -70,7 +71,8 @@ def real_seconds(where: list[tuple[str, str]], overrides: list[str]) -> float:
 
 
 def predicted_seconds(overrides: list[str], case: argparse.Namespace, pace: float, overhead: float,
-                      factor: float) -> float:  # fmt: skip
+                      factor: float, rounds: int) -> float:  # fmt: skip
+    """Returns what `real_seconds` should find."""
     stragglers = f", stragglers: [{{nodes: [0], factor: {factor:g}}}]" if case.straggler else ""
     experiment = load(str(CONFIG), overrides, check=False)
     mixing = Traffic(experiment).bytes_per_node(1) / max(overhead, 1e-4)
@@ -79,7 +81,8 @@ def predicted_seconds(overrides: list[str], case: argparse.Namespace, pace: floa
         f"simulate.links={{between_machines: {{mbit_per_second: {1000 * case.gbit:g}}}, efficiency: {EFFICIENCY:.4f}}}",
     ]
     experiment = load(str(CONFIG), [*overrides, *world], check=False)
-    return time_line_of(experiment, 20)[0].steady_seconds()
+    ends = time_line_of(experiment, rounds)[0].end  # [rounds, N]; the same rounds as those that were measured
+    return float(np.median(np.diff(ends[1:], axis=0), axis=0).mean())
 
 
 def cases(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
@@ -139,7 +142,7 @@ def main() -> None:
         with hosts(case.gbit, "1mb" if case.gbit > 1 else "256kb") as where:
             overrides = settings(case, where, options)
             real = real_seconds(where, overrides)
-        found = predicted_seconds(overrides, case, options.pace, overheads[key], options.factor)
+        found = predicted_seconds(overrides, case, options.pace, overheads[key], options.factor, options.rounds)
         errors.append(found / real - 1)
         print(f"{case.nodes:5} {case.gbit:6g} {case.schedule:11} {'yes' if case.straggler else 'no':9} "
               f"{1e3 * real:6.0f} ms {1e3 * found:6.0f} ms {errors[-1]:+7.1%} {1e3 * overheads[key]:6.0f} ms",
