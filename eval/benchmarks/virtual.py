@@ -32,8 +32,8 @@ from decentnode.simulate.traffic import Traffic
 from decentnode.simulate.virtual import time_line_of
 
 EFFICIENCY = 1448 / (1514 + 66 / 2)
-"""What the cable passes of payload, as tc counts it: a packet of 1,514 bytes holds 1,448, and as much goes the other way,
-whose every second packet is acknowledged by one of 66 bytes."""
+"""What the cable passes of payload, as tc counts it: a packet of 1,514 bytes holds 1,448, and as much goes the other
+way, whose every second packet is acknowledged by one of 66 bytes."""
 HERE = Path(__file__).resolve().parent
 MODEL = "{name: mlp, hidden: [300]}"
 SMALL = "{name: gn_lenet}"
