@@ -33,7 +33,8 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
     generation, is compared with the run's; the first that differs is named with its node and round.
 
     RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Before that, the
-    records are checked: payloads are mixed as their sources sent them, generations follow each other.
+    records are checked: payloads are mixed as their sources sent them, generations follow each other. A run that went
+    on from another one needs that one's checkpoint, in its own folder or in a run beside it.
 
     Exit code 1 where something differs.
     """
@@ -47,7 +48,8 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
 
     experiment = load(folder / "config.resolved.yaml", check=False)
     lives = read_lives(folder, experiment.make_graph().num_nodes)
-    refuse(experiment, lives)
+    if not only_check:
+        refuse(experiment, lives)
     for warning in warnings(experiment, lives):
         click.echo(f"warning: {warning}", err=True)
     try:
@@ -61,21 +63,27 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
 
 def refuse(experiment: Experiment, lives: Lives) -> None:
     """Raises UsageError for runs that cannot be repeated."""
-    from decentnode.simulate.world.records import every_event
+    from decentnode.simulate.world.records import every_event, place_of
 
-    again = [life.uid for each in lives.values() for life in each[1:]]
-    if experiment.node.checkpoint is not None and again:
-        raise UsageError(f"node {again[0]} was started again and took from a checkpoint what it had; that is not "
-                         f"recorded")  # fmt: skip
     for each in lives.values():
-        first = next((event for event in each[0].events if event.kind == "steps"), None)
-        if first is not None and first.round:
+        first = next((event for event in each[0].events if event.kind in ("steps", "resumed")), None)
+        if first is not None and first.kind == "steps" and first.round:
             raise UsageError(f"{each[0].path} begins with round {first.round}: the run went on from a checkpoint of "
-                             f"another one; repeat a run from its first round on")  # fmt: skip
+                             f"another one, and does not say from which (older versions did not)")  # fmt: skip
+        for life in each if experiment.node.checkpoint is not None else ():
+            came = None
+            for event in life.events:
+                if event.kind == "steps" and came is not None:
+                    raise UsageError(f"{place_of(life, came)}: it came back, and does not say what it took of a "
+                                     f"checkpoint (older versions did not)")  # fmt: skip
+                if event.kind in ("entered", "restored"):
+                    came = event if event.kind == "entered" and life.uid in event.fresh else None
     for life, event in every_event(lives):
         if "total" in event.fields:
-            raise UsageError(f"{life.path}, line {event.line}: payloads were summed on their way (collective "
-                             f"communication), where the sum depends on the machines")  # fmt: skip
+            raise UsageError(f"{place_of(life, event)}: a whole group's payloads were summed by torch.distributed. The "
+                             f"order in which it adds is its own, and follows from the group and the machines: one "
+                             f"process cannot add to the same bits, and every later record depends on them; --check "
+                             f"compares the records without repeating the run")  # fmt: skip
 
 
 def warnings(experiment: Experiment, lives: Lives) -> list[str]:
@@ -111,14 +119,15 @@ def _checked(experiment: Experiment, lives: Lives) -> dict[str, Any]:
 
 def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
     from decentnode import native
-    from decentnode.simulate.world.run_again import run_again
+    from decentnode.simulate.world.run_again import checkpoints_of, run_again
 
+    files = checkpoints_of(folder, lives)
     logger = logging.getLogger("decentnode")
     level, threads = logger.level, min(int(life.header.get("threads", 1)) for each in lives.values() for life in each)
     logger.setLevel(logging.ERROR)  # nodes say again what they said in the run
     try:
         with native.torch_threads(threads):
-            world, found = run_again(experiment, lives)
+            world, found = run_again(experiment, lives, files)
     finally:
         logger.setLevel(level)
     return {

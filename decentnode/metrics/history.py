@@ -169,6 +169,22 @@ class History:
             "fresh": sorted(fresh), **({"stopping": True} if stopping else {}),
         })  # fmt: skip
 
+    def restored(self, round: int = -1, name: tuple[int, bytes] = (0, b""), digest: str = "") -> None:
+        """The node came back, and has the model and the training's state of the checkpoint that it made in generation
+        `name` before `round`. Without digest: it has none that is recent enough."""
+        number, origin = name
+        which = {"round": round, "generation": number, "origin": origin.hex(), "digest": digest}
+        self._tell("restored", which if digest else {})
+
+    def resumed(
+        self, round: int, evaluated: int, without: Collection[int], cut: str = "", digest: str = ""
+    ) -> None:
+        """The node is about to go on before `round` from its checkpoint in the folder `cut` of checkpoints/. evaluated:
+        after how many rounds the last evaluation was. without: members that have no checkpoint; this one has none
+        without digest."""
+        which = {"cut": cut, "digest": digest} if digest else {}
+        self._tell("resumed", {"round": round, "evaluated": evaluated, "without": sorted(without), **which})
+
     def stopping(self, round: int) -> None:
         """The run is asked to stop: the node begins neither `round` nor a later one."""
         self._tell("stopping", {"round": round})

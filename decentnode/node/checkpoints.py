@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from decentnode.errors import CheckpointError, PeerLost
 from decentnode.node.checkpoint_mean import mean_unless_ending
 from decentnode.node.course import Best
 from decentnode.node.due_by_minutes import DueByMinutes
-from decentnode.node.handover import agree_on_course, give_models
+from decentnode.node.going_on import OF_MODELS, GoingOn, evaluate_if_due, go_on
 from decentnode.node.resumable import Resumable
 from decentnode.node.resume_agreement import ResumeFrom, agreed_cut, gathered, no_common_cut
 from decentnode.node.snapshot import Restored, capture
@@ -276,7 +276,7 @@ class Checkpoints:
             restored = None
             if mine is not None:
                 try:
-                    restored = Restored(mine)
+                    restored = Restored.read(mine)
                     restored.put_training(node)
                 except CheckpointError as error:
                     problems.append(str(error))
@@ -289,40 +289,22 @@ class Checkpoints:
         for problem in problems:
             logger.warning("%s", problem)
         without = [uid for uid in node.generation.members if not rows[uid][0]]
-        yield from self._go_on(restored, round, without)
+        where = GoingOn(round, max(row[2] for row in rows) - 1, without)
+        yield from go_on(node, restored, "" if mine is None else mine.cut.folder, where)
+        self._gone_on(None if restored is None else mine, round)
         node.record({
             "kind": "resumed", "round": round, "time": clock.wall(), "without": without, "problems": problems[:20],
             "rule": "anew" if without else "restored",
         })  # fmt: skip
-        evaluated = max(row[2] for row in rows) - 1
-        every = node.config.evaluate_every
-        if every and round % every == 0 and evaluated != round and round < node.config.rounds:
-            yield from node.evaluate_between()  # the interrupted run had not come to it
+        yield from evaluate_if_due(node, where)
         if restored is not None:
             restored.put_streams(node)
 
-    def _go_on(self, restored: Restored | None, round: int, without: Sequence[int]) -> Steps[None]:
-        """Take the place that the node had, once its model is read."""
-        node = self.node
-        if without:
-            if node.uid in without:
-                logger.warning("no checkpoint of this node: it goes on from the mean of the others' models")
-            yield from give_models(node, frozenset(without), "resume/model")
-            node.renew_rules()
-        elif restored is not None:
-            restored.put_rule(node)
-        if restored is None:
-            node.training.skip_to(round)
-        else:
-            restored.put_progress(node)
-        if without:
-            yield from agree_on_course(node, frozenset(without), "resume/course")
-        node.round = self._last_round = round
-        node.communication.begin_at(round)
-        self.resuming = False
-        self._resumed(None if restored is None else restored.manifest, round)
-        if restored is not None:
-            self._adopt(restored.manifest)  # last: from here on this folder is one that a run can be resumed from
+    def _gone_on(self, manifest: Manifest | None, round: int) -> None:
+        self._last_round, self.resuming = round, False
+        self._resumed(manifest, round)
+        if manifest is not None:
+            self._adopt(manifest)  # last: from here on this folder is one that a run can be resumed from
 
     def _adopt(self, manifest: Manifest) -> None:
         """Keep the checkpoint beside those that will follow."""
@@ -359,15 +341,24 @@ class Checkpoints:
     def take_own(self, first_round: int) -> bool:
         """After the node's process was started again: take the model and the training's state of the newest checkpoint
         of this run, where it is recent enough for a node that goes on in `first_round`. Returns whether it was."""
-        run = self.node.communication.run_id.hex()
-        for manifest in store.scan([self._folder], self.node.uid, {run})[0] if self.enabled else ():
-            if not 0 <= first_round - manifest.cut.round <= self.config.recent:
+        if not self.enabled:
+            return False
+        run, history = self.node.communication.run_id.hex(), self.node.communication.history
+        for manifest in store.scan([self._folder], self.node.uid, {run})[0]:
+            cut = manifest.cut
+            if not 0 <= first_round - cut.round <= self.config.recent:
                 continue
             try:
-                Restored(manifest).put_training(self.node)
+                restored = Restored.read(manifest)
+                digest = "" if history is None else restored.digest(*OF_MODELS)
+                restored.put_training(self.node)
             except CheckpointError as error:
                 logger.warning("%s", error)
                 continue
-            logger.info("goes on from its own checkpoint after round %d", manifest.cut.round)
+            logger.info("goes on from its own checkpoint after round %d", cut.round)
+            if history is not None:
+                history.restored(cut.round, (cut.generation, bytes.fromhex(cut.origin)), digest)
             return True
+        if history is not None:
+            history.restored()
         return False

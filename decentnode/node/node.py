@@ -21,7 +21,6 @@ from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph
 from decentnode.graph.base import parts as connected_parts
 from decentnode.node.buffers import BufferExchange
-from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.config import NodeConfig
 from decentnode.node.course import Course
 from decentnode.node.dumps import Dumps
@@ -30,6 +29,7 @@ from decentnode.node.faults import NodeFaults
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.handover import agree_on_course, give_models
 from decentnode.node.plan import Planners
+from decentnode.node.resumable import NodeCheckpoints
 from decentnode.node.schedule import SCHEDULES
 from decentnode.node.totals import RoundTotals
 from decentnode.sharing.base import Sharing
@@ -106,7 +106,7 @@ class Node:
         none is kept."""
         self.reports: dict[int, dict[str, float | int | str]] = {}
         """On the lowest uid after the run: every node's closing figures."""
-        self.checkpoints: Checkpoints | None = None
+        self.checkpoints: NodeCheckpoints | None = None
         """Set before the first step where the run has a folder."""
         self.dumps: Dumps | None = None
         """Likewise, where the rule's choices are to be written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from decentnode.checkpoint.state import decode, encode
 from decentnode.checkpoint.store import Cut, Manifest, Snapshot
 from decentnode.errors import CheckpointError
+from decentnode.metrics.history import Digest
 from decentnode.node.resumable import Resumable
 
 
@@ -36,22 +38,38 @@ def capture(node: Resumable, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
 
 
 class Restored:
-    """A checkpoint of a node whose tensors are read and found to be whole."""
+    """The state of a node at a checkpoint, to be put back."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, tree: Any, tensors: Mapping[str, Tensor], source: str) -> None:
+        """tree, tensors: of a `Snapshot`; the node that takes it over may keep and change the tensors. source: where it
+        comes from, for errors."""
+        self._tree, self._tensors, self._source = tree, tensors, source
+
+    @classmethod
+    def read(cls, manifest: Manifest) -> Restored:
         """Raises CheckpointError where the tensors are not those that were written."""
-        self.manifest = manifest
-        self._tensors = manifest.load()
+        return cls(manifest.tree, manifest.load(), str(manifest.path))
+
+    def digest(self, *parts: str) -> str:
+        """Returns the digest of some of the parts that `capture` makes, the same of a file and of what was written."""
+        found = Digest()
+        for part in parts:
+            found.note(json.dumps(self._tree[part], separators=(",", ":")))
+            for name in sorted(self._tensors):
+                if name == part or name.startswith(f"{part}."):
+                    found.note(name)
+                    found.add(self._tensors[name])
+        return found.value
 
     def _part(self, name: str) -> Any:
         try:
-            return decode(self.manifest.tree[name], self._tensors)
+            return decode(self._tree[name], self._tensors)
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.manifest.path} lacks {name!r}") from error
+            raise CheckpointError(f"{self._source} lacks {name!r}") from error
 
     def put_training(self, node: Resumable) -> None:
         """Put back the model, its buffers and all that the training keeps. Raises CheckpointError."""
-        load_module_state(node.training.model.module, self._part("model"), str(self.manifest.path))
+        load_module_state(node.training.model.module, self._part("model"), self._source)
         node.training.load_state_dict(self._part("training"))
 
     def put_rule(self, node: Resumable) -> None:
@@ -59,8 +77,10 @@ class Restored:
         try:
             node.load_sharing_state(self._part("sharing"))
         except (KeyError, ValueError, TypeError) as error:
-            path, rule = self.manifest.path, type(node.sharing).__name__
-            raise CheckpointError(f"{path}: the state of the sharing rule does not fit {rule}: {error}") from error
+            rule = type(node.sharing).__name__
+            raise CheckpointError(
+                f"{self._source}: the state of the sharing rule does not fit {rule}: {error}"
+            ) from error
 
     def put_progress(self, node: Resumable) -> None:
         """Put back figures and counters."""

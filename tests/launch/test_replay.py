@@ -14,7 +14,9 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from decentnode.cli import main
+from decentnode.launch.messages import Request
 from decentnode.launch.outcome import Outcome
+from decentnode.launch.supervisor import supervise
 from tests.conftest import scale
 from tests.launch.faults import ROUND, UID, experiment
 from tests.launch.test_generations import generations, go_on
@@ -50,14 +52,36 @@ def test_a_run_without_faults(calm: Outcome) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_went_on_from_a_checkpoint(tmp_path: Path) -> None:
+    first = run(tmp_path, run=RECORD, communication={"name": "inproc"}, node={"rounds": 4, "checkpoint": {"every": 2}})
+    assert first.run_dir is not None
+    assert repeated(first)["rounds"] == 4
+    overrides = [f"run.dir={tmp_path / 'runs'}", "node.rounds=9"]
+    request = Request(str(tmp_path / "tiny.yaml"), overrides, resume=str(first.run_dir))
+    outcome = supervise(request, Witness(), command="decentnode run tiny.yaml")
+    told = repeated(outcome)
+    assert told["rounds"] == 9 and told["payloads"] == 4 * 5 * 2 and told["models"] == 4
+    assert outcome.run_dir is not None
+    for folder in first.run_dir, outcome.run_dir:
+        shutil.rmtree(folder / "checkpoints")
+    found = replay(outcome.run_dir)
+    assert found.exit_code == 2 and "neither in" in " ".join(found.output.split())
+
+
+@pytest.mark.slow
 def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
-    outcome, listener = go_on(tmp_path, "DiesInTheRun", rounds=30, node={"restarts": 1},
+    outcome, listener = go_on(tmp_path, "DiesInTheRun", rounds=30,
+                              node={"restarts": 1, "checkpoint": {"every": 1}},
                               keys={"pid_file": str(tmp_path / "pid")})  # fmt: skip
     assert outcome.exit_code == 0, listener.failures
     told = repeated(outcome)
     assert told["processes"] == 6 and not told["skipped"] and told["generations"] >= 2 and told["rounds"] == 30
     assert told["models"] == 5
     assert len(generations(outcome, 0)) == told["generations"]
+    assert outcome.run_dir is not None
+    records = [json.loads(line) for line in (outcome.run_dir / "nodes" / f"{UID:03d}" / "events.jsonl").open()]
+    (restored,) = [record for record in records if record["kind"] == "restored"]
+    assert 0 < restored["round"] <= ROUND
 
 
 @MORE
@@ -66,7 +90,8 @@ def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("each", [1, 2])
 def test_runs_whose_processes_are_killed_and_come_back(tmp_path: Path, way: str, schedule: str, each: int) -> None:
     outcome, listener = go_on(
-        tmp_path, "DiesInTheRun", rounds=40, node={"restarts": 1, "schedule": schedule}, communication={"name": way},
+        tmp_path, "DiesInTheRun", rounds=40, communication={"name": way},
+        node={"restarts": 1, "schedule": schedule, **({"checkpoint": {"every": 1}} if each == 1 else {})},
         keys={"pid_file": str(tmp_path / "pid")}, mapping={"nodes_per_machine": 5, "nodes_per_process": each},
         sharing={"name": "topk"} if schedule == "sequential" else {"name": "full"},
     )  # fmt: skip
@@ -164,10 +189,11 @@ def test_other_models_at_the_end_are_a_difference(calm: Outcome, tmp_path: Path)
 
 @pytest.mark.parametrize(("change", "said"), [
     (lambda lines: [line for line in lines if '"joined"' in line], "run.record: true"),
-    (lambda lines: [line for line in lines if '"steps","round":0' not in line], "went on from a checkpoint"),
+    (lambda lines: [line for line in lines if '"steps","round":0' not in line], "does not say from which"),
+    (lambda lines: [line.replace('"from":{', '"total":"0","from":{') for line in lines], "summed by torch.distributed"),
     (lambda lines: [line.replace('"from"', '"form"') for line in lines], "mixed cannot be read"),
     (lambda lines: [line for line in lines if '"recording"' not in line], "before a process began to record"),
-], ids=["none", "resumed", "damaged", "headless"])  # fmt: skip
+], ids=["none", "resumed", "summed", "damaged", "headless"])  # fmt: skip
 def test_a_run_that_cannot_be_repeated_says_why(calm: Outcome, tmp_path: Path, change: Any, said: str) -> None:
     found = replay(changed(calm, tmp_path, change))
     assert found.exit_code == 2 and said in " ".join(found.output.split())
@@ -188,3 +214,9 @@ def test_another_version_is_a_warning(calm: Outcome, tmp_path: Path) -> None:
     found = replay(folder, "--check")
     assert found.exit_code == 0 and "warning: the run was made with torch 1." in found.stderr
     assert "repeated" not in found.stdout and "64 payloads" in found.stdout
+
+
+def test_sums_are_no_obstacle_to_checks(calm: Outcome, tmp_path: Path) -> None:
+    folder = changed(calm, tmp_path, lambda lines: [line.replace('"from":{', '"total":"0","from":{') for line in lines])
+    found = replay(folder, "--check")
+    assert found.exit_code == 0 and "64 payloads" in found.stdout

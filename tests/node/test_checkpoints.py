@@ -14,7 +14,8 @@ import torch
 from decentnode.build import step_all
 from decentnode.checkpoint import store
 from decentnode.errors import CheckpointError
-from decentnode.node.snapshot import load_module_state, module_state
+from decentnode.node.going_on import OF_RUNS
+from decentnode.node.snapshot import Restored, capture, load_module_state, module_state
 from tests.checkpoint.test_state import same
 from tests.conftest import scale
 from tests.node.fleet import NODES, ROUNDS, TRAINING, Fleet, check_resumed, whole_until
@@ -55,6 +56,18 @@ def test_also_between_two_exchanges_of_a_fragment(tmp_path: Path, name: str, sch
     straight = Fleet(tmp_path / "a", RULES[name], **keys).run()
     whole_until(tmp_path / "a", round)
     check_resumed(straight, Fleet(tmp_path / "b", RULES[name], **keys).resume(tmp_path / "a").run(), round)
+
+
+def test_a_file_has_the_digest_of_what_was_written(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, RULES["choco"]).run()
+    for node in fleet.nodes:
+        manifest, *_ = store.scan([tmp_path], node.uid)[0]
+        now = capture(node, manifest.cut, {})
+        assert manifest.cut.round == ROUNDS
+        assert Restored.read(manifest).digest(*OF_RUNS) == Restored(now.tree, now.tensors, "").digest(*OF_RUNS)
+        node.training.model.parameters[0] += 1
+        changed = capture(node, manifest.cut, {})
+        assert Restored(changed.tree, changed.tensors, "").digest(*OF_RUNS) != Restored.read(manifest).digest(*OF_RUNS)
 
 
 MORE: list[dict[str, Any]] = [

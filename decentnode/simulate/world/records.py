@@ -21,6 +21,10 @@ class Violation(AssertionError):
     """Something happened that must never happen."""
 
 
+class Difference(Violation):
+    """A replay did something else than the run."""
+
+
 def must(holds: bool, what: str) -> None:
     """Raises Violation."""
     if not holds:
@@ -55,7 +59,7 @@ class Event:
 
     @property
     def name(self) -> Name:
-        """Of the generation that was entered."""
+        """Of the generation that was entered, or in which the checkpoint was made that was taken."""
         return int(self.fields["generation"]), bytes.fromhex(self.fields["origin"])
 
     @property
@@ -187,6 +191,10 @@ def _check_fields(event: Event) -> None:
         _ = event.sources, event.partly
     if event.kind == "entered":
         _ = event.name, event.members, event.fresh, int(event.fields["round"])
+    if event.kind == "restored" and event.fields:
+        _ = event.name, int(event.fields["round"]), event.fields["digest"]
+    if event.kind == "resumed":
+        _ = int(event.fields["round"]), int(event.fields["evaluated"]), [int(uid) for uid in event.fields["without"]]
 
 
 def every_event(lives: Lives) -> Iterator[tuple[Life, Event]]:

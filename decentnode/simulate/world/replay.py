@@ -21,7 +21,8 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.reconfigure import GenerationWait
 from decentnode.faults import Faults, Link
 from decentnode.metrics.history import History
-from decentnode.simulate.world.records import Event, Life, Lives, Violation, place_of, takers
+from decentnode.simulate.world.records import Difference, Event, Life, Lives, Violation, place_of, takers
+from decentnode.simulate.world.replay_checkpoints import Files, ReplayedCheckpoints, ReplayedState
 from decentnode.simulate.world.replay_transport import Hold, Replayed
 from decentnode.simulate.world.transport import Simulated
 from decentnode.simulate.world.world import MakeNode, Process, Setting, World
@@ -33,10 +34,6 @@ PATIENCE_SECONDS = 60.0
 """Virtual seconds without which nothing in a replay takes: connections have no faults."""
 
 
-class Difference(Violation):
-    """The replay did something else than the run."""
-
-
 class ReplayedProcess(Process):
     """One life of a node, as far as it was recorded."""
 
@@ -46,6 +43,14 @@ class ReplayedProcess(Process):
         self.record = life
         super().__init__(world, uid, life.number)
         self.transport.history = History(self._told)
+        checkpoints = ReplayedCheckpoints(self.node, life, self.replayed, world.checkpoints)
+        if checkpoints.resuming or self.node.config.checkpoint is not None:
+            self.node.checkpoints = checkpoints
+
+    @property
+    def replayed(self) -> Replayed:
+        assert isinstance(self.transport, Replayed)
+        return self.transport
 
     def _transport(self, schemas: tuple[Schema, ...]) -> Simulated:
         setting = self.world.setting
@@ -62,11 +67,10 @@ class ReplayedProcess(Process):
             raise Difference(f"{place_of(self.record, event)}: {wrong}")
         self.record.cursor += 1
         self.world.compared += 1
-        assert isinstance(self.transport, Replayed)
         if kind == "stopping":
-            self.transport.told_to_stop()
+            self.replayed.told_to_stop()
         elif kind == "left":
-            self.transport.membership.give_up()
+            self.replayed.membership.give_up()
 
     def _life(self) -> Steps[None]:
         why = ""
@@ -109,9 +113,11 @@ class ReplayWorld(World):
 
     processes: dict[int, ReplayedProcess]  # type: ignore[assignment]
 
-    def __init__(self, setting: Setting, make_node: MakeNode, lives: Lives) -> None:
+    def __init__(self, setting: Setting, make_node: MakeNode, lives: Lives, files: Files | None = None) -> None:
+        """files: the checkpoints that the run goes on from, where it does."""
         super().__init__(setting, make_node)
         self.record, self.taken = lives, takers(lives)
+        self.checkpoints = ReplayedState.of(lives, files or {})
         self.compared = 0
         self._entering: list[tuple[Life, Event]] = []
         """Whose nodes are to enter the generation that is being agreed on."""
@@ -219,6 +225,7 @@ WORDS = {
     "steps": "made its local steps", "sent": "sent its payloads", "mixed": "mixed what came",
     "broken_off": "broke off an exchange", "averaging": "began a mean", "averaged": "got a mean",
     "left": "left its generation", "entered": "entered a generation", "stopping": "stopped",
+    "restored": "came back to its own checkpoint", "resumed": "went on from a checkpoint",
 }  # fmt: skip
 
 

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from decentnode.build import build, limits_of
+from decentnode.checkpoint import store
+from decentnode.checkpoint.store import FOLDER, Manifest
 from decentnode.communication.parts import Schema
 from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.node.node import Node
-from decentnode.simulate.world.records import Lives
+from decentnode.simulate.world.records import Lives, every_event, place_of
 from decentnode.simulate.world.replay import Outcome, ReplayWorld, setting_of
+from decentnode.simulate.world.replay_checkpoints import Files
 from decentnode.simulate.world.transport import Simulated
 
 PLAIN = ZeroMQConfig.model_validate({"name": "zeromq"})
 
 
-def run_again(experiment: Experiment, lives: Lives) -> tuple[ReplayWorld, Outcome]:
-    """Repeat a run on the CPU from what its nodes recorded. Blocking. Raises Difference, and what building nodes
-    raises."""
+def checkpoints_of(folder: Path, lives: Lives) -> dict[tuple[int, str], Manifest]:
+    """Returns the checkpoints of an earlier run that nodes went on from, by uid and the cut's folder: from the run's
+    folder, or from those of other runs beside it. Raises UsageError where one is gone, CheckpointError where it is
+    damaged."""
+    found: dict[tuple[int, str], Manifest] = {}
+    beside = [other for other in sorted(folder.parent.iterdir()) if not other.is_symlink()]
+    for life, event in every_event(lives):
+        cut = event.fields.get("cut") if event.kind == "resumed" else None
+        if not cut or (life.uid, cut) in found:
+            continue
+        name = Path(FOLDER) / Path(str(cut)).name / f"{life.uid:03d}.json"
+        path = next((run / name for run in (folder, *beside) if (run / name).is_file()), None)
+        if path is None:
+            raise UsageError(f"{place_of(life, event)}: the run went on from a checkpoint that is neither in {folder} "
+                             f"nor in another run beside it: {name}")  # fmt: skip
+        found[life.uid, cut] = store.read_manifest(path)
+    return found
+
+
+def run_again(
+    experiment: Experiment, lives: Lives, files: Files | None = None
+) -> tuple[ReplayWorld, Outcome]:
+    """Repeat a run on the CPU from what its nodes recorded. files: as `checkpoints_of` returns them. Blocking. Raises
+    Difference, and what building nodes raises."""
     config = experiment.communication
     limits = limits_of(experiment) if experiment.node.missing == "regroup" else None
 
@@ -26,5 +52,5 @@ def run_again(experiment: Experiment, lives: Lives) -> tuple[ReplayWorld, Outcom
         return build(experiment, uid, make_communication, device="cpu")
 
     kept = config if isinstance(config, ZeroMQConfig) else PLAIN
-    world = ReplayWorld(setting_of(experiment.make_graph().num_nodes, kept, limits), make_node, lives)
+    world = ReplayWorld(setting_of(experiment.make_graph().num_nodes, kept, limits), make_node, lives, files)
     return world, world.replay()

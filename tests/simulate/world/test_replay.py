@@ -5,24 +5,44 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from decentnode.build import step_all
+from decentnode.communication.inproc import Hub, Inproc
+from decentnode.communication.parts import CommunicationConfig
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.faults import Faults, Kill, Link
+from decentnode.errors import UsageError
+from decentnode.faults import Faults, Kill, Link, Restart
+from decentnode.metrics.history import History as Recorder
+from decentnode.node.checkpoints import Checkpoints
+from decentnode.node.node import Node
+from decentnode.node.resume_agreement import ResumeFrom
 from decentnode.simulate.world.drawn import LR, ROUNDS, Run, draw
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.quadratic import Quadratic
-from decentnode.simulate.world.records import Event, Life, Lives, Violation, check_generations, check_payloads
-from decentnode.simulate.world.replay import Difference, Outcome, ReplayWorld, setting_of
+from decentnode.simulate.world.records import (
+    Difference,
+    Event,
+    Life,
+    Lives,
+    Violation,
+    check_generations,
+    check_payloads,
+)
+from decentnode.simulate.world.replay import Outcome, ReplayWorld, setting_of
+from decentnode.simulate.world.run_again import checkpoints_of
+from decentnode.simulate.world.world import Setting, World
 from decentnode.wire.generation import Limits
 from tests.conftest import scale
 from tests.graph.contract import make
-from tests.sharing.contract import RULES
+from tests.sharing.contract import RULES, suited
 from tests.simulate.world.runs import Made
 
 SEEDS = range(400) if scale(0, 1) else (0, 7, 22, 35, 39, 41, 81, 104, 109, 166)
@@ -145,3 +165,115 @@ def test_an_exchange_of_which_a_part_came_is_mixed_as_far_again(missing: str, ru
     for uid in range(3):
         one, other = (of.nodes[uid].training.model.parameters for of in (made, repeated))
         assert torch.equal(one, other)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+NODES, EVERY = 4, {"every": 2, "keep": 9}
+CONFIG = ZeroMQConfig.model_validate(
+    {"name": "zeromq", "timeout_seconds": 20, "suspect_seconds": 3, "checksum": "xxh3"}
+)
+LIMITS = Limits(3.0, 20.0, 3, 30)
+
+
+def comes_back(folder: Path, recent: int) -> tuple[Made, World, Lives]:
+    """A run of which node 3 dies in round 5 and is started again later, recorded. `Made` for others like it."""
+    options: dict[str, Any] = {"rounds": 30, "missing": "regroup", "checkpoint": {**EVERY, "recent": recent}}
+    graph, history = make("ring", nodes=NODES), History(record=True)
+    made = Made(graph, RULES["full"], **options)
+
+    def make_node(uid: int, make_communication: Any) -> Node:
+        before = made.nodes.get(uid)
+        if before is not None and before.checkpoints is not None:
+            before.checkpoints.close(30)  # what was copied when it died may be on the disk
+        node = made.make(uid, make_communication)
+        node.checkpoints = Checkpoints(node, folder, {})
+        return node
+
+    plan = Kill(nodes=(3,), at_round=5), Restart(nodes=(3,), at_seconds=9.0)
+    setting = Setting(NODES, CONFIG, LIMITS, Faults(plan=plan), compute_seconds=lambda _uid, _round: 0.5)
+    world = World(setting, make_node, history)
+    history.watch(world)
+    assert world.run(1e4) and not any(process.error for process in world.lives)
+    return Made(graph, RULES["full"], **options), world, history.lives
+
+
+def same_models(one: World, other: World) -> bool:
+    found = [[world.processes[uid].node.training.model.parameters for uid in range(NODES)] for world in (one, other)]
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("recent", [20, 0])
+def test_a_node_that_comes_back_to_its_checkpoint_does_so_again(tmp_path: Path, recent: int) -> None:
+    """Without the files: it takes what its earlier process had in the replay."""
+    made, world, lives = comes_back(tmp_path, recent)
+    shutil.rmtree(tmp_path)
+    (restored,) = [event for event in lives[3][1].events if event.kind == "restored"]
+    assert restored.fields.get("round") == (4 if recent else None)
+    again = ReplayWorld(setting_of(NODES, CONFIG, LIMITS), made.make, lives)  # type: ignore[arg-type]
+    assert not again.replay().skipped and same_models(world, again)
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"digest": "0" * 16}, "came back to its own checkpoint with digest 0000"),
+    ({"round": 3}, "came back to its own checkpoint with digest"),
+    ({"round": 40}, "did not come to that round"),
+], ids=["digest", "round", "never"])  # fmt: skip
+def test_another_checkpoint_is_a_difference(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    made, _, lives = comes_back(tmp_path, 20)
+    events = lives[3][1].events
+    (at,) = [at for at, event in enumerate(events) if event.kind == "restored"]
+    events[at] = replace(events[at], fields={**events[at].fields, **fields})
+    with pytest.raises(Difference, match=said) as raised:
+        ReplayWorld(setting_of(NODES, CONFIG, LIMITS), made.make, lives).replay()  # type: ignore[arg-type]
+    assert str(raised.value).startswith(f"nodes/003/events.jsonl, line {events[at].line}: node 3 (started again")
+
+
+def in_process(made: Made, folder: Path, resume: Path | None = None) -> Lives:
+    """Run nodes with checkpoints in one process. Returns what they recorded."""
+    hub, lives = Hub(NODES), dict[int, list[Life]]()
+    hub.run_id = b"\x07" * 8
+    for uid in range(NODES):
+        kept = Life(uid, 0, folder / f"{uid:03d}" / "events.jsonl")
+        node = made.make(uid, lambda schemas, uid=uid: Inproc(  # type: ignore[misc]
+            CommunicationConfig(name="inproc"), uid=uid, hub=hub, schemas=schemas))  # fmt: skip
+        node.checkpoints = Checkpoints(node, folder, {}, None if resume is None else ResumeFrom((resume,)))
+        node.communication.history = Recorder(lambda kind, fields, kept=kept: kept.add(kind, fields))  # type: ignore[misc]
+        lives[uid] = [kept]
+    step_all(list(made.nodes.values()))
+    return lives
+
+
+@pytest.mark.parametrize("without", [(), (2,)])
+@pytest.mark.parametrize("rule", ["full", "push_sum"])
+def test_a_run_that_went_on_is_repeated_from_its_files(tmp_path: Path, rule: str, without: tuple[int, ...]) -> None:
+    graph = suited(RULES[rule](), NODES)
+    in_process(Made(graph, RULES[rule], rounds=6, checkpoint=EVERY), tmp_path / "a" / "checkpoints")
+    for place in (tmp_path / "a" / "checkpoints").iterdir():
+        for uid in range(NODES):
+            if uid in without or not place.name.startswith("00000004"):
+                (place / f"{uid:03d}.json").unlink()
+    options: dict[str, Any] = {"rounds": 9, "checkpoint": EVERY, "evaluate_every": 2}
+    made = Made(graph, RULES[rule], **options)
+    lives = in_process(made, tmp_path / "b" / "checkpoints", tmp_path / "a" / "checkpoints")
+    files = checkpoints_of(tmp_path / "b", lives)
+    assert files.keys() == {(uid, lives[uid][0].events[0].fields["cut"]) for uid in range(NODES) if uid not in without}
+    repeated = Made(graph, RULES[rule], **options)
+    ReplayWorld(setting_of(NODES, CONFIG, None), repeated.make, lives, files).replay()  # type: ignore[arg-type]
+    for uid in range(NODES):
+        assert made.nodes[uid].round == repeated.nodes[uid].round == 9
+        one, other = (of.nodes[uid].training.model.parameters for of in (made, repeated))
+        assert torch.equal(one, other)
+
+
+def test_a_checkpoint_that_is_gone_or_damaged_is_said(tmp_path: Path) -> None:
+    graph = make("ring", nodes=NODES)
+    in_process(Made(graph, RULES["full"], rounds=4, checkpoint=EVERY), tmp_path / "a" / "checkpoints")
+    made = Made(graph, RULES["full"], rounds=6, checkpoint=EVERY)
+    lives = in_process(made, tmp_path / "b" / "checkpoints", tmp_path / "a" / "checkpoints")
+    ((_, cut), manifest), *_ = checkpoints_of(tmp_path / "b", lives).items()
+    manifest.path.unlink()
+    assert checkpoints_of(tmp_path / "b", lives)[0, cut].path == tmp_path / "a" / "checkpoints" / cut / "000.json"
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(UsageError, match=r"000/events.jsonl, line .*: the run went on from a checkpoint"):
+        checkpoints_of(tmp_path / "b", lives)

@@ -1,0 +1,62 @@
+"""How a node takes the place that its run goes on from, once the nodes have agreed on it and its checkpoint is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decentnode.communication.run_state import Steps
+from decentnode.node.handover import agree_on_course, give_models
+from decentnode.node.resumable import Resumable
+from decentnode.node.snapshot import Restored
+
+logger = logging.getLogger(__name__)
+
+OF_MODELS = ("model", "training")
+"""Parts of a checkpoint that a node takes over which comes back."""
+OF_RUNS = (*OF_MODELS, "sharing")
+"""Likewise, and that models depend on, of a run that goes on."""
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """Where a run goes on, the same on all nodes."""
+
+    round: int
+    """Its first one."""
+    evaluated: int
+    """After how many rounds the last evaluation was; -1 before the first."""
+    without: Sequence[int]
+    """Members that have no checkpoint."""
+
+
+def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) -> Steps[None]:
+    """Take the place that the node had, as steps. restored: the node's own checkpoint, whose model and training it has
+    already, in the folder `cut`; None where it is one of `where.without`, and takes the mean of the others' models."""
+    history = node.communication.history
+    if history is not None:
+        digest = "" if restored is None else restored.digest(*OF_RUNS)
+        history.resumed(where.round, where.evaluated, where.without, cut, digest)
+    if where.without:
+        if node.uid in where.without:
+            logger.warning("no checkpoint of this node: it goes on from the mean of the others' models")
+        yield from give_models(node, frozenset(where.without), "resume/model")
+        node.renew_rules()
+    elif restored is not None:
+        restored.put_rule(node)
+    if restored is None:
+        node.training.skip_to(where.round)
+    else:
+        restored.put_progress(node)
+    if where.without:
+        yield from agree_on_course(node, frozenset(where.without), "resume/course")
+    node.round = where.round
+    node.communication.begin_at(where.round)
+
+
+def evaluate_if_due(node: Resumable, where: GoingOn) -> Steps[None]:
+    """Evaluate where the interrupted run had not come to it, as steps."""
+    every, round = node.config.evaluate_every, where.round
+    if every and round % every == 0 and where.evaluated != round and round < node.config.rounds:
+        yield from node.evaluate_between()
