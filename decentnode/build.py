@@ -18,6 +18,7 @@ from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model, module_without_values
 from decentnode.graph.base import Graph
 from decentnode.node.node import Node, NodeParts, Record, Rules
+from decentnode.node.schedules import schemas_in
 from decentnode.payload import TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
@@ -88,9 +89,12 @@ def device_of(wanted: str, rank: int = 0) -> torch.device:
     return device
 
 
-def schemas_of(rules: Rules, model: FlatModel, fragments: Sequence[Fragment] = ()) -> tuple[Schema, ...]:
+def schemas_of(
+    rules: Rules, model: FlatModel, fragments: Sequence[Fragment] = (), schedule: str = "sequential"
+) -> tuple[Schema, ...]:
     """What every exchange of a round looks like: of all fragments in the first phase of their rules, then of all in the
-    next one; then of float buffers where the model has any. Without fragments the model is one."""
+    next one; then of float buffers where the model has any. Without fragments the model is one. schedule: a value of
+    `node.schedule`."""
     each = [rules] if isinstance(rules, Sharing) else rules
     sizes = [fragment.elements for fragment in fragments] or [model.num_parameters]
     schemas = []
@@ -101,7 +105,7 @@ def schemas_of(rules: Rules, model: FlatModel, fragments: Sequence[Fragment] = (
     if model.buffers.numel():
         count = model.buffers.numel()
         schemas.append(Schema(count, {"x": TensorSpec(model.buffers.dtype, count)}, True))
-    return tuple(schemas)
+    return schemas_in(schedule, tuple(schemas))
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def build(
         experiment.training, model, experiment.make_task(), data.of(uid), seed=experiment.seed, uid=uid
     )
     rules = shared.make_rules()
-    communication = make_communication(schemas_of(rules, model, shared.fragments))
+    communication = make_communication(schemas_of(rules, model, shared.fragments, experiment.node.schedule))
     if not rules[0].requirements.overrides_topology:
         buffers = [graph] if model.buffers.numel() else []
         communication.partners = partners_of(uid, [*experiment.make_fragment_graphs(), *buffers])

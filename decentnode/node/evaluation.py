@@ -118,6 +118,20 @@ class Evaluator:
             raise PeerLost("no server is left, whose model would be the run's")
         return (mean[:-1] / weight).to(dtype), self._weight / weight
 
+    def alone(self) -> dict[str, float]:
+        """Evaluate the local model without the other nodes. Returns its figures."""
+        training = self._training
+        measured = self._measure()
+        if measured.numel() and training.num_samples:
+            training.load_statistics(measured)
+        figures: dict[str, float] = {}
+        for split in training.evaluated:
+            figures |= SplitFigures(split, training.task).named(training.evaluate(split.name).metrics)
+        if training.has_validation:
+            validation = training.evaluate("validation")
+            figures |= {f"validation_{name}": value for name, value in validation.metrics.items()}
+        return figures
+
     def _average(self) -> Tensor | None:
         """Returns the node's moving average [P + B], with statistics of its own where they are recomputed."""
         average = self._training.average()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from decentnode import clock
@@ -24,13 +25,14 @@ from decentnode.node.buffers import BufferExchange
 from decentnode.node.config import NodeConfig
 from decentnode.node.course import Course
 from decentnode.node.dumps import Dumps
-from decentnode.node.evaluation import Evaluator
+from decentnode.node.evaluation import Evaluator, mean_of
 from decentnode.node.faults import NodeFaults
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.handover import agree_on_course, give_models
 from decentnode.node.plan import Planners
 from decentnode.node.resumable import NodeCheckpoints
-from decentnode.node.schedule import SCHEDULES
+from decentnode.node.schedule import Schedule
+from decentnode.node.schedules import schedule_of
 from decentnode.node.totals import RoundTotals
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
@@ -90,7 +92,7 @@ class Node:
         self.shared = self._fragments[-1].stop
         """How many parameters are shared; those behind them stay this node's own."""
         self._take_rules(parts.sharing)
-        self._buffers = BufferExchange(averaged=config.buffers == "average")
+        self._buffers = BufferExchange(averaged=config.buffers == "average" and not self.schedule.asynchronous)
         self._evaluator = Evaluator(
             self.training, self.communication, recompute=config.buffers == "recompute",
             phases=self.sharing.requirements.phases, shared=self.shared, weight=self._weight(),
@@ -118,7 +120,7 @@ class Node:
         """After how many rounds it was; -1 before the first."""
         self.doing = "joining"
         """What the node does now, in a few words, for status.json."""
-        self._stop_asked = False
+        self._stop_asked = self._ended = False
         self._totals = RoundTotals(self.communication.counters)
 
     @property
@@ -137,11 +139,15 @@ class Node:
         count, groups = len(self._fragments), self.config.missing == "fail"
         pairs = list(zip(self._fragments, rules, strict=True))
         self._planners = Planners(self.uid, self.seed, pairs, buffers=self._buffers_apart, averaging_groups=groups)
-        self.schedule = SCHEDULES[self.config.schedule](
+        former: Schedule | None = getattr(self, "schedule", None)
+        self.schedule = schedule_of(self.config.schedule, rules[0])(
             self.training, [FragmentExchange(*pair, self.communication, num_fragments=count, averaging_groups=groups)
                             for pair in pairs],
             self.communication, averaging_groups=groups, in_background=self.config.mix_in_background,
+            averages_buffers=self.config.buffers == "average", asynchronous=self.config.asynchronous,
         )  # fmt: skip
+        if former is not None:
+            self.schedule.succeed(former, self.generation)
 
     # -- running ----------------------------------------------------------------------------------------------
 
@@ -213,6 +219,8 @@ class Node:
             every = self.config.evaluate_every
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
                 yield from self.evaluate_between()
+        if self.schedule.asynchronous:
+            yield from self._end_together()
         if self._stopping():
             if self.communication.history is not None:
                 self.communication.history.stopping(self.round)
@@ -232,7 +240,20 @@ class Node:
     @property
     def over(self) -> bool:
         """Whether this was the last round, on all nodes alike."""
-        return self.round >= self.config.rounds or self.course.over
+        return self.round >= self.config.rounds or self.course.over or self._ended
+
+    def _end_together(self) -> Steps[None]:
+        """Where nodes do not wait for each other's rounds, the first that has made all of them ends the run: the others
+        finish the round under way. Brings what is under way between nodes to its end, as steps."""
+        done = self.over
+        if done and not self.communication.stopping:
+            self.communication.announce_stop()
+        self.doing = "ending"
+        yield from self.schedule.drain()
+        timeout_seconds = self.communication.config.timeout_seconds
+        pending = self.communication.mean("end/rounds", torch.tensor([float(done)], dtype=torch.float64), closing=True)
+        mean, _ = yield from mean_of(pending, self.sharing.requirements.phases, timeout_seconds)
+        self._ended = float(mean) > 0  # else somebody asked for a stop
 
     def _stopping(self) -> bool:
         if self._stop_asked and not self.communication.stopping:
@@ -351,7 +372,7 @@ class Node:
             "edges": self._totals.edge_deltas(), **self._totals.slowest(),
             **({"missing": sorted(self._missing)} if self._missing else {}),
             **({"lost": sorted(self._lost)} if self._lost else {}),
-            **({"fragments": self.schedule.due} if len(self._fragments) > 1 else {}),
+            **({"fragments": self.schedule.due} if len(self._fragments) > 1 else {}), **self.schedule.report(),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
 
@@ -383,7 +404,12 @@ class Node:
 
     def evaluate_between(self) -> Steps[None]:
         """Evaluate before the run's end; a stop cuts it short. The evaluation before round 0 shows where curves
-        begin."""
+        begin. Where nodes are in different rounds, each evaluates its own model alone."""
+        if self.schedule.asynchronous and self.round:
+            self.doing = "evaluation"
+            self.evaluation, self.evaluated = self._evaluator.alone(), self.round
+            self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
+            return
         try:
             yield from self.evaluate()
         except Interrupted:

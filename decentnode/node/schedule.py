@@ -15,6 +15,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,12 +24,14 @@ from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
+from decentnode.node.asynchronous.config import AsynchronousConfig
 from decentnode.node.background import BackgroundMixer, supported, worthwhile
 from decentnode.node.dumps import Dumps
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes, Slice
 from decentnode.sharing.base import Sharing
 from decentnode.tensors import FlatModel, blocks
 from decentnode.training.base import Training, Update
+from decentnode.wire.generation import Generation
 
 NO_STEPS = Update(0, 0, math.nan)
 """Of a round in which the node makes no local steps."""
@@ -39,13 +42,16 @@ class Schedule(abc.ABC):
 
     def __init__(
         self, training: Training, fragments: Sequence[FragmentExchange], communication: Communication, *,
-        averaging_groups: bool = False, in_background: bool | None = None,
+        averaging_groups: bool = False, in_background: bool | None = None, averages_buffers: bool = True,
+        asynchronous: AsynchronousConfig | None = None,
     ) -> None:
         """fragments: in the order of their parts of the model. averaging_groups: whether the transport may average a
         whole group of nodes at once. A member that is missing then makes all others of its group missing, too.
 
-        in_background: `mix_in_background` of the config; None: where it is worthwhile.
+        in_background: `mix_in_background` of the config; None: where it is worthwhile. averages_buffers: whether float
+        buffers are averaged, too. asynchronous: section of the config.
         """
+        self.averages_buffers, self.asynchronous_config = averages_buffers, asynchronous
         self.averaging_groups = averaging_groups
         self.in_background = in_background
         self.training = training
@@ -57,6 +63,9 @@ class Schedule(abc.ABC):
         self._due: tuple[FragmentExchange, ...] = ()
         """Fragments that are exchanged in the round under way."""
         self._mixing: BackgroundMixer | None = None
+
+    asynchronous: ClassVar[bool] = False
+    """Whether nodes are in different rounds at one time. Such a schedule exchanges float buffers itself."""
 
     @property
     def model(self) -> FlatModel:
@@ -82,6 +91,17 @@ class Schedule(abc.ABC):
         """Whether the model is exchanged as one: then it may live where the transport sends from."""
         elements = self.model.parameters.numel()
         return len(self.fragments) == 1 and self.fragments[0].fragment.elements == elements
+
+    def report(self) -> dict[str, float]:
+        """Returns further figures of the round for metrics.jsonl."""
+        return {}
+
+    def succeed(self, former: Schedule, generation: Generation) -> None:  # noqa: B027
+        """In a new generation of members: take from the schedule before what outlives a generation; here nothing."""
+
+    def drain(self) -> Steps[None]:
+        """After the last round: bring what is under way to its end, as steps."""
+        yield from ()
 
     def dump(self, round: int, dumps: Dumps) -> None:
         """After the round: write what the rules of the fragments that were exchanged chose to send."""
@@ -363,6 +383,3 @@ class Overlapped(Schedule):
                     fragment.rule.advance(x, delta, seen)
                 fragment.applied(each.stop)
         self.times.mix += clock.now() - started - (self.times.wait - waited)
-
-
-SCHEDULES: dict[str, type[Schedule]] = {"sequential": Sequential, "overlapped": Overlapped}

@@ -25,7 +25,7 @@ class Full(Sharing):
 
     Config: ClassVar[type[component.Config]] = FullConfig
     requirements = Requirements(elementwise=True, linear=True)
-    STACKED = True
+    STACKED = ASYNCHRONOUS = True
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         payload = Payload({"x": model})

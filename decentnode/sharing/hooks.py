@@ -162,6 +162,13 @@ class Hooks:
         else:
             mix_into(out, model, own - other, [(total, other)])
 
+    # -- nodes in different rounds (node/asynchronous/)
+
+    ASYNCHRONOUS: ClassVar[bool] = False
+    """Whether nodes may be in different rounds: what is mixed may then be of any round of its source, and be mixed in
+    several rounds or in none. A rule cannot that keeps a state of its neighbors' rounds, corrects what its local steps
+    did by what came in the same round, or needs all payloads of a round. A subclass says it again."""
+
     # -- the models of all nodes at once (stacked.py)
 
     STACKED: ClassVar[bool] = False

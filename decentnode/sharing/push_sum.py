@@ -28,7 +28,7 @@ class PushSum(Sharing):
 
     Config: ClassVar[type[component.Config]] = FullConfig
     requirements = Requirements(column_stochastic=True, scalars={"w": ScalarSpec(float, low=0.0)})
-    STACKED = True
+    STACKED = ASYNCHRONOUS = True
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)

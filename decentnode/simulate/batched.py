@@ -12,6 +12,7 @@ import torch
 from decentnode import clock
 from decentnode.errors import Diverged
 from decentnode.node.course import Course
+from decentnode.node.schedules import SCHEDULES
 from decentnode.simulate.evaluation import Evaluator, Found
 from decentnode.simulate.exchange import Exchange, Sent, make_exchange
 from decentnode.simulate.forward import Unsuitable
@@ -176,6 +177,8 @@ class Batched:
 
 def refused(experiment: Any) -> str:
     """Returns what of a run only the engine `stepped` can do; "" where nothing is."""
+    if SCHEDULES[experiment.node.schedule].asynchronous:
+        return f"schedule {experiment.node.schedule}, in which nodes are in different rounds"
     if experiment.node.checkpoint is not None:
         return "node.checkpoint"
     if getattr(experiment.sharing, "dump", None) is not None:

@@ -16,7 +16,7 @@ from decentnode.graph.base import averaging_group_of
 from decentnode.node.config import NodeConfig
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.schedule import SCHEDULES, Overlapped, Schedule, Sequential
+from decentnode.node.schedule import Overlapped, Schedule, Sequential
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
@@ -30,6 +30,7 @@ from tests.node.test_node import run
 from tests.sharing.contract import rule
 
 ELEMENTS = 8
+SCHEDULES: dict[str, type[Schedule]] = {"sequential": Sequential, "overlapped": Overlapped}
 
 
 class Exchange(fakes.Exchange):

@@ -209,7 +209,7 @@ class Run:
             return made
 
         rules = make_rules()
-        communication = make_communication(schemas_of(rules, training.model))
+        communication = make_communication(schemas_of(rules, training.model, schedule=self.config.schedule))
         parts = NodeParts(self.graph, training, rules, communication, make_rules)
         return Node(uid, self.config, parts, seed=self.drawn.seed, record=record)
 

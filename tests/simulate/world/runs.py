@@ -44,7 +44,7 @@ class Made:
             return made
 
         rules = make_rules()
-        communication = make_communication(schemas_of(rules, training.model))
+        communication = make_communication(schemas_of(rules, training.model, schedule=self.config.schedule))
         parts = NodeParts(self.graph, training, rules, communication, make_rules)
         node = self.nodes[uid] = Node(uid, self.config, parts, seed=1,
                                       record=lambda record: self.records.append({"uid": uid, **record}))  # fmt: skip

@@ -1,0 +1,54 @@
+"""Whether a run can be had whose nodes do not wait for each other's rounds: nothing else may need them to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from decentnode.config.component import load_class
+from decentnode.config.problems import Problem
+from decentnode.experiment.crosschecks.parts import mapping_of
+from decentnode.experiment.tree import Experiment
+from decentnode.node.schedules import SCHEDULES
+from decentnode.sharing import SHARINGS
+
+REASONS = {
+    "checkpoint": "a checkpoint is of one round of all nodes",
+    "early_stop": "all nodes have to end after the same round",
+}
+
+
+def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
+    """Names what needs all nodes in one round, beside a schedule in which they are in different ones."""
+    node, sharing = experiment.node, experiment.sharing
+    name = node.schedule
+    if not SCHEDULES[name].asynchronous:
+        return
+    if not vars(load_class(sharing.name, SHARINGS, "sharing")).get("ASYNCHRONOUS", False):
+        yield Problem(("node", "schedule"), f": {sharing.name} needs what its neighbors send in one round, got {name}, "
+                      "in which nodes are in different ones; sharing: full or push_sum would do, or schedule: "
+                      "sequential", other=("sharing",))  # fmt: skip
+    elif getattr(sharing, "compression", None) is not None and sharing.name == "push_sum":
+        yield Problem(("sharing", "compression"), f": running sums must arrive as they are, got a codec with {name}; "
+                      "leave it out", other=("node", "schedule"))  # fmt: skip
+    if experiment.parameters is not None:
+        yield Problem(("parameters",), f": {name} exchanges the whole model; leave the section out, or schedule: "
+                      "sequential would do", other=("node", "schedule"))  # fmt: skip
+    for key, why in REASONS.items():
+        if getattr(node, key):
+            yield Problem(("node", key), f": {why}, got {name}, in which nodes are in different ones; leave it out",
+                          other=("node", "schedule"))  # fmt: skip
+    yield from _transport(experiment)
+
+
+def _transport(experiment: Experiment) -> Iterator[Problem]:
+    """The transport has to take payloads that nobody expects."""
+    config, mapping = experiment.communication, mapping_of(experiment)
+    several = mapping is not None and mapping.num_nodes > 1
+    has_cliques = several and bool(config.name == "collective" or getattr(config, "cliques", None))
+    if config.has_mailboxes and not has_cliques:
+        return
+    why = "cliques of torch.distributed match payloads by their rounds" if has_cliques else \
+        f"{config.name} takes no payloads that nobody expects"  # fmt: skip
+    key = "cliques" if getattr(config, "cliques", None) else "name"
+    yield Problem(("communication", key), f": {why}, got schedule {experiment.node.schedule}; auto, zeromq, "
+                  "shared_memory and inproc would do", other=("node", "schedule"))  # fmt: skip

@@ -1,0 +1,1 @@
+"""Schedules in which no node waits for another one's round: nodes meet in mailboxes (docs/explanation/round.rst)."""

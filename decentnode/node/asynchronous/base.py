@@ -1,0 +1,120 @@
+"""What the schedules have in common in which no node waits for the round of another one."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from decentnode import clock
+from decentnode.communication.parts import Collected, Schema
+from decentnode.communication.run_state import Steps
+from decentnode.graph.base import RoundView
+from decentnode.node.asynchronous.config import AsynchronousConfig
+from decentnode.node.asynchronous.copies import Copies
+from decentnode.node.fragment_exchange import FragmentExchange, Mixed
+from decentnode.node.schedule import Schedule
+from decentnode.payload import Payload
+from decentnode.wire.generation import Generation
+
+
+class Asynchronous(Schedule):
+    """Local steps, then mix what has come, and go on. The model is one fragment, and the rule has one phase."""
+
+    asynchronous = True
+
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._buffers = Copies(age_weights=self.config.age_weights)
+        """The neighbors' float buffers."""
+
+    @property
+    def config(self) -> AsynchronousConfig:
+        return self.asynchronous_config or AsynchronousConfig.model_validate({})
+
+    @property
+    def fragment(self) -> FragmentExchange:
+        return self.fragments[0]
+
+    @property
+    def view(self) -> RoundView:
+        """Of the round under way."""
+        return self.fragment.view
+
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
+        model = self.model.parameters
+        with torch.no_grad():
+            self.fragment.begin_turn(model)
+        yield from self._train(round)
+        with torch.no_grad():
+            self.fragment.adjust(model, self.update.loss)
+        check()
+        self._publish_round(round)
+
+    def _publish_round(self, round: int) -> None:
+        """After the local steps: tell the neighbors. Not blocking."""
+
+    def mix(self) -> Steps[list[Mixed]]:
+        raise NotImplementedError("an asynchronous schedule has one phase")
+
+    def finish(self) -> Steps[list[Mixed]]:
+        yield from self._mix_round(self.view.round)
+        with torch.no_grad():
+            self.fragment.finish_turn(self.model.parameters)
+        nobody = frozenset[int]()
+        return [Mixed(nobody, nobody, nobody)]
+
+    @abc.abstractmethod
+    def _mix_round(self, round: int) -> Steps[None]:
+        """Mix what has come; count seconds in `times`."""
+
+    def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int = 0) -> frozenset[int]:
+        """As `Communication.publish`, with its seconds in `times`."""
+        started = clock.now()
+        refused = self.communication.publish(round, outgoing, channel)
+        self.times.send += clock.now() - started
+        return refused
+
+    def collect(
+        self, channel: int = 0, sources: Collection[int] = (), seconds: float = 0.0
+    ) -> Steps[list[Collected]]:
+        """As `Communication.collect_steps`, with its seconds in `times`."""
+        started = clock.now()
+        found = yield from self.communication.collect_steps(channel, sources=sources, seconds=seconds)
+        self.times.wait += clock.now() - started
+        return found
+
+    def publish_buffers(self, round: int) -> None:
+        """Send the float buffers to the neighbors, where they are averaged."""
+        if self.averages_buffers and self.model.buffers.numel():
+            payload = Payload({"x": self.model.buffers})
+            self.publish(round, dict.fromkeys(self.view.neighbors, payload), self.buffer_channel)
+
+    def mix_buffers(self, among: Collection[int]) -> Steps[None]:
+        """Mix the newest float buffers that came of these neighbors, by the weights of the view and their ages."""
+        if not self.averages_buffers or not self.model.buffers.numel():
+            return
+        copies = self._buffers
+        copies.take((yield from self.collect(self.buffer_channel)), self.view.round)
+        copies.drop([uid for uid, age in copies.ages(self.view).items() if age > self.config.max_age])
+        seen = copies.weighed(self.view, among)
+        mixed = self.model.buffers * seen.weights[seen.uid]
+        for uid, payload in copies.payloads(seen).items():
+            mixed.add_(payload.tensors["x"], alpha=seen.weights[uid])
+        self.model.buffers.copy_(mixed)
+
+    def succeed(self, former: Schedule, generation: Generation) -> None:
+        """In a new generation of members: go on from what the schedule of the one before left. Members that are fresh
+        have forgotten everything, as this node has where it is one of them."""
+
+    def drain(self) -> Steps[None]:
+        """After the last round: bring what is under way to its end, as steps."""
+        yield from ()
+
+
+def mailboxes(schemas: tuple[Schema, ...], kept: int) -> tuple[Schema, ...]:
+    """The same payloads in mailboxes that keep so many of each source."""
+    return tuple(replace(schema, elementwise=False, mailbox=kept) for schema in schemas)

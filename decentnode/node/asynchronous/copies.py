@@ -1,0 +1,59 @@
+"""The newest payload that came of each neighbor, and how old it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from decentnode.communication.parts import Collected
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One payload that is kept."""
+
+    payload: Payload
+    round: int
+    """Of its source."""
+    came: int
+    """The round of this node in which it was first mixed."""
+
+
+class Copies:
+    """Of one channel, by source. The age of a copy counts the rounds that this node has finished since it came."""
+
+    def __init__(self, *, age_weights: bool) -> None:
+        """age_weights: whether a copy of age a gets the weight w / (1 + a) in place of w."""
+        self._age_weights = age_weights
+        self.by_source: dict[int, Copy] = {}
+
+    def take(self, found: Iterable[Collected], round: int) -> None:
+        """Payloads came before the mixing of `round`."""
+        for each in found:
+            known = self.by_source.get(each.source)
+            if known is None or each.round > known.round:
+                self.by_source[each.source] = Copy(each.payload, each.round, round)
+
+    def ages(self, view: RoundView) -> dict[int, int]:
+        """Returns the ages of the copies of a round's sources."""
+        return {uid: view.round - self.by_source[uid].came for uid in view.sources if uid in self.by_source}
+
+    def drop(self, uids: Collection[int]) -> None:
+        """Keep nothing of these."""
+        for uid in uids:
+            self.by_source.pop(uid, None)
+
+    def weighed(self, view: RoundView, among: Collection[int] | None = None) -> RoundView:
+        """Returns the view with the sources of which there is a copy, weighed by their ages; what is missing to one
+        goes to the node itself. among: these sources alone."""
+        weights = {uid: view.weights[uid] / (1 + age if self._age_weights else 1)
+                   for uid, age in self.ages(view).items() if among is None or uid in among}  # fmt: skip
+        own = 1.0 - sum(weights.values())
+        return replace(view, sources=tuple(weights), weights=dict(sorted({**weights, view.uid: own}.items())),
+                       averaging_group=())  # fmt: skip
+
+    def payloads(self, view: RoundView) -> dict[int, Payload]:
+        """Returns the payloads of the view's sources."""
+        return {uid: self.by_source[uid].payload for uid in view.sources}

@@ -1,0 +1,25 @@
+"""The values of `node.schedule`, and what each does to the payloads of a run."""
+
+from __future__ import annotations
+
+from decentnode.communication.parts import Schema
+from decentnode.node.asynchronous.base import mailboxes
+from decentnode.node.asynchronous.gossip_async import GossipAsync
+from decentnode.node.asynchronous.push_sum import AsynchronousPushSum
+from decentnode.node.schedule import Overlapped, Schedule, Sequential
+from decentnode.sharing.base import Sharing
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    "sequential": Sequential, "overlapped": Overlapped, "gossip_async": GossipAsync,
+}  # fmt: skip
+
+
+def schedule_of(name: str, rule: Sharing) -> type[Schedule]:
+    """The class of a schedule for a rule."""
+    shares = name == "gossip_async" and rule.requirements.column_stochastic
+    return AsynchronousPushSum if shares else SCHEDULES[name]
+
+
+def schemas_in(name: str, schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
+    """What the exchanges of a round look like in a schedule. schemas: in a synchronous one."""
+    return mailboxes(schemas, 1) if SCHEDULES[name].asynchronous else schemas

@@ -1,0 +1,198 @@
+"""Schedules in which nobody waits for another one's round, in process and in a simulated world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentnode.errors import ConfigError
+from decentnode.experiment import load
+from decentnode.faults import Faults, Freeze, Kill, Link, Restart
+from decentnode.graph.base import RoundView
+from decentnode.node.asynchronous.copies import Copies
+from decentnode.node.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum
+from decentnode.node.node import Node
+from decentnode.sharing.base import Sharing
+from decentnode.simulate.world.history import History
+from decentnode.simulate.world.world import World
+from decentnode.wire.generation import Limits
+from tests.graph.contract import make
+from tests.sharing.contract import RULES
+from tests.simulate.world.runs import Made
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+NODES, LIMIT = 6, 1e5
+FAULTY = Link(latency_seconds=0.01, jitter_seconds=0.05, queue_messages=20, loss=0.1, duplication=0.1, reordering=0.1)
+
+
+def run(
+    name: str = "full", *, slow: dict[int, float] | None = None, faults: Faults | None = None, seed: int = 1,
+    graph: Any = None, limits: Limits | None = None, **node: Any,
+) -> tuple[Made, World]:
+    """A run in a world in which a round takes .1 s, and slow[uid] times as long for some."""
+    made = Made(graph or make("ring", nodes=NODES), RULES[name], **{"schedule": "gossip_async", **node})
+    history = History()
+    world = made.world(history, seed=seed, faults=faults or Faults(), limits=limits,
+                       compute_seconds=lambda uid, round: 0.1 * (slow or {}).get(uid, 1.0))  # fmt: skip
+    history.watch(world)
+    assert world.run(LIMIT), {p.uid: (p.node.doing, type(p.wait).__name__) for p in world.processes.values()}
+    return made, world
+
+
+def spread(nodes: dict[int, Node]) -> float:
+    models = torch.stack([node.training.model.parameters for node in nodes.values()]).double()
+    return float((models - models.mean(0)).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", ["full", "push_sum", "full+int8"])
+def test_nodes_in_one_process_come_together(name: str) -> None:
+    made = Made(make("ring", nodes=NODES), RULES[name], rounds=40, schedule="gossip_async", lr=0.0,
+                buffers=3, evaluate_every=0).in_process()  # fmt: skip
+    start = torch.stack([node.training.initial for node in made.nodes.values()])  # type: ignore[attr-defined]
+    assert spread(made.nodes) < 0.02 * float(start.std())
+    buffers = torch.stack([node.training.model.buffers for node in made.nodes.values()])
+    assert float(buffers.std()) < 0.05
+    again = Made(made.graph, made.rule, rounds=40, schedule="gossip_async", lr=0.0, buffers=3, evaluate_every=0)
+    for uid, node in again.in_process().nodes.items():
+        assert torch.equal(node.training.model.parameters, made.nodes[uid].training.model.parameters)
+
+
+@pytest.mark.parametrize("name", ["full", "push_sum"])
+def test_a_slow_node_slows_nobody(name: str) -> None:
+    made, world = run(name, slow={2: 10.0}, rounds=60, evaluate_every=20)
+    assert not any(process.error for process in world.lives)
+    rounds = {uid: node.round for uid, node in made.nodes.items()}
+    assert rounds.pop(2) in (6, 7) and min(rounds.values()) >= 59, "the first that is ready ends the run"
+    ends = {each["uid"]: each for each in made.records if each["kind"] == "round"}
+    assert all(node.over for node in made.nodes.values()) and ends[0]["wait_seconds"] == 0.0
+    alone = [each for each in made.records if each["kind"] == "evaluation" and each["round"] == 20]
+    assert len(alone) == NODES - 1 and all("loss" in each and "loss_merged" not in each for each in alone)
+    assert all(node.evaluation["contributors"] == NODES for node in made.nodes.values())
+
+
+def test_a_run_that_is_asked_to_stop_is_stopped() -> None:
+    made = Made(make("ring", nodes=NODES), RULES["full"], rounds=50, schedule="gossip_async")
+    world = made.world(compute_seconds=lambda uid, round: 0.1)
+    world.began = lambda process: world.heap.at(1.0, process.node.ask_stop) if process.uid == 3 else None
+    assert world.run(LIMIT) and not any(node.over for node in made.nodes.values())
+    assert all(node.round < 50 for node in made.nodes.values())
+
+
+class Watched(Copies):
+    """Notes the ages and weights of what is mixed."""
+
+    seen: list[tuple[dict[int, int], dict[int, float], dict[int, float]]] = []  # noqa: RUF012
+
+    def weighed(self, view: RoundView, among: Any = None) -> RoundView:
+        found = super().weighed(view, among)
+        self.seen.append((self.ages(found), found.weights, view.weights))
+        return found
+
+
+@pytest.mark.parametrize(("stale", "max_age"), [("leave_out", 3), ("leave_out", 0), ("wait", 3)])
+def test_no_copy_is_older_than_the_bound_and_rows_sum_to_one(
+    monkeypatch: pytest.MonkeyPatch, stale: str, max_age: int
+) -> None:
+    monkeypatch.setattr("decentnode.node.asynchronous.gossip_async.Copies", Watched)
+    monkeypatch.setattr(Watched, "seen", [])
+    made, world = run(slow={2: 10.0}, rounds=40, evaluate_every=0,
+                      asynchronous={"max_age": max_age, "stale": stale, "wait_seconds": 20.0})  # fmt: skip
+    ages = [age for each, _, _ in Watched.seen for age in each.values()]
+    assert max(ages) == max_age
+    for each, weights, wanted in Watched.seen:
+        assert sum(weights.values()) == pytest.approx(1.0) and min(weights.values()) >= 0
+        assert all(weights[uid] == pytest.approx(wanted[uid] / (1 + age)) for uid, age in each.items())
+    near, far = made.nodes[1].round, made.nodes[5].round
+    if stale == "wait":
+        assert near < 0.7 * far, "a neighbor of the slow node waits for it"
+        waited = sum(each["wait_seconds"] for each in made.records if each["kind"] == "round" and each["uid"] == 1)
+        assert waited > 1 and not any(process.error for process in world.lives)
+    else:
+        assert near >= 39
+
+
+def test_a_wait_for_a_stale_copy_has_a_deadline() -> None:
+    made, _ = run(slow={2: 200.0}, rounds=30, evaluate_every=0,
+                  asynchronous={"max_age": 2, "stale": "wait", "wait_seconds": 0.5})  # fmt: skip
+    waits = [each["wait_seconds"] for each in made.records if each["kind"] == "round"]
+    assert max(waits) <= 0.5 + 1e-6 and made.nodes[0].round >= 29
+
+
+def mass(made: Made, dead: frozenset[int] = frozenset()) -> tuple[Tensor, float]:
+    """The sums of x and of w over nodes and what is on its way between them."""
+    total, weight = torch.zeros(made.elements, dtype=torch.float64), 0.0
+    for uid, node in made.nodes.items():
+        schedule = node.schedule
+        assert isinstance(schedule, AsynchronousPushSum)
+        if uid in dead:
+            continue
+        total += node.training.model.parameters.double() * schedule.rule.weight
+        weight += schedule.rule.weight
+        for to, sent in schedule._sent.items():
+            there = made.nodes[to].schedule
+            assert isinstance(there, AsynchronousPushSum)
+            seen = there._seen.get(uid)
+            total += sent.x.double() - (0.0 if seen is None else seen.x.double())
+            weight += sent.w - (0.0 if seen is None else seen.w)
+    return total, weight
+
+
+def started(made: Made) -> Tensor:
+    return torch.stack([node.training.initial for node in made.nodes.values()]).double().sum(0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
+    """And a node much faster than its sources keeps a weight that its steps can be divided by."""
+    frozen = Faults(links=FAULTY, lossy_seconds=8.0, plan=(Freeze(nodes=(1,), at_seconds=2.0, seconds=3.0),))
+    made, world = run("push_sum", slow={2: 10.0, 4: 3.0}, faults=frozen, seed=seed, rounds=120, lr=0.0,
+                      evaluate_every=0)  # fmt: skip
+    assert world.network.happened["lost"] and world.network.happened["repeated"]
+    total, weight = mass(made)
+    assert weight == pytest.approx(NODES, abs=1e-9)
+    assert torch.allclose(total, started(made), atol=1e-4)
+    weights = [each["push_sum_weight"] for each in made.records if each["kind"] == "round"]
+    assert min(weights) >= LEAST_WEIGHT and spread(made.nodes) < 0.3
+
+
+def test_push_sum_keeps_what_the_living_have_when_a_node_dies_and_comes_back() -> None:
+    """What was on its way between two of them at the change of generation is not lost."""
+    plan = (Kill(nodes=(4,), at_round=6), Restart(nodes=(4,), at_seconds=20.0))
+    made, world = run("push_sum", graph=make("complete", nodes=NODES), slow={2: 4.0}, faults=Faults(plan=plan),
+                      rounds=400, lr=0.0, missing="regroup", limits=Limits(1.0, 20.0, 4, 400),
+                      evaluate_every=0)  # fmt: skip
+    assert world.happened["kill"] == world.happened["restart"] == 1 and made.nodes[4].round > 0
+    total, weight = mass(made)
+    kinds = [each for each in made.records if each["kind"] == "generation"]
+    assert len(kinds) >= NODES, "generations came about"
+    assert 1.0 < weight < NODES + 0.5, "what went to the dead one is gone, of x and of w"
+    models = torch.stack([node.training.model.parameters for node in made.nodes.values()]).double()
+    assert torch.allclose(total / weight, models.mean(0), atol=0.05) and spread(made.nodes) < 0.05
+
+
+@pytest.mark.parametrize(("sets", "says"), [
+    (["sharing.name=topk"], r"node.schedule: topk needs what its neighbors send in one round, got gossip_async"),
+    (["sharing.name=local_sgd"], r"node.schedule: local_sgd needs"),
+    (["sharing={name: push_sum, compression: {name: int8}}"], r"sharing.compression: running sums must arrive"),
+    (["node.checkpoint={every: 5}"], r"node.checkpoint: a checkpoint is of one round of all nodes, got gossip_async"),
+    (["node.early_stop=accuracy_merged"], r"node.early_stop: all nodes have to end after the same round"),
+    (["communication.name=collective"], r"communication.name: cliques of torch.distributed match payloads by their"),
+    (["parameters={keep: ['*bias']}"], r"parameters: gossip_async exchanges the whole model"),
+    (["node.schedule=sequential", "node.asynchronous={max_age: 3}"], r"asynchronous needs schedule: gossip_async"),
+])  # fmt: skip
+def test_what_needs_all_nodes_in_one_round_is_refused_by_name(sets: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(QUICKSTART, ["node.schedule=gossip_async", *sets])
+
+
+def test_rules_are_fit_for_it_only_where_they_say_so_themselves() -> None:
+    fit = {each.__name__ for each in _subclasses(Sharing) if vars(each).get("ASYNCHRONOUS")}
+    assert fit == {"Full", "PushSum"}
+
+
+def _subclasses(kind: type) -> list[type]:
+    return [each for sub in kind.__subclasses__() for each in (sub, *_subclasses(sub))]
