@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.faults import Faults, Freeze, Kill, Link, Restart
+from decentnode.faults import Faults, Kill, Link, Pause, Restart
 from decentnode.graph.base import RoundView
 from decentnode.node.asynchronous.copies import Copies
 from decentnode.node.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum
@@ -148,7 +148,7 @@ def started(made: Made) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
     """And a node much faster than its sources keeps a weight that its steps can be divided by."""
-    frozen = Faults(links=FAULTY, lossy_seconds=8.0, plan=(Freeze(nodes=(1,), at_seconds=2.0, seconds=3.0),))
+    frozen = Faults(links=FAULTY, lossy_seconds=8.0, plan=(Pause(nodes=(1,), at_seconds=2.0, seconds=3.0),))
     made, world = run("push_sum", slow={2: 10.0, 4: 3.0}, faults=frozen, seed=seed, rounds=120, lr=0.0,
                       evaluate_every=0)  # fmt: skip
     assert world.network.happened["lost"] and world.network.happened["repeated"]
