@@ -35,7 +35,7 @@ trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from decentnode.wire.messages import MAX_ROUND, NO_ORIGIN, ORIGIN_BYTES
@@ -89,6 +89,12 @@ class Limits:
     """Fewest members of a generation in which rounds begin."""
     rounds: int = MAX_ROUND
     """Rounds of the run: no round begins at or after this one."""
+    needed: frozenset[int] = frozenset()
+    """Nodes without which no round begins: servers, for which their clients wait."""
+
+    def suffice(self, members: Collection[int]) -> bool:
+        """Returns whether rounds may begin with these."""
+        return len(members) >= self.min_nodes and self.needed.issubset(members)
 
 
 @dataclass(frozen=True)

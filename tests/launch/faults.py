@@ -249,6 +249,19 @@ class DiesOnce(Supervised):
         return super().local_update(round, direction)
 
 
+class ServerDiesOnce(Supervised):
+    """Node 0, which makes no steps, dies in round 5, but not when it has been started again."""
+
+    Config: ClassVar[type[Config]] = StopsConfig
+
+    def rest(self, round: int) -> None:
+        marker = Path(self.config.pid_file + ".died")  # type: ignore[attr-defined]
+        if self._uid == 0 and round == 5 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().rest(round)
+
+
 class DiesInTheRun(DiesOnce):
     """As `DiesOnce`, but not when the run is repeated."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -57,7 +58,7 @@ def go_on(
     listener = listener or Listener(folder / "pid")
     node = {"rounds": rounds, "evaluate_every": 10, "missing": "regroup", **sections.pop("node", {})}
     outcome = run(
-        folder, listener, node=node, graph={"name": "complete", "nodes": nodes},
+        folder, listener, node=node, graph=sections.pop("graph", {"name": "complete", "nodes": nodes}),
         training={**experiment()["training"], "name": f"tests.launch.faults:{training}", **(keys or {})},
         communication={**COMMUNICATION, **sections.pop("communication", {})}, **sections,
     )
@@ -243,3 +244,35 @@ def test_a_second_node_is_hit_at_a_step_of_the_agreement(
     for uid in left:
         models = generations(outcome, uid)
         assert models[-1]["members"] == generations(outcome, left[0])[-1]["members"]
+
+
+STAR = {"graph": {"name": "star", "nodes": 5}, "sharing": {"name": "fedavg", "clients": 2}}
+
+
+@pytest.mark.slow
+def test_clients_wait_for_a_server_that_is_killed_and_comes_back_from_its_checkpoint(tmp_path: Path) -> None:
+    outcome, listener = go_on(
+        tmp_path, "ServerDiesOnce", rounds=12, node={"restarts": 1, "checkpoint": {"every": 2}, "evaluate_every": 4},
+        keys={"pid_file": str(tmp_path / "pid")}, **STAR,
+    )  # fmt: skip
+    assert outcome.exit_code == 0, listener.failures
+    assert outcome.summary["rounds"] == 12 and outcome.summary["restarts"] == {"0": 1}
+    told = generations(outcome, 1)
+    assert told and all(0 in each["members"] for each in told), "no client goes on without it"
+    assert outcome.run_dir is not None
+    text = (outcome.run_dir / "nodes" / "000" / "log.txt").read_text()
+    assert re.search(r"goes on from its own checkpoint after round [24]\b", text)
+    assert outcome.summary["nodes"]["0"]["accuracy"] == outcome.summary["accuracy_merged"]
+
+
+@pytest.mark.slow
+def test_clients_wait_for_a_server_for_so_long_and_say_for_whom(tmp_path: Path) -> None:
+    outcome, listener = go_on(
+        tmp_path, "ServerDiesOnce", rounds=12, keys={"pid_file": str(tmp_path / "pid")},
+        communication={"timeout_seconds": 3, "start_timeout_seconds": 12}, **STAR,
+    )  # fmt: skip
+    assert outcome.exit_code != 0
+    assert [each.uid for each in listener.failures if not each.follower] == [0], listener.failures
+    assert outcome.run_dir is not None
+    told = (outcome.run_dir / "nodes" / "001" / "log.txt").read_text()
+    assert "no round begins without node 0" in told, told

@@ -319,3 +319,20 @@ def test_messages_of_another_run_are_refused() -> None:
         membership.receive(Ping(b"anything", 0, 1), 0.0)
     with pytest.raises(PeerFault, match="unknown_uid"):
         membership.receive(Ping(RUN, 0, 3), 0.0)
+
+
+def test_clients_wait_for_a_server_that_is_gone_and_go_on_once_it_is_back() -> None:
+    """They say for whom; a client is done without."""
+    world = World(6, needed=[0])
+    world.run(5)
+    world.kill(0)
+    world.run(10 * SUSPECT)
+    assert not world.agreed, "most of them are there, but nobody of whom they would get a model"
+    told = [p.membership.reason for p in world.processes.values() if p.membership.stage == "short"]
+    assert told and all("no round begins without node 0, which serves the others" in text for text in told)
+    world.restart(0)
+    world.run(4 * SUSPECT)
+    assert world.settled() and world.processes[0].going[-1].fresh == {0}
+    world.kill(3)
+    world.run(4 * SUSPECT)
+    assert world.settled() and world.processes[0].membership.generation.members == (0, 1, 2, 4, 5)

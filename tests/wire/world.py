@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from decentnode.wire import codec
 from decentnode.wire.generation import Broken, Generation, Going, Install, Limits, Name, Outside
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import NO_RUN, Message
+from decentnode.wire.messages import MAX_ROUND, NO_RUN, Message
 
 RUN = b"theirrun"
 TICK, SUSPECT = 0.25, 2.0
@@ -48,11 +48,11 @@ class World:
 
     def __init__(
         self, num_nodes: int, *, seed: int = 0, loss: float = 0.0, min_nodes: int | None = None,
-        rounds: int | None = None,
+        rounds: int | None = None, needed: Collection[int] = (),
     ) -> None:
         self.num_nodes, self.loss, self.random = num_nodes, loss, random.Random(seed)
         least = num_nodes // 2 + 1 if min_nodes is None else min_nodes
-        self.limits = Limits(SUSPECT, 20.0, least) if rounds is None else Limits(SUSPECT, 20.0, least, rounds)
+        self.limits = Limits(SUSPECT, 20.0, least, MAX_ROUND if rounds is None else rounds, frozenset(needed))
         self.draw = random.Random(f"{seed} origins").randbytes
         self.now = 100.0
         self.processes = {uid: Process(self.make(uid, RUN)) for uid in range(num_nodes)}
@@ -187,6 +187,7 @@ class World:
         trains = generation.first_round < self.limits.rounds and not generation.stopping
         if trains:
             assert len(generation.members) >= self.limits.min_nodes, "too few go on"
+            assert self.limits.needed.issubset(generation.members), "clients go on without their server"
         for other in generation.members:  # nobody goes before everybody is ready
             assert (other, generation.name) in self.installed, "went before all were ready"
         if process.membership.uid in generation.fresh:

@@ -21,7 +21,7 @@ class Leader:
         state = self._state
         joiners = set() if state.stopping else state.joiners
         members = frozenset(state.counted_on() | joiners | {state.uid})
-        if len(members | state.left) < state.limits.min_nodes and not state.stopping:
+        if not state.limits.suffice(members | state.left) and not state.stopping:
             self._fall_short()
             return
         number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
@@ -111,13 +111,13 @@ class Leader:
 
     def _fall_short(self) -> None:
         state = self._state
-        gone = state.names((state.suspects | state.failed) - state.joiners)
+        absent = (state.suspects | state.failed) - state.joiners
         state.change("too few")
         state.proposal = None
-        state.reason = (
-            f"{gone or 'who left'} does not answer, and a generation needs {state.limits.min_nodes} of "
-            f"{state.num_nodes} nodes (node.min_nodes)"
-        )
+        needs = f"a generation needs {state.limits.min_nodes} of {state.num_nodes} nodes (node.min_nodes)"
+        if servers := absent & state.limits.needed:
+            needs = f"no round begins without {state.names(servers)}, which serves the others"
+        state.reason = f"{state.names(absent) or 'who left'} does not answer, and {needs}"
 
     def _say_stage(self) -> None:
         """Send the stage's message to all other members of the proposal."""

@@ -33,7 +33,7 @@ CAUSES: dict[Cause, str] = {
     "new leader": "the leader or a member of its proposal is silent, or a node answers or joins that was missed: the "
                   "lowest uid of those left leads",
     "proposes": "this node is the lowest uid of those left",
-    "too few": "fewer than min_nodes are left, and no stop was asked for",
+    "too few": "fewer than min_nodes are left, or a server is gone, and no stop was asked for",
     "all promised": "every member of the proposal has promised",
     "all ready": "every member of the proposal is ready",
     "yields": "a node with a lower uid leads too, and has proposed as high a number",

@@ -100,11 +100,12 @@ class MemberState:
     # -- rules that the safety rests on (wire/generation.py) --------------------------------------------------
 
     def enough(self, generation: Generation) -> bool:
-        """Whether a generation may come into force: rounds need `min_nodes` that are present (point 2 there)."""
+        """Whether a generation may come into force: rounds need `min_nodes` that are present (point 2 there), and
+        those that are needed."""
         counted = set(generation.members)
         if generation.first_round >= self.limits.rounds:
             counted |= self.left
-        return generation.stopping or len(counted) >= self.limits.min_nodes
+        return generation.stopping or self.limits.suffice(counted)
 
     def over(self) -> bool:
         """Whether this node begins no further round, so that others of its generation may have finished."""
