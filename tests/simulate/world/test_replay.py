@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from decentnode.simulate.world.records import (
 )
 from decentnode.simulate.world.replay import Outcome, ReplayWorld, setting_of
 from decentnode.simulate.world.run_again import checkpoints_of
-from decentnode.simulate.world.world import Setting, World
+from decentnode.simulate.world.world import Process, Setting, World
 from decentnode.wire.generation import Limits
 from tests.conftest import scale
 from tests.graph.contract import make
@@ -49,6 +49,13 @@ SEEDS = range(400) if scale(0, 1) else (0, 7, 22, 35, 39, 41, 81, 104, 109, 166)
 """Worlds with all rules of what happens to a missing node, deaths, returns, freezes and cuts between them."""
 CHANGED = 9
 """One with several generations."""
+
+
+NODES, EVERY = 4, {"every": 2, "keep": 9}
+CONFIG = ZeroMQConfig.model_validate(
+    {"name": "zeromq", "timeout_seconds": 20, "suspect_seconds": 3, "checksum": "xxh3"}
+)
+LIMITS = Limits(3.0, 20.0, 3, 30)
 
 
 @functools.cache
@@ -67,6 +74,12 @@ def again(run: Run, lives: Lives, lr: float = LR) -> tuple[ReplayWorld, Outcome]
 
     world = ReplayWorld(setting_of(run.drawn.nodes, run.communication, run.limits), make_node, lives)
     return world, world.replay()
+
+
+def same_models(one: World, other: World, without: Collection[int] = ()) -> bool:
+    uids = {*one.processes} - {*without}
+    found = [[world.processes[uid].node.training.model.parameters for uid in uids] for world in (one, other)]
+    return all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -167,14 +180,63 @@ def test_an_exchange_of_which_a_part_came_is_mixed_as_far_again(missing: str, ru
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("missing", "plan", "stopped_at"), [
+    ("fail", (), 3.2), ("regroup", (), 3.2), ("regroup", (Kill(nodes=(3,), at_seconds=3.1),), 3.2),
+    ("regroup", (Kill(nodes=(3,), at_seconds=3.1),), 5.8), ("regroup", (Kill(nodes=(2, 3), at_seconds=3.1),), 9.0),
+], ids=["fail", "regroup", "before a death is known", "while members agree", "while too few are left"])  # fmt: skip
+def test_a_run_that_is_stopped_is_stopped_again(missing: str, plan: tuple[Kill, ...], stopped_at: float) -> None:
+    """Wherever its nodes are when it is asked to."""
+    options: dict[str, Any] = {"rounds": 30, "missing": missing, "evaluate_every": 3}
+    graph, history = make("ring", nodes=NODES), History(record=True)
+    made, repeated = (Made(graph, RULES["full"], **options) for _ in range(2))
+    limits = LIMITS if missing == "regroup" else None
+    world = made.world(history, config=CONFIG, limits=limits, faults=Faults(plan=plan),
+                       compute_seconds=lambda _uid, _round: 0.5)  # fmt: skip
+    history.watch(world)
+
+    def stop() -> None:
+        made.nodes[0].ask_stop()
+        world.processes[0].shell.settle()
+
+    world.heap.at(stopped_at, stop)
+    assert world.run(1e4) and not any(process.error for process in world.lives if not process.dead)
+    again = ReplayWorld(setting_of(NODES, CONFIG, limits), repeated.make, history.lives)  # type: ignore[arg-type]
+    again.replay()
+    assert all(life.next is None for each in history.lives.values() for life in each)
+    for uid in {*range(NODES)} - {uid for fault in plan for uid in fault.nodes}:
+        assert made.nodes[uid].round == repeated.nodes[uid].round < 30
+    assert same_models(world, again, {uid for fault in plan for uid in fault.nodes})
+
+
+def test_a_member_that_dies_before_it_enters_is_no_member_that_enters() -> None:
+    """Started again, node 3 gets ready for a generation that the others enter, and dies before it hears so. Its record
+    has nothing of that generation, which needs its promise all the same; its third process comes back."""
+    options: dict[str, Any] = {"rounds": 60, "missing": "regroup", "evaluate_every": 0}
+    graph, history, latency = make("ring", nodes=NODES), History(record=True), 0.01
+    made, repeated = (Made(graph, RULES["full"], **options) for _ in range(2))
+    plan = (Kill(nodes=(3,), at_round=5), Restart(nodes=(3,), at_seconds=9.0), Restart(nodes=(3,), at_seconds=20.0))
+    limits = Limits(3.0, 20.0, 3, 60)
+    world = made.world(history, config=CONFIG, limits=limits, compute_seconds=lambda _uid, _round: 0.5,
+                       faults=Faults(links=Link(latency_seconds=latency, jitter_seconds=0.0), plan=plan))  # fmt: skip
+    history.watch(world)
+
+    def struck(process: Process, stage: str) -> None:
+        if (process.uid, process.life, stage) == (3, 1, "committed"):
+            world.heap.after(1.5 * latency, process.kill)  # its answer has arrived, and the leader's not yet
+
+    history.struck = struck
+    assert world.run(1e4) and not any(process.error for process in world.lives if not process.dead)
+    lives = history.lives
+    assert [[event.members for event in life.events if event.kind == "entered"] for life in lives[3]] == [
+        [], [], [(0, 1, 2, 3)]]  # fmt: skip
+    entered = [event for event in lives[0][0].events if event.kind == "entered"]
+    assert [(event.members, event.fresh) for event in entered] == [
+        ((0, 1, 2), set()), ((0, 1, 2, 3), {3}), ((0, 1, 2), set()), ((0, 1, 2, 3), {3})]  # fmt: skip
+    again = ReplayWorld(setting_of(NODES, CONFIG, limits), repeated.make, lives)  # type: ignore[arg-type]
+    assert len(again.replay().generations) == 4 and same_models(world, again)
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-NODES, EVERY = 4, {"every": 2, "keep": 9}
-CONFIG = ZeroMQConfig.model_validate(
-    {"name": "zeromq", "timeout_seconds": 20, "suspect_seconds": 3, "checksum": "xxh3"}
-)
-LIMITS = Limits(3.0, 20.0, 3, 30)
-
 
 def comes_back(folder: Path, recent: int) -> tuple[Made, World, Lives]:
     """A run of which node 3 dies in round 5 and is started again later, recorded. `Made` for others like it."""
@@ -196,11 +258,6 @@ def comes_back(folder: Path, recent: int) -> tuple[Made, World, Lives]:
     history.watch(world)
     assert world.run(1e4) and not any(process.error for process in world.lives)
     return Made(graph, RULES["full"], **options), world, history.lives
-
-
-def same_models(one: World, other: World) -> bool:
-    found = [[world.processes[uid].node.training.model.parameters for uid in range(NODES)] for world in (one, other)]
-    return all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("recent", [20, 0])
