@@ -65,6 +65,9 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
     """Raises UsageError for runs that cannot be repeated."""
     from decentnode.simulate.world.records import every_event, place_of
 
+    if experiment.node.schedule not in ("sequential", "overlapped"):
+        raise UsageError(f"node.schedule was {experiment.node.schedule}: its nodes mix what has come by then, and no "
+                         f"record says what had")  # fmt: skip
     for each in lives.values():
         first = next((event for event in each[0].events if event.kind in ("steps", "resumed")), None)
         if first is not None and first.kind == "steps" and first.round:

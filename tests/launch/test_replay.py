@@ -220,3 +220,13 @@ def test_sums_are_no_obstacle_to_checks(calm: Outcome, tmp_path: Path) -> None:
     folder = changed(calm, tmp_path, lambda lines: [line.replace('"from":{', '"total":"0","from":{') for line in lines])
     found = replay(folder, "--check")
     assert found.exit_code == 0 and "64 payloads" in found.stdout
+
+
+def test_a_run_whose_nodes_wait_for_nobody_is_refused(calm: Outcome, tmp_path: Path) -> None:
+    folder = changed(calm, tmp_path, lambda lines: lines)
+    path = folder / "config.resolved.yaml"
+    text = path.read_text()
+    assert text.count("schedule: sequential") == 1
+    path.write_text(text.replace("schedule: sequential", "schedule: gossip_async"))
+    found = replay(folder)
+    assert found.exit_code == 2 and "node.schedule was gossip_async" in " ".join(found.output.split())
