@@ -14,7 +14,8 @@ FLOORS: list[list[str]] = [
     ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system",
      "words", "user_cache"],
     ["config", "mixing", "metrics"],
-    ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks", "faults"],
+    ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks", "faults",
+     "samplers"],
     ["sharing", "training", "communication", "checkpoint"],
     ["node", "parallel"],
     ["experiment"],
@@ -77,7 +78,8 @@ def test_the_protocol_knows_of_the_world_what_it_is_given(path: Path) -> None:
     assert "threading" not in names or set(re.findall(r"threading\.\w+", path.read_text())) == {"threading.local"}
 
 
-PURE = {"graph", "mixing", "compression", "optim", "models", "data", "sharing", "training", "wire"}
+PURE = {"graph", "mixing", "compression", "optim", "models", "data", "sharing", "training", "wire",
+        "samplers"}
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if room_of(path) in PURE], ids=lambda p: p.stem)

@@ -6,7 +6,6 @@ problem with the places of both values. A part that cannot be made is reported o
 
 from __future__ import annotations
 
-from decentnode.experiment.crosschecks.asynchronous import rounds_need_nobody
 from decentnode.experiment.crosschecks.communication import (
     edges_have_their_ways,
     generations_can_be_had,
@@ -49,7 +48,6 @@ from decentnode.experiment.crosschecks.training import (
 )
 
 CHECKS: tuple[Check, ...] = (
-    rounds_need_nobody,
     graph_can_be_made,
     fragment_graphs_can_be_made,
     mapping_can_be_made,

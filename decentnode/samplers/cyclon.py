@@ -1,0 +1,142 @@
+"""Partial views that nodes shuffle with each other (Voulgaris, Gavidia and van Steen 2005, section 2.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from decentnode import rng
+from decentnode.config import component
+from decentnode.samplers.base import Entry, Sampler, SamplerConfig, Shuffle, Surroundings
+from decentnode.samplers.messages import entries_of, tables_of
+
+UNANSWERED = 4
+"""Shuffles whose answer may still come. One that comes later is taken in, but takes no other entry's place."""
+
+
+class CyclonConfig(SamplerConfig):
+    view: int = Field(20, ge=2, le=1024)
+    """Number of other nodes that a node knows at a time."""
+    exchange: int = Field(8, ge=1, le=1024)
+    """Number of entries of the view that a node tells in a shuffle, its own among them; at most `view`."""
+    every: int = Field(1, ge=1)
+    """Number of rounds between two shuffles that a node begins."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.exchange > self.view:
+            raise ValueError(f"exchange must be at most view ({self.view}), got {self.exchange}")
+        return self
+
+
+class Cyclon(Sampler):
+    """Every node keeps entries of `view` others with ages. It begins a shuffle with the oldest of them: it sends some
+    entries and its own, new, in place of that one, and gets some of the other's; what they tell each other takes the
+    place of what they told. Views come to be like random samples, with much the same number of views holding each node.
+
+    Entries of a node that is gone grow old, are asked, and are dropped with that: an entry comes back only with an
+    answer.
+    """
+
+    Config: ClassVar[type[component.Config]] = CyclonConfig
+    config: CyclonConfig
+
+    def __init__(self, config: component.Config, around: Surroundings) -> None:
+        super().__init__(config, around)
+        self._view: dict[int, Entry] = {}
+        self._asked: dict[int, tuple[int, ...]] = {}
+        """Nodes that this one began a shuffle with, and what it told them; the last `UNANSWERED`."""
+        self._meet(around.contacts)
+
+    @property
+    def longest(self) -> int:
+        return self.config.exchange
+
+    def _meet(self, uids: Collection[int]) -> None:
+        others = [uid for uid in uids if uid != self.around.uid]
+        chosen = others if len(others) <= self.config.view else self._some(others, self.config.view, "contacts", 0)
+        self._view = {uid: Entry(uid, 0, np.zeros(self.around.profile_elements, np.float32)) for uid in chosen}
+
+    def _some(self, of: Collection[int], count: int, purpose: str, round: int) -> list[int]:
+        """Returns so many of these, drawn; all where there are no more."""
+        ordered = sorted(of)
+        if count >= len(ordered):
+            return ordered
+        draws = rng.stream(self.around.seed, self.around.uid, f"sampler {purpose}", round)
+        return [ordered[k] for k in draws.choice(len(ordered), count, replace=False).tolist()]
+
+    def own(self) -> Entry:
+        """Returns the entry of this node itself."""
+        return Entry(self.around.uid, 0, self.profile)
+
+    def begin(self, round: int) -> dict[int, Shuffle]:
+        if round % self.config.every:
+            return {}
+        if not self._view:  # all that it knew are gone: those that it began with may be back
+            self._meet(self.around.contacts)
+        self._view = {uid: replace(entry, age=entry.age + 1) for uid, entry in self._view.items()}
+        if not self._view:
+            return {}
+        most = max(entry.age for entry in self._view.values())
+        [oldest] = self._some([uid for uid, entry in self._view.items() if entry.age == most], 1, "oldest", round)
+        del self._view[oldest]
+        told = self._some(self._view, self.config.exchange - 1, "shuffle", round)
+        self._expect(oldest, told)
+        return {oldest: Shuffle(False, (self.own(), *(self._view[uid] for uid in told)))}
+
+    def _expect(self, uid: int, told: Collection[int]) -> None:
+        self._asked.pop(uid, None)
+        while len(self._asked) >= UNANSWERED:
+            self._asked.pop(next(iter(self._asked)))
+        self._asked[uid] = tuple(told)
+
+    def receive(self, source: int, message: Shuffle, round: int) -> Shuffle | None:
+        if message.near:
+            return None
+        if message.reply:
+            self._take(message.entries, self._asked.pop(source, ()))
+            return None
+        told = self._some([uid for uid in self._view if uid != source], self.config.exchange,
+                          f"answer to {source}", round)  # fmt: skip
+        answer = Shuffle(True, tuple(self._view[uid] for uid in told))
+        self._take(message.entries, told)
+        return answer
+
+    def _take(self, entries: Collection[Entry], told: Collection[int]) -> None:
+        """Take entries in: into free places, then into those of what was told. Of a node that is known the younger
+        entry is kept."""
+        room = [uid for uid in told if uid in self._view]
+        for entry in entries:
+            known = self._view.get(entry.uid)
+            if entry.uid == self.around.uid or (known is not None and known.age <= entry.age):
+                continue
+            if known is None and len(self._view) >= self.config.view:
+                if not room:
+                    continue
+                del self._view[room.pop()]
+            self._view[entry.uid] = entry
+            if entry.uid in room:  # what was told and came back is new
+                room.remove(entry.uid)
+
+    def targets(self, round: int) -> tuple[int, ...]:
+        return tuple(sorted(self._some(self._view, self.config.degree, "targets", round)))
+
+    def known(self) -> dict[int, Entry]:
+        return dict(self._view)
+
+    def forget(self, uids: Collection[int]) -> None:
+        for uid in uids:
+            self._view.pop(uid, None)
+            self._asked.pop(uid, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"view": tables_of(self._view.values(), self.around.profile_elements),
+                "asked": {str(uid): list(told) for uid, told in self._asked.items()}}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._view = {entry.uid: entry for entry in entries_of(state["view"])}
+        self._asked = {int(uid): tuple(told) for uid, told in state["asked"].items()}

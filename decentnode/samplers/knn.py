@@ -1,0 +1,145 @@
+"""Overlays of nodes that are alike, or unlike, by what they say of their data or their models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from decentnode.config import component
+from decentnode.samplers.base import Entry, Profile, Shuffle, Surroundings
+from decentnode.samplers.cyclon import Cyclon, CyclonConfig
+from decentnode.samplers.messages import entries_of, tables_of
+
+
+class KnnConfig(CyclonConfig):
+    by: Literal["labels", "model"] = "labels"
+    """What nodes tell of themselves, and are compared by. labels: how many of their training samples have each label,
+    as shares. model: a random projection of their parameters to `sketch` numbers."""
+    measure: Literal["cosine", "distance"] = "cosine"
+    """How two nodes are compared: by the cosine between what they tell, or by the Euclidean distance."""
+    prefer: Literal["similar", "dissimilar"] = "similar"
+    """Whether a node looks for others that are most like it, or least."""
+    random: int = Field(1, ge=0)
+    """How many of the `degree` targets are drawn from the view instead. With none, nodes that are alike may end up in
+    groups that never hear of each other."""
+    refresh: int = Field(10, ge=1)
+    """Number of rounds between two choices of the targets; in between they stay the same."""
+    oldest: int = Field(50, ge=1)
+    """An entry that no shuffle has made younger for so many shuffles is dropped: its node may be gone."""
+    sketch: int = Field(32, ge=1, le=4096)
+    """Length of the projection with by: model."""
+
+    @model_validator(mode="after")
+    def _leaves_some(self) -> Self:
+        if self.random >= self.degree:
+            raise ValueError(f"random must be below degree ({self.degree}), got {self.random}")
+        return self
+
+
+class Knn(Cyclon):
+    """Cyclon's views, and beside them the `degree` best nodes that ever came by (Voulgaris and van Steen 2005,
+    VICINITY). Beside each shuffle of the views there is one with one of the best, which tells it what is best for it:
+    those who are near know others that are. It leaves the view alone, which stays a random sample."""
+
+    Config: ClassVar[type[component.Config]] = KnnConfig
+    config: KnnConfig
+
+    def __init__(self, config: component.Config, around: Surroundings) -> None:
+        super().__init__(config, around)
+        self._best: dict[int, Entry] = {}
+        self._chosen: tuple[int, ...] = ()
+        """The best, as of the last refresh."""
+        self._chosen_in = -1
+
+    @classmethod
+    def tells(cls, config: component.Config) -> Profile:
+        assert isinstance(config, KnnConfig)
+        return Profile("labels") if config.by == "labels" else Profile("model", config.sketch, config.refresh)
+
+    def begin(self, round: int) -> dict[int, Shuffle]:
+        if round % self.config.every:
+            return {}
+        self._best = {uid: replace(entry, age=entry.age + 1) for uid, entry in self._best.items()
+                      if entry.age < self.config.oldest}  # fmt: skip
+        shuffles = super().begin(round)
+        if others := self._best.keys() - shuffles.keys():
+            [partner] = self._some(others, 1, "near partner", round)
+            told = self._best_for(self._best[partner])[: self.config.exchange - 1]
+            shuffles[partner] = Shuffle(False, (self.own(), *told), near=True)
+        return shuffles
+
+    def receive(self, source: int, message: Shuffle, round: int) -> Shuffle | None:
+        answer = None if message.near else super().receive(source, message, round)
+        of_source = next((entry for entry in message.entries if entry.uid == source), None)
+        if message.near and not message.reply and of_source is not None:
+            answer = Shuffle(True, tuple(self._best_for(of_source)[: self.config.exchange]), near=True)
+        self._consider(message.entries)
+        return answer
+
+    def _best_for(self, other: Entry) -> list[Entry]:
+        """Returns what this node knows, the best for another node first."""
+        known = {**self._view, **self._best}
+        return self._ranked((entry for uid, entry in known.items() if uid != other.uid), other.profile)
+
+    def _ranked(self, entries: Iterable[Entry], profile: np.ndarray) -> list[Entry]:
+        """Returns entries that say something of themselves, the best for a node with this profile first."""
+        told = [entry for entry in entries if entry.profile.any()]
+        if not told:
+            return []
+        near = likeness(np.stack([entry.profile for entry in told]), profile, self.config.measure)
+        if self.config.prefer == "dissimilar":
+            near = -near
+        return [told[k] for k in sorted(range(len(told)), key=lambda k: (-near[k], told[k].uid))]
+
+    def _consider(self, entries: Collection[Entry]) -> None:
+        known = dict(self._best)
+        for entry in entries:
+            young = entry.age < self.config.oldest  # one that is dropped here must not come back from others
+            if young and entry.uid != self.around.uid and (
+                entry.uid not in known or entry.age < known[entry.uid].age
+            ):
+                known[entry.uid] = entry
+        self._best = {entry.uid: entry for entry in self._ranked(known.values(), self.profile)[: self.config.degree]}
+
+    def targets(self, round: int) -> tuple[int, ...]:
+        config = self.config
+        if self._chosen_in < 0 or round // config.refresh != self._chosen_in // config.refresh:
+            self._consider(self._view.values())
+            best = self._ranked(self._best.values(), self.profile)[: config.degree - config.random]
+            self._chosen, self._chosen_in = tuple(entry.uid for entry in best), round
+        others = [uid for uid in self._view if uid not in self._chosen]
+        drawn = self._some(others, config.degree - len(self._chosen), "targets", round)
+        return tuple(sorted((*self._chosen, *drawn)))
+
+    def known(self) -> dict[int, Entry]:
+        return {**self._view, **self._best}
+
+    def forget(self, uids: Collection[int]) -> None:
+        super().forget(uids)
+        for uid in uids:
+            self._best.pop(uid, None)
+        self._chosen = tuple(uid for uid in self._chosen if uid not in uids)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "best": tables_of(self._best.values(), self.around.profile_elements),
+                "chosen": list(self._chosen), "chosen_in": self._chosen_in}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._best = {entry.uid: entry for entry in entries_of(state["best"])}
+        self._chosen, self._chosen_in = tuple(state["chosen"]), state["chosen_in"]
+
+
+def likeness(profiles: np.ndarray, own: np.ndarray, measure: str) -> np.ndarray:
+    """Returns how much each of profiles [k, elements] is like another [elements]; more is nearer: the cosine between
+    the two, or the negative Euclidean distance."""
+    if measure == "distance":
+        apart: np.ndarray = -np.linalg.norm(profiles - own, axis=1)
+        return apart
+    lengths = np.linalg.norm(profiles, axis=1) * np.linalg.norm(own)
+    found: np.ndarray = profiles @ own / np.maximum(lengths, 1e-30)
+    return found
