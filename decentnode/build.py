@@ -7,19 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from decentnode.communication.base import Communication
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.communication.parts import Schema
 from decentnode.config.component import load_class
-from decentnode.errors import EnvironmentFault
+from decentnode.errors import DataError, EnvironmentFault
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model, module_without_values
 from decentnode.graph.base import Graph
 from decentnode.node.node import Node, NodeParts, Record, Rules
+from decentnode.node.sampling import Sampling, Sketch, schema_of
 from decentnode.node.schedules import schemas_in
 from decentnode.payload import TensorSpec
+from decentnode.samplers import SAMPLERS
+from decentnode.samplers.base import Sampler, Surroundings
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.fragments import Fragment
@@ -174,12 +178,44 @@ def build(
         experiment.training, model, experiment.make_task(), data.of(uid), seed=experiment.seed, uid=uid
     )
     rules = shared.make_rules()
-    communication = make_communication(schemas_of(rules, model, shared.fragments, experiment.node.schedule))
-    if not rules[0].requirements.overrides_topology:
+    schemas, sampler = schemas_of(rules, model, shared.fragments, experiment.node.schedule), sampler_of(experiment, uid)
+    communication = make_communication(schemas if sampler is None else (*schemas, schema_of(sampler)))
+    if sampler is None and not rules[0].requirements.overrides_topology:
         buffers = [graph] if model.buffers.numel() else []
         communication.partners = partners_of(uid, [*experiment.make_fragment_graphs(), *buffers])
-    node_parts = NodeParts(graph, training, rules, communication, shared.make_rules, shared.fragments)
+    sampling = None if sampler is None else Sampling(sampler, communication, len(schemas), _profile(sampler, model))
+    node_parts = NodeParts(graph, training, rules, communication, shared.make_rules, shared.fragments, sampling)
     return Node(uid, experiment.node, node_parts, seed=experiment.seed, record=record)
+
+
+def sampler_of(experiment: Experiment, uid: int) -> Sampler | None:
+    """The peer sampler of a node, which knows the node's neighbors in the first round of the graph; None where the
+    graph says whom it sends to. Raises DataError where nodes are to tell of labels that they do not have."""
+    config = experiment.node.sampler
+    if config is None:
+        return None
+    graph, kind = experiment.make_graph(), load_class(config.name, SAMPLERS, "sampler")
+    told, shares = kind.tells(config), None
+    if told.of == "labels":
+        shares = experiment.open_data().label_shares(uid)
+        if shares is None:
+            raise DataError(f"sampler {config.name} compares nodes by their labels, which this data has not; by: model "
+                            "would do")  # fmt: skip
+    elements = told.elements if shares is None else len(shares)
+    around = Surroundings(uid, graph.num_nodes, graph.neighbors(uid, 0), experiment.seed, elements)
+    sampler: Sampler = kind(config, around)
+    if shares is not None:
+        sampler.profile = shares
+    return sampler
+
+
+def _profile(sampler: Sampler, model: FlatModel) -> Callable[[int], np.ndarray | None]:
+    """What a node tells of its model as of a round; None where it has nothing new to tell."""
+    told = sampler.tells(sampler.config)
+    if told.of != "model":
+        return lambda _round: None
+    sketch = Sketch(sampler.around.seed, model.num_parameters, told.elements)
+    return lambda round: None if round % told.every else sketch(model.parameters)
 
 
 def build_in_process(

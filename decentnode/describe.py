@@ -33,6 +33,7 @@ from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.mapping import MAPPINGS
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
+from decentnode.samplers import SAMPLERS
 from decentnode.sharing import FRAGMENTS, SHARINGS
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
@@ -42,7 +43,7 @@ from decentnode.training import TRAININGS
 TABLES: dict[str, Mapping[str, str]] = {
     "graph": GRAPHS, "weights": WEIGHTS, "mapping": MAPPINGS, "data": DATASETS, "partition": PARTITIONS,
     "task": TASKS, "model": MODELS, "training": TRAININGS, "sharing": SHARINGS, "compression": CODECS,
-    "communication": COMMUNICATIONS, "fragments": FRAGMENTS, "faults": FAULTS,
+    "communication": COMMUNICATIONS, "fragments": FRAGMENTS, "faults": FAULTS, "sampler": SAMPLERS,
 }  # fmt: skip
 """Kinds whose components a YAML section names."""
 GROUPS: dict[str, type[Settings]] = {
@@ -67,6 +68,7 @@ KINDS: dict[str, str] = {
     "communication": "How payloads move between nodes.",
     "node": "The rounds: how many, in which order, what a failure does.",
     "faults": "What goes wrong, on purpose: the entries of `faults`, a list; each fault's name is its key `do`.",
+    "sampler": "How a node finds those that it sends to, where it knows only some: the key `sampler` of `node`.",
     "simulate": "How `decentnode simulate` computes the nodes.",
     "run": "Where the results go.",
 }

@@ -28,7 +28,7 @@ def test_every_component_and_key_is_described(kind: str, name: str) -> None:
 
 
 def test_every_section_of_an_experiment_is_a_kind() -> None:
-    below = {"experiment", "partition", "compression", "fragments"}
+    below = {"experiment", "partition", "compression", "fragments", "sampler"}
     assert {"name", "seed"} | KINDS.keys() - below == Experiment.model_fields.keys()
     assert KINDS.keys() == TABLES.keys() | GROUPS.keys()
 

@@ -206,6 +206,16 @@ class OpenedData:
         return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again,
                            trains=uid not in self._servers)  # fmt: skip
 
+    def label_shares(self, uid: int) -> np.ndarray | None:
+        """[num_classes] float32: the shares of a node's training samples that have each label; None of data without
+        classes. Raises DataError."""
+        labels, classes = self.dataset(uid).train_targets(), self.spec.num_classes
+        if labels is None or classes is None:
+            return None
+        counts = np.bincount(labels[self.shares()[uid]], minlength=classes).astype(np.float32)
+        found: np.ndarray = counts / np.float32(max(1.0, counts.sum()))
+        return found
+
     def _global_test(self, dataset: Dataset) -> AnySamples:
         """What all nodes are tested on: one object for those of a process."""
         if self._test is None:

@@ -135,6 +135,11 @@ class RoundView:
             self, neighbors=(), sources=(), weights={self.uid: 1.0}, out_weights={self.uid: 1.0}, averaging_group=()
         )
 
+    def mean_of(self, came: Collection[int]) -> RoundView:
+        """The same round when the payloads of exactly these nodes came: each has the weight of the node's own."""
+        weights = dict.fromkeys(sorted({self.uid, *came}), 1.0 / (len(came) + 1))
+        return replace(self, sources=tuple(sorted(came)), weights=weights, averaging_group=())
+
     def without(self, missing: Collection[int]) -> RoundView:
         """The same round when the payloads of `missing` never come: their weights go to the node itself."""
         if not missing:

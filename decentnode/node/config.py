@@ -8,8 +8,9 @@ import pydantic
 from pydantic import Field, model_validator
 
 from decentnode.checkpoint.config import BestConfig, CheckpointConfig, of_figure
-from decentnode.config.component import ADDED, Settings
+from decentnode.config.component import ADDED, Config, Settings, section
 from decentnode.node.asynchronous.config import AsynchronousConfig
+from decentnode.samplers import SAMPLERS
 
 
 class EarlyStopConfig(BestConfig):
@@ -26,14 +27,19 @@ class EarlyStopConfig(BestConfig):
 class NodeConfig(Settings):
     rounds: int = Field(60, ge=0)
     """Number of rounds. In each, a node makes its local steps and exchanges once with its neighbors."""
-    schedule: Literal["sequential", "overlapped", "gossip_async"] = "sequential"
+    schedule: Literal["sequential", "overlapped", "gossip_async", "epidemic"] = "sequential"
     """In which order a round computes and communicates. sequential: local steps, then exchange and mix. overlapped: the
     models x(r) are exchanged while the local steps run from x(r); then x(r+1) = sum_j W_ij x_j(r) + what the steps
     changed, which is exactly D-PSGD. gossip_async: local steps, then mix the newest model that came of each neighbor,
-    whatever round it is of, and wait for nobody; with sharing push_sum it is asynchronous push-sum. In an asynchronous
+    whatever round it is of, and wait for nobody; with sharing push_sum it is asynchronous push-sum. epidemic: local
+    steps, then wait until some models came, of whomever, or the time is over, and mix those. In an asynchronous
     schedule the first node that has made all rounds ends the run."""
     asynchronous: Annotated[AsynchronousConfig | None, ADDED] = None
     """How nodes meet with an asynchronous schedule. When not given, its keys have their defaults."""
+    sampler: Annotated[Annotated[Config, section(SAMPLERS, "sampler")] | None, ADDED] = None
+    """With schedule epidemic: how a node that knows only some of the others finds those that it sends to. It begins
+    with its neighbors in the first round of the graph, which decides nothing else then. When not given, the graph says
+    whom it sends to."""
     mix_in_background: bool | None = None
     """With overlapped, on a CPU: whether a second thread mixes what arrives while the local steps run. It takes memory
     for one more model and changes no bit of the results. Default: yes where a node has more than one thread, or where
@@ -74,5 +80,7 @@ class NodeConfig(Settings):
         if self.mix_in_background and self.schedule != "overlapped":
             raise ValueError("mix_in_background: true needs schedule: overlapped; otherwise nothing is mixed meanwhile")
         if self.asynchronous is not None and self.schedule in ("sequential", "overlapped"):
-            raise ValueError(f"asynchronous needs schedule: gossip_async, got {self.schedule}")
+            raise ValueError(f"asynchronous needs schedule: gossip_async or epidemic, got {self.schedule}")
+        if self.sampler is not None and self.schedule != "epidemic":
+            raise ValueError(f"sampler needs schedule: epidemic, in which nodes expect nobody, got {self.schedule}")
         return self

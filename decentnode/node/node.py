@@ -31,6 +31,7 @@ from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.handover import agree_on_course, give_models
 from decentnode.node.plan import Planners
 from decentnode.node.resumable import NodeCheckpoints
+from decentnode.node.sampling import Sampling
 from decentnode.node.schedule import Schedule
 from decentnode.node.schedules import schedule_of
 from decentnode.node.totals import RoundTotals
@@ -60,6 +61,8 @@ class NodeParts:
     fragments: tuple[Fragment, ...] = ()
     """Of the parameters, from the first one on, without gaps; those behind the last one stay the node's own. Empty: all
     parameters are one, exchanged over `graph` in every round."""
+    sampling: Sampling | None = None
+    """Finds the neighbors of each round, in place of `graph`."""
 
 
 class Node:
@@ -85,6 +88,7 @@ class Node:
         self.record = record
         self.generation = Generation(0, tuple(range(self.graph.num_nodes)))
         self._renew = parts.renew
+        self._sampling = parts.sampling
         whole = Fragment(0, self.training.model.num_parameters, self.graph)
         self._fragments = parts.fragments or (whole,)
         self._buffers_apart = whole if parts.fragments else None
@@ -297,6 +301,8 @@ class Node:
         self.round = first_round
         self.renew_rules()
         then, now = {*before.members}, {*generation.members}
+        if self._sampling is not None:
+            self._sampling.forget(then - now)
         self.record({
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
             "round": self.round, "time": clock.wall(),
@@ -335,6 +341,9 @@ class Node:
             self.faults.enter(round)
         self._started, self._idle = clock.now(), self.communication.idle_seconds or 0.0
         views, self._buffer_view = self._planners.views(round, self.generation, self.training.learning_rate)
+        if self._sampling is not None:
+            yield from self._sampling.round(round)
+            views = [[self._sampling.seen(view) for view in each] for each in views]
         self._missing: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
         yield from self.schedule.begin(round, views, lambda: self._after_steps(round))

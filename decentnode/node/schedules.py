@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decentnode.communication.parts import Schema
 from decentnode.node.asynchronous.base import mailboxes
+from decentnode.node.asynchronous.epidemic import Epidemic
 from decentnode.node.asynchronous.gossip_async import GossipAsync
 from decentnode.node.asynchronous.push_sum import AsynchronousPushSum
 from decentnode.node.schedule import Overlapped, Schedule, Sequential
@@ -11,6 +12,7 @@ from decentnode.sharing.base import Sharing
 
 SCHEDULES: dict[str, type[Schedule]] = {
     "sequential": Sequential, "overlapped": Overlapped, "gossip_async": GossipAsync,
+    "epidemic": Epidemic,
 }  # fmt: skip
 
 

@@ -6,12 +6,14 @@ problem with the places of both values. A part that cannot be made is reported o
 
 from __future__ import annotations
 
+from decentnode.experiment.crosschecks.asynchronous import rounds_need_nobody
 from decentnode.experiment.crosschecks.communication import (
     edges_have_their_ways,
     generations_can_be_had,
     inproc_is_one_machine,
     nodes_can_be_stepped,
 )
+from decentnode.experiment.crosschecks.epidemic import sampler_suits_the_run, what_comes_can_be_averaged
 from decentnode.experiment.crosschecks.faults import faults_can_be_planned, faults_can_come_about
 from decentnode.experiment.crosschecks.federated import (
     clients_suit_the_servers,
@@ -48,6 +50,7 @@ from decentnode.experiment.crosschecks.training import (
 )
 
 CHECKS: tuple[Check, ...] = (
+    rounds_need_nobody,
     graph_can_be_made,
     fragment_graphs_can_be_made,
     mapping_can_be_made,
@@ -78,4 +81,6 @@ CHECKS: tuple[Check, ...] = (
     generations_can_be_had,
     faults_can_be_planned,
     faults_can_come_about,
+    what_comes_can_be_averaged,
+    sampler_suits_the_run,
 )

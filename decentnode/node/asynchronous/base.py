@@ -79,11 +79,13 @@ class Asynchronous(Schedule):
         return refused
 
     def collect(
-        self, channel: int = 0, sources: Collection[int] = (), seconds: float = 0.0
+        self, channel: int = 0, sources: Collection[int] = (), seconds: float = 0.0, count: int = 0
     ) -> Steps[list[Collected]]:
         """As `Communication.collect_steps`, with its seconds in `times`."""
         started = clock.now()
-        found = yield from self.communication.collect_steps(channel, sources=sources, seconds=seconds)
+        found = yield from self.communication.collect_steps(
+            channel, count=count, sources=sources, seconds=seconds
+        )
         self.times.wait += clock.now() - started
         return found
 

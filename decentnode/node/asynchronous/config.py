@@ -27,3 +27,9 @@ class AsynchronousConfig(Settings):
     patience: int = Field(2, ge=1)
     """With ad_psgd: after how many of its own rounds without an answer a node withdraws what it offered to a neighbor,
     and tries another one."""
+    arrivals: int | None = Field(None, ge=0)
+    """With epidemic: how many models that came are enough to go on. Default: half as many as the node sends, at least
+    one."""
+    deadline_seconds: float | None = Field(None, ge=0)
+    """With epidemic: the longest wait for them in a round, in seconds. Default: as long as the local steps of the round
+    took, but at least 1 and at most `communication.timeout_seconds`."""

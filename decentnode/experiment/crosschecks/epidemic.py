@@ -1,0 +1,46 @@
+"""Whether nodes can be had that expect nobody, and a sampler that finds their neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from decentnode.config.component import load_class
+from decentnode.config.problems import Problem
+from decentnode.errors import UsageError
+from decentnode.experiment.crosschecks.parts import graph_of
+from decentnode.experiment.tree import Experiment
+from decentnode.samplers import SAMPLERS
+from decentnode.samplers.base import Sampler
+
+
+def what_comes_can_be_averaged(experiment: Experiment) -> Iterator[Problem]:
+    """Schedule epidemic takes the plain mean of what came, which is no step of push-sum."""
+    if experiment.node.schedule == "epidemic" and experiment.sharing.name == "push_sum":
+        message = (": epidemic takes the plain mean of the models that came, which shares of push_sum are not; "
+                   "schedule: gossip_async would do, or sharing: full")  # fmt: skip
+        yield Problem(("node", "schedule"), message, other=("sharing",))
+
+
+def sampler_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
+    """A sampler is a class of samplers, begins with somebody, and compares by what the data has."""
+    config, graph = experiment.node.sampler, graph_of(experiment)
+    if config is None:
+        return
+    kind = load_class(config.name, SAMPLERS, "sampler")
+    if not (isinstance(kind, type) and issubclass(kind, Sampler)):
+        message = f"must name a class derived from decentnode.samplers.base.Sampler, got {config.name}"
+        yield Problem(("node", "sampler"), message)
+        return
+    if graph is not None and graph.num_nodes > 1:
+        alone = next((uid for uid in range(graph.num_nodes) if not graph.neighbors(uid, 0)), None)
+        if alone is not None:
+            yield Problem(("node", "sampler"), f": node {alone} has no neighbor in the first round of the graph, and "
+                          "so knows nobody to begin with", other=("graph",))  # fmt: skip
+    if kind.tells(config).of == "labels":
+        try:
+            without = experiment.open_data().spec.num_classes is None
+        except UsageError:  # another check says so
+            return
+        if without:
+            yield Problem(("node", "sampler"), f": {config.name} compares nodes by their labels, which this data has "
+                          "not; by: model would do", other=("data",))  # fmt: skip

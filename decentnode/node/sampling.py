@@ -1,0 +1,124 @@
+"""A peer sampler at work: its messages travel in a mailbox of their own, its targets are the neighbors of a round."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decentnode import rng
+from decentnode.communication.base import Communication
+from decentnode.communication.parts import Collected, Schema
+from decentnode.communication.run_state import Steps
+from decentnode.errors import PeerFault
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, ScalarSpec, TensorSpec
+from decentnode.samplers.base import Sampler, Shuffle
+from decentnode.samplers.messages import MALFORMED, shuffle_of, tables_of
+
+logger = logging.getLogger(__name__)
+
+KEPT = 8
+"""Messages of one source that wait for a node to look: more than it sends to one other in a round."""
+_KIND = ScalarSpec(int, 0, 3)
+"""1 for an answer, plus 2 between nodes that are near."""
+
+
+def schema_of(sampler: Sampler) -> Schema:
+    """Returns what a sampler's messages look like."""
+    longest, elements = sampler.longest, sampler.around.profile_elements
+    tensors = {"uids": TensorSpec(torch.int64, longest, exact=False),
+               "ages": TensorSpec(torch.int64, longest, exact=False)}  # fmt: skip
+    if elements:
+        tensors["profiles"] = TensorSpec(torch.float32, longest * elements, exact=False)
+    return Schema(longest, tensors, elementwise=False, mailbox=KEPT)
+
+
+class Sampling:
+    """Runs one node's sampler. Used from the training thread."""
+
+    def __init__(
+        self, sampler: Sampler, communication: Communication, channel: int,
+        profile: Callable[[int], np.ndarray | None] = lambda _round: None,
+    ) -> None:
+        """channel: of the sampler's mailbox. profile: what the node says of itself as of a round; None: what it said
+        before."""
+        self.sampler = sampler
+        self._communication, self._channel, self._profile = communication, channel, profile
+        self._sent = 0
+
+    def round(self, round: int) -> Steps[None]:
+        """At the beginning of a round: take in what came, answer it, and begin the round's shuffles. Waits for
+        nothing."""
+        found = yield from self._communication.collect_steps(self._channel)
+        said = self._profile(round)
+        if said is not None:
+            self.sampler.profile = said
+        for each in found:
+            try:
+                answer = self.sampler.receive(each.source, self._read(each), round)
+            except PeerFault as fault:
+                logger.warning("round %d: refused a shuffle of node %d: %s", round, each.source, fault)
+                self._communication.counters.fault(fault.reason, each.source, str(fault))
+                continue
+            if answer is not None and answer.entries:
+                self._send(each.source, answer)
+        for uid, message in self.sampler.begin(round).items():
+            self._send(uid, message)
+
+    def seen(self, view: RoundView) -> RoundView:
+        """Returns the view of a round with the sampler's targets for neighbors, and nobody who is expected."""
+        targets = tuple(uid for uid in self.sampler.targets(view.round) if uid in view.members)
+        shares = dict.fromkeys(sorted((view.uid, *targets)), 1.0 / (len(targets) + 1))
+        return replace(view, neighbors=targets, sources=(), weights={view.uid: 1.0}, out_weights=shares,
+                       averaging_group=())  # fmt: skip
+
+    def forget(self, uids: Collection[int]) -> None:
+        """These nodes are no members any more."""
+        self.sampler.forget(uids)
+
+    def _send(self, uid: int, message: Shuffle) -> None:
+        tables = tables_of(message.entries, self.sampler.around.profile_elements)
+        tensors = {name: torch.from_numpy(table) for name, table in tables.items()}
+        payload = Payload(tensors, {"kind": message.reply + 2 * message.near}, frozenset(tensors))
+        self._sent += 1  # in place of a round, it tells messages of one round apart
+        self._communication.publish(self._sent, {uid: payload}, self._channel)
+
+    def _read(self, each: Collected) -> Shuffle:
+        kind = each.payload.scalars.get("kind")
+        if not _KIND.accepts(kind):
+            raise PeerFault(MALFORMED, f"kind of {kind} from {each.source}")
+        assert isinstance(kind, int)
+        tables = {name: tensor.cpu().numpy() for name, tensor in each.payload.tensors.items()}
+        return shuffle_of(self.sampler, tables, reply=bool(kind & 1), near=bool(kind & 2))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all that is kept between rounds."""
+        return {"sampler": self.sampler.state_dict(), "sent": self._sent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self.sampler.load_state_dict(state["sampler"])
+        self._sent = state["sent"]
+
+
+class Sketch:
+    """A random projection to few numbers, alike on all nodes: each parameter is added to, or taken from, one of them
+    (a count sketch, Charikar, Chen and Farach-Colton 2002). Distances and cosines between sketches are near those
+    between models."""
+
+    def __init__(self, seed: int, parameters: int, elements: int) -> None:
+        draws = rng.stream(seed, rng.GLOBAL, "sampler sketch")
+        self._elements = elements
+        self._places = torch.from_numpy(draws.integers(0, elements, parameters))
+        self._signs = torch.from_numpy(draws.integers(0, 2, parameters, np.int8) * 2 - 1)
+
+    def __call__(self, model: Tensor) -> np.ndarray:
+        """Returns the sketch [elements] float32 of a model [P]."""
+        signed = model.detach().to("cpu", torch.float32) * self._signs
+        return torch.zeros(self._elements).index_add_(0, self._places, signed).numpy()

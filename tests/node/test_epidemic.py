@@ -1,0 +1,192 @@
+"""Rounds in which nodes expect nobody, and neighbors that they find by what they tell each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decentnode.build import build_in_process, schemas_of, step_all
+from decentnode.errors import ConfigError
+from decentnode.experiment import Experiment, load
+from decentnode.node.asynchronous.epidemic import Epidemic
+from decentnode.node.config import NodeConfig
+from decentnode.node.node import Node, NodeParts
+from decentnode.node.sampling import KEPT, Sampling, Sketch, schema_of
+from decentnode.payload import Payload
+from decentnode.samplers.base import Surroundings
+from decentnode.samplers.cyclon import Cyclon, CyclonConfig
+from decentnode.sharing.full import Full
+from tests.communication.contract import nodes as nodes_over
+from tests.communication.contract import together
+from tests.graph.contract import make
+from tests.node.fakes import Quadratic, stacked
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+EL_LOCAL = "graph={name: el_local, nodes: 6, degree: 2}"
+
+
+def experiment(*overrides: str, rounds: int = 6) -> Experiment:
+    return load(QUICKSTART, [
+        EL_LOCAL, "weights=null", "mapping={name: linear, nodes_per_machine: 6, threads: 1}",
+        "training={name: supervised, batch_size: 8, local_steps: 2, optimizer: {name: sgd, lr: 0.05}}",
+        f"node={{rounds: {rounds}, evaluate_every: 0}}", "model={name: mlp, hidden: [12]}", *overrides,
+    ])  # fmt: skip
+
+
+def made(*overrides: str, rounds: int = 6) -> tuple[list[Node], list[dict[str, Any]]]:
+    """The nodes of a run, and the records of their rounds."""
+    records: list[dict[str, Any]] = []
+
+    def record(uid: int, each: dict[str, Any]) -> None:
+        if each["kind"] == "round":
+            records.append({"uid": uid, **each})
+
+    return build_in_process(experiment(*overrides, rounds=rounds), record), records
+
+
+def in_step(nodes: list[Node], rounds: int) -> None:
+    """All nodes finish a round before any begins the next."""
+    for r in range(rounds):
+        for node in nodes:
+            node.begin_round(r)
+        for node in nodes:
+            node.finish_round(r)
+            node.round += 1
+
+
+def test_nodes_in_step_mix_what_those_mix_that_know_who_sends() -> None:
+    (waits, _), (goes, rounds) = made(), made("node.schedule=epidemic")
+    for nodes in (waits, goes):
+        in_step(nodes, 6)
+    for one, other in zip(waits, goes, strict=True):
+        assert torch.equal(one.training.model.parameters, other.training.model.parameters)
+    graph = goes[0].graph
+    assert {(each["uid"], each["round"]): each["mixed_copies"] for each in rounds} == {
+        (uid, r): len(graph.sources(uid, r)) for uid in range(6) for r in range(6)
+    }
+
+
+def test_a_node_sends_as_many_models_as_it_drew_and_nothing_to_others() -> None:
+    nodes, rounds = made("node.schedule=epidemic")
+    step_all(nodes)
+    size = nodes[0].training.model.parameters.nbytes
+    assert {(each["round"], each["data_bytes_sent"]) for each in rounds} == {(r, (r + 1) * 2 * size) for r in range(6)}
+    for each in rounds:
+        sent = {int(uid) for uid, edge in each["edges"].items() if edge[0]}
+        assert sent == {*nodes[0].graph.neighbors(each["uid"], each["round"])}
+
+
+def test_who_gets_nothing_waits_for_the_first_to_come() -> None:
+    nodes, _ = made("node.schedule=epidemic", "node.asynchronous={arrivals: 1, deadline_seconds: 5}")
+    nodes[0].begin_round(0)
+    own, other = nodes[0].training.model.parameters.clone(), torch.ones(910)
+    steps = nodes[0]._finish_round(0)
+    assert next(steps) is None
+    nodes[3].communication.publish(7, {0: Payload({"x": 0 * other})}, 0)
+    nodes[3].communication.publish(8, {0: Payload({"x": other})}, 0)
+    assert next(steps, "over") == "over"
+    torch.testing.assert_close(nodes[0].training.model.parameters, (own + other) / 2, atol=1e-6, rtol=0)
+
+
+def test_the_longest_wait_is_that_of_the_local_steps_within_bounds() -> None:
+    nodes, rounds = made("node.schedule=epidemic", "node.asynchronous={arrivals: 0}")
+    nodes[0].begin_round(0)
+    assert next(nodes[0]._finish_round(0), "over") == "over"
+    assert rounds[0]["mixed_copies"] == 0
+    schedule = nodes[0].schedule
+    assert isinstance(schedule, Epidemic)
+    schedule.times.train = 0.25
+    assert schedule._longest_wait() == 1
+    schedule.times.train = 2.5
+    assert schedule._longest_wait() == 2.5
+    schedule.times.train = 1e6
+    assert schedule._longest_wait() == nodes[0].communication.config.timeout_seconds
+
+
+@pytest.mark.parametrize("transport", ["ipc", "shared_memory"])
+def test_nodes_that_know_two_others_come_together_over_every_transport(transport: str) -> None:
+    count = 6
+    config = NodeConfig.model_validate({
+        "rounds": 40, "evaluate_every": 0, "schedule": "epidemic", "sampler": "cyclon",
+        "asynchronous": {"deadline_seconds": 0.2},
+    })  # fmt: skip
+    graph = make("ring", nodes=count)
+    trainings = [Quadratic(uid, 10, 0.0, -1, 3) for uid in range(count)]
+    samplers = [Cyclon(CyclonConfig(name="cyclon", view=4, exchange=2, degree=2),
+                       Surroundings(uid, count, graph.neighbors(uid, 0), 1)) for uid in range(count)]  # fmt: skip
+    schemas = schemas_of(Full(Full.Config()), trainings[0].model, (), "epidemic")
+    start = stacked(trainings)  # type: ignore[arg-type]
+    with nodes_over(transport, count, (*schemas, schema_of(samplers[0]))) as ends:
+        nodes = []
+        for uid, end in enumerate(ends):
+            sampling = Sampling(samplers[uid], end, len(schemas))
+            parts = NodeParts(graph, trainings[uid], Full(Full.Config()), end, sampling=sampling)
+            nodes.append(Node(uid, config, parts, seed=1))
+        together(ends, lambda end: nodes[end.uid].run())
+        edges = {(uid, other) for uid, end in enumerate(ends) for other, edge in end.counters.known()
+                 if edge.payload_bytes_received}  # fmt: skip
+    assert len({(a, b) for a, b in edges if (a - b) % count not in (1, count - 1)}) > 4
+    assert stacked(trainings).std(0).max() < 0.05 * start.std(0).min()  # type: ignore[arg-type]
+    assert stacked(trainings, "buffers").std(0).max() < 0.2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampler", [
+    "{name: cyclon, view: 4, exchange: 2, degree: 2}", "{name: knn, view: 4, exchange: 2, degree: 2, refresh: 2}",
+    "{name: knn, view: 4, exchange: 2, degree: 2, by: model, sketch: 4, measure: distance, prefer: dissimilar}",
+])  # fmt: skip
+def test_nodes_of_a_ring_meet_others_and_learn(sampler: str) -> None:
+    keys = ["graph={name: ring, nodes: 6}", "node.schedule=epidemic", f"node.sampler={sampler}"]
+    nodes, rounds = made(*keys, rounds=12)
+    step_all(nodes)
+    far = {(each["uid"], int(uid)) for each in rounds for uid, edge in each["edges"].items() if edge[0] > 2000}
+    assert len({(a, b) for a, b in far if (a - b) % 6 not in (1, 5)}) > 8
+    assert all(node._sampling is not None and len(node._sampling.sampler.known()) > 1 for node in nodes)
+    again, _ = made(*keys, rounds=12)
+    step_all(again)
+    for one, other in zip(nodes, again, strict=True):
+        assert torch.equal(one.training.model.parameters, other.training.model.parameters)
+
+
+def test_what_no_sampler_sends_is_counted_and_dropped() -> None:
+    nodes, _ = made("graph={name: ring, nodes: 6}", "node.schedule=epidemic", "node.sampler=cyclon")
+    sampling, transport = nodes[0]._sampling, nodes[1].communication
+    assert sampling is not None
+    channel = sampling._channel
+    wrong = {"uids": torch.tensor([3, 3]), "ages": torch.tensor([0, 0])}
+    transport.publish(1, {0: Payload(wrong, {"kind": 0})}, channel)
+    transport.publish(2, {0: Payload({name: each[:1] for name, each in wrong.items()}, {"kind": 7})}, channel)
+    list(sampling.round(0))
+    assert nodes[0].communication.counters.faults["malformed_shuffle"] == 2
+    assert transport.schemas[channel].mailbox == KEPT  # type: ignore[attr-defined]
+
+
+def test_sketches_keep_distances_and_cosines() -> None:
+    sketch = Sketch(1, 20_000, 256)
+    draws = torch.Generator().manual_seed(1)
+    base = torch.randn(20_000, generator=draws)
+    near, far = base + 0.3 * torch.randn(20_000, generator=draws), torch.randn(20_000, generator=draws)
+    said = [sketch(model) for model in (base, near, far)]
+    for a, b in ((0, 1), (0, 2)):
+        x, y = (base, near, far)[a], (base, near, far)[b]
+        assert np.linalg.norm(said[a] - said[b]) == pytest.approx(float((x - y).norm()), rel=0.25)
+        cosine = said[a] @ said[b] / np.linalg.norm(said[a]) / np.linalg.norm(said[b])
+        assert cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(x, y, dim=0)), abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["node.sampler=cyclon"], "sampler needs schedule: epidemic"),
+        (["node.schedule=epidemic", "node.sampler=cyclo"], "did you mean 'cyclon'"),
+        (["node.schedule=epidemic", "sharing=push_sum"], "plain mean of the models that came"),
+        (["node.schedule=epidemic", "node.sampler=cyclon", "graph={name: erdos_renyi, nodes: 6, probability: 1}",
+          "node.sampler.exchange=30"], "exchange must be at most view"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        experiment(*overrides)
