@@ -11,6 +11,7 @@ from decentnode.graph.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_PANELS = 8
 MAX_LABELLED = 128
@@ -33,10 +34,16 @@ Places = dict[int, tuple[float, float]]
 
 def draw_graph(graph: Topology, path: Path) -> None:
     """Draw a graph into a file, a panel per round of its period. Raises EnvironmentFault when it cannot be written."""
-    import matplotlib
+    try:
+        figure_of(graph).savefig(path, dpi=130)
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: {error.strerror}") from error
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def figure_of(graph: Topology) -> Figure:
+    """Returns a picture of a graph, a panel per round of its period, that is none of pyplot's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     panels = min(graph.period or MAX_PANELS, MAX_PANELS)
     columns = min(panels, 4)
@@ -44,7 +51,9 @@ def draw_graph(graph: Topology, path: Path) -> None:
     largest = LARGEST_PANEL if panels == 1 else LARGEST_OF_SEVERAL
     side = min(max(SMALLEST_PANEL, INCHES_PER_NODE * graph.num_nodes), largest)
     size = (side * columns, side * rows + 0.5)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
     places = _places(graph)
     for index, axis in enumerate(axes.flat):
         axis.set_axis_off()
@@ -55,12 +64,7 @@ def draw_graph(graph: Topology, path: Path) -> None:
     name = getattr(graph.config, "name", "") or "graph"
     title = f"{graph.config.file.name}" if name == "file" else name.replace("_", " ")  # type: ignore[attr-defined]
     figure.suptitle(f"{title}, {graph.num_nodes} nodes", fontsize=13)
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise EnvironmentFault(f"{path}: {error.strerror}") from error
-    finally:
-        plt.close(figure)
+    return figure
 
 
 def _draw(axis: Axes, graph: Topology, round: int, places: Places, side: float) -> None:

@@ -135,12 +135,12 @@ def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
     for group in groups:
         name, config = group[0].name, group[0].config
         others = [other[0].config for other in groups if other[0].name == name]
-        told = [f"{key}={config[key]}" for key in _telling(others) if key in config]
+        told = [f"{key}={config[key]}" for key in telling(others) if key in config]
         found.append(" ".join([name, *told]))
     return found
 
 
-def _telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
+def telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns the keys in which configs differ, without those that follow from another component in their section."""
     keys = sorted({key for config in configs for key in config})
     differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]

@@ -1,0 +1,33 @@
+"""`decentnode report`: runs as one HTML file that explains them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--all-runs", is_flag=True, help="Of the folder or the name of an experiment take all runs in it.")
+@click.option("--label", "labels", multiple=True, help="Name of an experiment, in the order of the runs.")
+@click.option("--output", "-o", type=click.Path(path_type=Path),
+              help="File to write, .html; RUN/report.html of the first run when not given.")  # fmt: skip
+def command(runs: tuple[str, ...], all_runs: bool, labels: tuple[str, ...], output: Path | None) -> None:
+    """Write what runs were and what came of them into one HTML file that needs no other: the configs and what differs
+    in them, results with deviations, curves, the graph, who waited for whom, bytes by purpose, faults, every node, and
+    how to repeat it all.
+
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Runs whose configs
+    differ in the seed alone are one experiment.
+    """
+    from decentnode.launch.run_dir import resolve, resolve_all
+    from decentnode.report.page import write
+
+    if output is not None and output.suffix not in (".html", ".htm"):
+        raise click.UsageError(f"the report's name must end in .html, got {output.name}")
+    paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
+    target = output or paths[0] / "report.html"
+    for line in write(paths, target, labels):
+        click.echo(line, err=True)
+    click.echo(str(target))

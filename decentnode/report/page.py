@@ -1,0 +1,379 @@
+"""A report of runs: one HTML file with everything in it, for a browser, a telephone or paper."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decentnode import clock
+from decentnode.errors import DecentnodeError, EnvironmentFault, UsageError
+from decentnode.metrics.events import EVENTS
+from decentnode.metrics.figures import VIRTUAL_AXES
+from decentnode.metrics.history_kinds import HISTORY
+from decentnode.metrics.reader import read
+from decentnode.report import compare, repeats
+from decentnode.report.closing import closing
+from decentnode.report.plots import draw
+from decentnode.report.repeats import Ran
+from decentnode.report.runs import Line, RecordedRun, axes_of, lines, overview
+from decentnode.report.significance import holm, paired
+from decentnode.system import replacing
+from decentnode.words import size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_PAIRS, MOST_EVENTS, MOST_GRAPH_NODES, MOST_WAITING_NODES = 12, 60, 400, 256
+"""Rows of the table of waits, and of events in the order of time; nodes of a drawn graph, and of the picture of
+waits."""
+EVENTS_IN_ORDER = frozenset({
+    "joined", "failed", "peer_lost", "diverged", "generation", "generation_over", "refused", "outside", "stopped",
+    "stranger", "wrong_identity",
+})  # fmt: skip
+"""Kinds of events that are told one by one; all others are counted."""
+PURPOSES = {
+    "data": "payloads: models and what stands for them", "metadata": "payloads: indices, scales and the like",
+    "evaluation": "evaluation of the merged model", "protocol": "headers, acknowledgments and membership",
+    "control": "beats and what keeps connections", "checkpoints": "checkpoints",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing, and what it shows in words, for those who do not see it."""
+
+    title: str
+    told: str
+    data: str
+    """An address that holds the picture itself."""
+
+
+def write(paths: Sequence[Path], target: Path, names: Sequence[str] = ()) -> list[str]:
+    """Write the report of some runs, atomically. Returns what was left out, in sentences.
+
+    names: of the lines, as for `lines`. Raises UsageError for runs without metrics, EnvironmentFault when the file
+    cannot be written.
+    """
+    text, said = render(paths, names)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {target}: {error.strerror}") from error
+    return said
+
+
+def render(paths: Sequence[Path], names: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """Returns (the HTML text, what was left out). Raises UsageError for runs without metrics."""
+    import jinja2
+
+    drawn, said = lines(paths, names)
+    ran = [[_ran(run.path) for run in line.runs] for line in drawn]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+                                     lstrip_blocks=True)  # fmt: skip
+    text = resources.files("decentnode.report").joinpath("report.html.j2").read_text("utf-8")
+    return environment.from_string(text).render(
+        title=", ".join(dict.fromkeys(each.name for group in ran for each in group)),
+        made=_time(clock.wall()), seeds=[_seeds(group) for group in ran], labels=[line.label for line in drawn],
+        conclusions=[_conclusion(group) for group in ran],
+        ends=[group[0].ended for group in ran], differing=differing(ran), texts=_texts(drawn),
+        results=results(drawn, ran),
+        curves=_curves(drawn), graphs=_graphs(drawn), waits=[_waits(line) for line in drawn],
+        traffic=_traffic(ran), events=[_events(run) for line in drawn for run in line.runs],
+        nodes=[_nodes(each) for group in ran for each in group],
+        machines=[_machine(each) for group in ran for each in group],
+        again=[_again(each) for group in ran for each in group], said=said,
+    ), said  # fmt: skip
+
+
+def _ran(path: Path) -> Ran:
+    try:
+        return repeats.read(path)
+    except UsageError:
+        return Ran(path, path.parent.name, None, {}, "not finished", {})
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _conclusion(group: Sequence[Ran]) -> str:
+    """The closing line of a run; nothing of several, whose means stand in the table, nor of a run without a whole
+    summary."""
+    try:
+        return closing(group[0].summary)[0] if len(group) == 1 else ""
+    except (KeyError, TypeError):
+        return ""
+
+
+def _seeds(group: Sequence[Ran]) -> str:
+    seeds = [str(each.seed) for each in group if each.seed is not None]
+    return f", seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}" if seeds else ""
+
+
+# -- the question and the results
+
+
+def differing(ran: Sequence[Sequence[Ran]]) -> list[tuple[str, list[str]]]:
+    """Returns the keys in which the experiments differ, without those that follow from another component, each with its
+    value in every one; a dash where it has none."""
+    configs = [group[0].config for group in ran]
+    return [(key, [_short(config.get(key, "-")) for config in configs]) for key in repeats.telling(configs)]
+
+
+def _short(value: str) -> str:
+    """Without what a list of sections leaves open."""
+    if not value.startswith("[{"):
+        return value
+    return json.dumps([{k: v for k, v in each.items() if v is not None} for each in json.loads(value)])
+
+
+def _texts(drawn: Sequence[Line]) -> list[tuple[str, str]]:
+    """The configs as they were written."""
+    found = []
+    for line in drawn:
+        try:
+            found.append((line.label, (line.runs[0].path / "config.yaml").read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def results(drawn: Sequence[Line], ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
+    """The table of results: headings, rows, and, of several experiments with common seeds, each one's difference from
+    the first in the main metric of its task."""
+    with_summary = [(line, group) for line, group in zip(drawn, ran, strict=True) if any(r.summary for r in group)]
+    if not with_summary:
+        return {"heads": [], "rows": [], "paired": []}
+    groups = [[each for each in group if each.summary] for _, group in with_summary]
+    rows = compare.rows(groups)
+    shown = rows[0].columns
+    told = [[line.label, str(row.runs), *(row.shown(figure) for figure in shown)]
+            for (line, _), row in zip(with_summary, rows, strict=True)]  # fmt: skip
+    return {"heads": ["experiment", "runs", *(figure.title for figure in shown)], "rows": told,
+            "paired": _paired([line.label for line, _ in with_summary], groups)}  # fmt: skip
+
+
+def _paired(labels: Sequence[str], groups: Sequence[Sequence[Ran]]) -> list[list[str]]:
+    main = groups[0][0].measured.main
+    name, scale = f"{main.name}_mean", main.scale
+    values = [{each.seed: scale * value for each in group if isinstance(value := each.summary.get(name), int | float)}
+              for group in groups]  # fmt: skip
+    found = [paired(each, values[0]) for each in values[1:]]
+    together = holm([None if each is None else each.p for each in found])
+    return [
+        [label, str(each.seeds), f"{each.mean:+.3g}{main.suffix}", f"{each.low:+.3g} to {each.high:+.3g}",
+         "-" if p is None else f"{p:.2g}"]
+        for label, each, p in zip(labels[1:], found, together, strict=True) if each is not None
+    ]  # fmt: skip
+
+
+# -- pictures
+
+
+def _picture(figure: Figure, title: str, told: str) -> Picture:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "decentnode"}):
+        figure.savefig(data := io.BytesIO(), format="svg", metadata={"Date": None})
+    return Picture(title, told, "data:image/svg+xml;base64," + base64.b64encode(data.getvalue()).decode())
+
+
+def _curves(drawn: Sequence[Line]) -> list[Picture]:
+    found = []
+    for metric in overview(drawn):
+        for axis in axes_of(drawn):
+            try:
+                figure, _ = draw(drawn, [metric], [axis])
+            except UsageError:
+                continue
+            title = f"{metric.replace('_', ' ')} by {VIRTUAL_AXES[axis]}"
+            found.append(_picture(figure, title, f"{title} of {', '.join(line.label for line in drawn)}"))
+    return found
+
+
+def _graphs(drawn: Sequence[Line]) -> list[Picture]:
+    """The graph of every experiment, those that are the same once."""
+    from decentnode.experiment import load
+    from decentnode.graph.topology import Topology
+    from decentnode.report.graph import figure_of
+
+    found: dict[bytes, Picture] = {}
+    for line in drawn:
+        path = line.runs[0].path
+        try:
+            edges = (path / "graph.edges").read_bytes() if (path / "graph.edges").is_file() else str(path).encode()
+            if edges in found:
+                continue
+            graph = load(str(path / "config.resolved.yaml"), check=False).make_graph()
+            if not isinstance(graph, Topology) or graph.num_nodes > MOST_GRAPH_NODES:
+                continue
+            title = f"graph of {line.label}"
+            found[edges] = _picture(figure_of(graph), title, f"{title}: {graph.num_nodes} nodes")
+        except (OSError, DecentnodeError):  # a run of another version, or of a graph file that is gone
+            continue
+    return [*found.values()]
+
+
+# -- who waited, what was sent, what happened
+
+
+def waited(run: RecordedRun) -> dict[tuple[int, int], float]:
+    """Returns (node, neighbor) -> the seconds that the node waited for payloads of it, in the whole run."""
+    found: Counter[tuple[int, int]] = Counter()
+    for uid, records in run.nodes.items():
+        for record in records:
+            for neighbor, edge in record.get("edges", {}).items():
+                if isinstance(edge, list) and len(edge) > 4 and edge[4]:
+                    found[uid, int(neighbor)] += edge[4]
+    return dict(found)
+
+
+def _waits(line: Line) -> dict[str, Any]:
+    total: Counter[tuple[int, int]] = Counter()
+    for run in line.runs:
+        total.update(waited(run))
+    longest = total.most_common(MOST_PAIRS)
+    rounds = {phase: _seconds(line, f"{phase}_seconds") for phase in ("train", "send", "wait", "mix")}
+    every = sum(rounds.values())
+    return {
+        "label": line.label, "pairs": [(a, b, f"{seconds:.2f}") for (a, b), seconds in longest if seconds >= 0.005],
+        "shares": [(phase, 100 * seconds / every) for phase, seconds in rounds.items()] if every else [],
+        "picture": _waiting_picture(line, total),
+    }  # fmt: skip
+
+
+def _seconds(line: Line, key: str) -> float:
+    return sum(record.get(key) or 0.0 for run in line.runs for records in run.nodes.values() for record in records)
+
+
+def _waiting_picture(line: Line, total: Mapping[tuple[int, int], float]) -> Picture | None:
+    """Rows wait for columns."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    uids = sorted({uid for run in line.runs for uid in run.nodes})
+    if not total or not 1 < len(uids) <= MOST_WAITING_NODES:
+        return None
+    place = {uid: index for index, uid in enumerate(uids)}
+    values = np.full((len(uids), len(uids)), np.nan)
+    for (node, neighbor), seconds in total.items():
+        if node in place and neighbor in place:
+            values[place[node], place[neighbor]] = seconds
+    figure = Figure(figsize=(4.6, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    image = panel.imshow(values, cmap="cividis")
+    figure.colorbar(image, ax=panel, label="seconds waited in all")
+    every = max(1, len(uids) // 16)
+    for axis, name in ((panel.xaxis, "waited for"), (panel.yaxis, "node that waited")):
+        axis.set_ticks(range(0, len(uids), every), [str(uid) for uid in uids[::every]])
+        axis.set_label_text(name)
+    return _picture(figure, "who waited for whom", f"seconds that each node of {line.label} waited for each neighbor")
+
+
+def _traffic(ran: Sequence[Sequence[Ran]]) -> dict[str, Any]:
+    """Bytes by purpose: in all, and per node."""
+    groups = [[each for each in group if each.summary] for group in ran]
+    rows = []
+    for purpose, meaning in PURPOSES.items():
+        found = [[float(each.summary.get(f"bytes_{purpose}_total") or 0) for each in group] for group in groups]
+        if any(any(values) for values in found):
+            nodes = [max(1, len(group[0].summary.get("nodes", {}))) if group else 1 for group in groups]
+            means = [sum(values) / max(1, len(values)) for values in found]
+            rows.append((purpose, meaning, [(size(mean), size(mean / n)) if group else ("-", "-")
+                                            for mean, n, group in zip(means, nodes, groups, strict=True)]))  # fmt: skip
+    return {"rows": rows}
+
+
+def _events(run: RecordedRun) -> dict[str, Any]:
+    """What happened beside the rounds: counts by kind, and those that matter in the order of time."""
+    counts: Counter[str] = Counter()
+    told: list[tuple[float, int, str, str]] = []
+    for path in sorted(run.path.glob("nodes/*/events.jsonl")):
+        for event in _readable(path):
+            kind = str(event.get("kind"))
+            if kind in HISTORY or kind == "recording":
+                continue
+            counts[kind] += int(event.get("count") or 1)
+            if kind in EVENTS_IN_ORDER and kind != "joined":
+                peer = event.get("peer")
+                whom = f"node {peer}" if peer is not None else ""
+                detail = " ".join(filter(None, (whom, str(event.get("detail") or ""))))
+                told.append((float(event.get("time") or 0.0), int(event.get("uid") or 0), kind, detail))
+    began = min((r[0].get("time", 0.0) for r in run.nodes.values() if r), default=0.0)
+    told.sort()
+    planned = [json.dumps(each) for each in _readable(run.path / "faults.jsonl")]
+    return {
+        "label": str(run.path), "planned": planned,
+        "counts": [(kind, count, EVENTS.get(kind, "")) for kind, count in sorted(counts.items())],
+        "told": [(f"{time - began:+.1f} s", uid, kind, detail) for time, uid, kind, detail in told[:MOST_EVENTS]],
+        "more": max(0, len(told) - MOST_EVENTS),
+    }  # fmt: skip
+
+
+def _readable(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        yield from read(path)
+    except OSError:
+        return
+
+
+# -- every node; how it came about
+
+
+def _nodes(ran: Ran) -> dict[str, Any]:
+    """A row per node, of what its task measures and of time and bytes."""
+    nodes = ran.summary.get("nodes", {})
+    metrics = [*ran.measured.metrics]
+    heads = ["node", "rounds", *(metric.name.replace("_", " ") for metric in metrics), "round", "sent", "faults"]
+    shown: list[Callable[[Mapping[str, Any]], str]] = [
+        *(functools.partial(_value, name=metric.name, scale=metric.scale, digits=metric.digits, suffix=metric.suffix)
+          for metric in metrics),
+    ]  # fmt: skip
+    rows = [
+        [uid, str(node.get("rounds", "-")), *(tell(node) for tell in shown),
+         _value(node, "round_seconds_median", 1000, 1, " ms"), size(float(node.get("bytes_data") or 0)),
+         str(node.get("faults", "-"))]
+        for uid, node in nodes.items() if isinstance(node, dict)
+    ]  # fmt: skip
+    return {"label": str(ran.path), "heads": heads, "rows": rows}
+
+
+def _value(node: Mapping[str, Any], name: str, scale: float, digits: int, suffix: str) -> str:
+    value = node.get(name)
+    return f"{scale * value:.{digits}f}{suffix}" if isinstance(value, int | float) else "-"
+
+
+def _machine(ran: Ran) -> dict[str, Any]:
+    try:
+        found = json.loads((ran.path / "env.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    versions = found.get("versions") if isinstance(found, dict) else None
+    rows = [(key, str(found[key])) for key in ("time", "host", "system", "cpu", "cores", "memory") if key in found]
+    if isinstance(versions, dict):
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    return {"label": str(ran.path), "rows": rows}
+
+
+def _again(ran: Ran) -> dict[str, Any]:
+    def text(name: str) -> str:
+        try:
+            return (ran.path / name).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return ""
+
+    return {"label": str(ran.path), "command": text("command.txt"), "commit": text("git.txt"), "seed": ran.seed,
+            "digest": str(ran.summary.get("digest", ""))}  # fmt: skip

@@ -1,0 +1,145 @@
+"""The report of runs: one HTML file that needs no other, whatever the runs lack."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.report.page import render, waited, write
+from decentnode.report.runs import load
+from tests.report.test_runs import fake_run
+
+VOID = {"meta", "img", "br", "link"}
+
+
+class Checked(HTMLParser):
+    """Fails on tags that are not closed in order, and keeps texts and what is referred to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.texts: list[str] = []
+        self.without_alt = 0
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.addresses += [value for key in ("src", "href") if (value := found.get(key))]
+        self.ids += [value for key, value in attrs if key == "id" and value]
+        self.without_alt += tag == "img" and not found.get("alt")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def checked(text: str) -> Checked:
+    found = Checked(text)
+    for address in found.addresses:
+        assert address.startswith(("data:image/svg+xml;base64,", "#")), f"the file refers to {address[:60]}"
+        assert not address.startswith("#") or address[1:] in found.ids
+    assert not re.search(r"@import|url\(|<script", text) and not found.without_alt
+    return found
+
+
+def test_a_run_is_explained_in_one_file_that_needs_no_other(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "exp" / "run")
+    (run / "config.yaml").write_text("name: exp  # <b>bold</b>\n")
+    (run / "command.txt").write_text("decentnode run exp.yaml\n")
+    (run / "env.json").write_text(json.dumps({"host": "here", "versions": {"torch": "2.13.0"}}))
+    (run / "faults.jsonl").write_text('{"at_seconds": 5.0, "do": "kill", "nodes": [2]}\n')
+    with open(run / "nodes" / "000" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "round", "round": 6, "train_seconds": 1.0, "wait_seconds": 3.0,
+                               "edges": {"2": [10, 10, 1, 0, 2.5], "1": [10, 10, 1, 0, 0.0]}}) + "\n")  # fmt: skip
+    (run / "nodes" / "000" / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (
+        {"time": 101.5, "uid": 0, "kind": "peer_lost", "peer": 2, "detail": "nothing came"},
+        {"time": 102.0, "uid": 0, "kind": "checksum_mismatch", "peer": None, "detail": "", "count": 27},
+        {"time": 102.0, "uid": 0, "kind": "sent", "round": 1},
+    )))  # fmt: skip
+    text, said = render([run])
+    found = checked(text)
+    assert not said and {"question", "results", "curves", "waits", "bytes", "events", "nodes", "again"} <= {*found.ids}
+    assert "name: exp # <b>bold</b>" in found.text and "<b>" not in text
+    for told in ("decentnode run exp.yaml", "torch 2.13.0", "1 faults were planned", "checksum mismatch 27",
+                 "node 2 nothing came", "wait 75.0 %", "node waited for seconds in all 0 2 2.50"):  # fmt: skip
+        assert told in found.text, told
+    assert "what it says checksum mismatch 27 bytes were not what was sent; they are sent again peer lost 1" in found.text
+    assert sum(address.startswith("data:") for address in found.addresses) >= 9 + 1
+    assert waited(load(run)) == {(0, 2): 2.5}
+
+
+def test_experiments_are_compared_seed_by_seed_and_by_what_differs(tmp_path: Path) -> None:
+    runs = [fake_run(tmp_path / name / str(seed), seed=seed, better=0.1 * (name == "b") + 0.01 * seed * (name == "b"),
+                     sharing={"name": "full", "every": 1 + (name == "b")}) for name in "ab" for seed in (1, 2, 3)]
+    for run in runs:
+        summary = json.loads((run / "summary.json").read_text())
+        value = 0.5 + 0.1 * (run.parent.name == "b") + 0.01 * int(run.name)
+        (run / "summary.json").write_text(json.dumps({**summary, "accuracy_mean": value, "nodes": {}}))
+        config = json.loads((run / "config.resolved.yaml").read_text())
+        (run / "config.resolved.yaml").write_text(json.dumps({**config, "name": "exp"}))
+    text, _ = render(runs)
+    found = checked(text).text
+    assert "sharing.every 1 2" in found and "seeds 1, 2, 3" in found
+    assert re.search(r"Against exp sharing.every=1 \(3 seeds\), seed by seed .* 3 \+10%", found), found
+    assert re.search(r"52.00 ±1.00 .* 62.00 ±1.00", found)
+
+
+def test_a_run_that_was_killed_at_once_has_a_report_as_far_as_it_came(tmp_path: Path) -> None:
+    run = tmp_path / "killed"
+    (run / "nodes" / "000").mkdir(parents=True)
+    (run / "nodes" / "000" / "metrics.jsonl").write_text('{"kind": "evaluation", "round": 0, "accuracy": 0.1}\n{"kind')
+    found = checked(render([run])[0])
+    assert "No run has a summary" in found.text and "not finished" in found.text
+    (run / "nodes" / "000" / "metrics.jsonl").write_text("")
+    with pytest.raises(UsageError, match="holds no metrics"):
+        render([run])
+
+
+def test_names_are_no_html(tmp_path: Path) -> None:
+    text, _ = render([fake_run(tmp_path / "run")], ["<script>alert(1)</script>"])
+    assert "<script>alert(1)</script>" in checked(text).text
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path) -> None:
+    run, out = fake_run(tmp_path / "exp" / "run"), tmp_path / "deep" / "it.html"
+    result = CliRunner().invoke(main, ["report", str(run)])
+    assert result.exit_code == 0 and Path(result.stdout.strip()) == run / "report.html", result.output
+    result = CliRunner().invoke(main, ["report", str(run), "-o", str(out)])
+    assert result.exit_code == 0 and checked(out.read_text()).text
+    for wrong, told in ((["-o", "x.pdf"], "must end in .html"), (["--label", "a", "--label", "b"], "1 times at most")):
+        result = CliRunner().invoke(main, ["report", str(run), *wrong])
+        assert result.exit_code == 2 and told in result.output
+    assert CliRunner().invoke(main, ["report", str(tmp_path / "none")]).exit_code == 2
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match="cannot write"):
+        write([run], tmp_path / "file" / "x.html")
+
+
+def test_the_graph_of_a_real_run_is_drawn(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "decentnode", "simulate", "--set", "node.rounds=2", "--quiet"]
+    subprocess.run([*command, "--run-dir", str(tmp_path)], check=True, timeout=200, capture_output=True)
+    (made,) = (tmp_path / "quickstart").glob("*-*")
+    found = checked(render([made])[0])
+    assert "graph" in found.ids and "payloads: models" in found.text and "done in" in found.text
