@@ -158,14 +158,17 @@ class Schedule(abc.ABC):
         self.times.send += clock.now() - started
 
     def _train(self, round: int) -> Steps[None]:
-        if not all(fragment.rule.trains(fragment.view) for fragment in self.fragments):
-            self.training.rest(round)
-            return
+        """Make the local steps, where all rules have the node train in this round."""
+        trains = all(fragment.rule.trains(fragment.view) for fragment in self.fragments)
         started = clock.now()
-        self.update = self.training.local_update(round, self._direct if self.sharing.requirements.gradient else None)
+        if trains:
+            direct = self._direct if self.sharing.requirements.gradient else None
+            self.update = self.training.local_update(round, direct)
+        else:
+            self.training.rest(round)
         if self.communication.history is not None:
             self.communication.history.steps(round)
-        computed = self.communication.computed(round)
+        computed = self.communication.computed(round) if trains else None
         if computed is not None:
             yield computed
         self.times.train += clock.now() - started

@@ -119,3 +119,8 @@ def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:
     assert len(told["candidates"]) == 4 and told["candidates"][0]["graph"] == "one_peer_exponential"
     refused = CliRunner().invoke(main, [*arguments, "--choose", "9", "-o", str(chosen)])
     assert refused.exit_code == 2 and "--choose must be at most 4" in refused.output
+
+
+def test_rounds_with_a_server_are_not_predicted_and_the_reason_is_said() -> None:
+    _, skipped = Plan(ROOT / "configs" / "federated.yaml").predictions(Choices(graphs=("own",)))
+    assert skipped and all("clients train between two exchanges" in each.reason for each in skipped)

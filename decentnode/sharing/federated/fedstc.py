@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from decentnode.config import component
@@ -23,6 +23,13 @@ from decentnode.sharing.stc import Ternary
 class FedSTCConfig(FedAvgConfig):
     entries: float = Field(0.02, gt=0, le=1)
     """Fraction of the entries of a change that is sent, up and down: the largest, as plus or minus their mean size."""
+
+    @model_validator(mode="after")
+    def _no_codec(self) -> Self:
+        if self.compression is not None:
+            raise ValueError("compression must be left out, as the rule sends signs and one size, "
+                             f"got {self.compression.name}")  # fmt: skip
+        return self
 
 
 class FedSTC(FedAvg):

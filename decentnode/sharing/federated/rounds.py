@@ -32,9 +32,9 @@ MOST_SAMPLES = 1 << 53
 class FederatedConfig(SharingConfig):
     """Keys of all rules with a server."""
 
-    fraction: float = Field(1.0, gt=0, le=1)
+    fraction: float | None = Field(None, gt=0, le=1)
     """Fraction of a server's clients that take part in a round, drawn anew for each; at least one does. The others
-    neither train nor send."""
+    neither train nor send. Default: all take part."""
     clients: int | None = Field(None, ge=1)
     """Number of a server's clients that take part in a round, instead of `fraction`."""
     weighted_by: Literal["samples", "equal"] = "samples"
@@ -49,7 +49,7 @@ class FederatedConfig(SharingConfig):
 
     @model_validator(mode="after")
     def _one_count(self) -> Self:
-        if self.clients is not None and "fraction" in self.model_fields_set:
+        if self.clients is not None and self.fraction is not None:
             raise ValueError("must have fraction or clients, got both")
         if self.clients is not None and self.min_clients > self.clients:
             raise ValueError(f"min_clients must be at most the {self.clients} clients of a round, "

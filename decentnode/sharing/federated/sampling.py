@@ -7,9 +7,12 @@ import functools
 from decentnode import rng
 
 
-def count_of(clients: int, fraction: float, count: int | None) -> int:
-    """Returns how many of so many clients take part in a round: `count`, or their fraction, rounded; at least one."""
-    return min(clients, count if count is not None else max(1, round(fraction * clients)))
+def count_of(clients: int, fraction: float | None, count: int | None) -> int:
+    """Returns how many of so many clients take part in a round: `count`, or their fraction, rounded; at least one, and
+    all where neither is given."""
+    if count is not None:
+        return min(clients, count)
+    return clients if fraction is None else max(1, round(fraction * clients))
 
 
 @functools.lru_cache(maxsize=64)

@@ -154,6 +154,9 @@ class Plan:
                 problems = [each for check in CHECKS for each in check(experiment)]
                 if problems:
                     raise UsageError(problems[0].message)
+                if experiment.servers():
+                    raise UsageError(f"rounds of {experiment.sharing.name}, whose clients train between two exchanges, "
+                                     "are not predicted")  # fmt: skip
                 key = (str(experiment.graph), str(experiment.sharing), str(experiment.training))
                 if key in known:  # the config's own graph under its name, for example
                     continue

@@ -78,7 +78,7 @@ def test_the_draw_of_clients_is_a_function_of_the_seed() -> None:
     assert min(often) > 50 and max(often) < 110, "each in about two fifths of the rounds"
     assert sampled(clients, 20, 7, 0, "", 0) == frozenset(clients)
     assert [count_of(10, 0.25, None), count_of(10, 0.01, None)] == [2, 1]
-    assert [count_of(10, 1.0, 3), count_of(2, 1.0, 3)] == [3, 2]
+    assert [count_of(10, None, 3), count_of(2, None, 3), count_of(5, None, None)] == [3, 2, 5]
 
 
 def test_a_learning_rate_falls_with_the_rounds_also_of_a_client_that_rests() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decentnode.errors import ConfigError
+from decentnode.experiment import load
+from decentnode.sharing import WITH_SERVERS
 from tests.sharing.federated.runs import CLIENTS, experiment
 
 NODES = CLIENTS + 1
@@ -39,6 +42,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
              {"training": {"lr_schedule": {"name": "exponential", "gamma": 0.5, "every": "step"}}},
              "training.lr_schedule.every must be round with scaffold"),
     "weights": ({"name": "scaffold", "weighted_by": "samples"}, {}, "sharing.weighted_by must be"),
+    "codec": ({"name": "fedstc", "compression": {"name": "int8"}}, {}, "sharing:? compression must be left out"),
     "place": ({}, {"graph": {"name": "star", "nodes": NODES, "server": 7}}, "server must be less than 7"),
     "groups": ({"gossip_every": 1}, {"graph": {"name": "star", "nodes": 7, "servers": {"name": "ring", "nodes": 3}}},
                "nodes must be a multiple of 3 servers, got 7"),
@@ -55,6 +59,13 @@ def test_what_does_not_fit_is_said(case: str) -> None:
 def test_statistics_that_are_measured_on_the_clients_are_taken() -> None:
     of = experiment({"name": "fedavg"}, model=BATCH_NORM, data=IMAGES, node={"buffers": "recompute"})
     assert of.servers() == (0,)
+
+
+@pytest.mark.parametrize("sharing", [{"name": name, "clients": 2} for name in WITH_SERVERS] + [{"name": "fedavg"}])
+def test_what_a_run_resolves_to_loads_again(sharing: dict[str, Any], tmp_path: Path) -> None:
+    of = experiment(sharing)
+    (tmp_path / "again.yaml").write_text(of.resolved_yaml())
+    assert load(tmp_path / "again.yaml").digest() == of.digest()
 
 
 def test_a_rule_among_equals_has_no_servers_on_a_star() -> None:

@@ -100,21 +100,25 @@ def test_scaffold_is_option_two_of_the_paper() -> None:
     torch.testing.assert_close(nodes[0].sharing.control, c, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
 
 
-def test_stc_loses_nothing_at_either_end() -> None:
-    """h + (x - h) is x, whatever went down; what came up and the residual are the change of a client."""
-    of = experiment({"name": "fedstc", "clients": CHOSEN, "entries": 0.2})
-    nodes, hand = ran(of), ByHand(of)
+@pytest.mark.parametrize("lossy", [False, True])
+def test_stc_loses_nothing_at_either_end(lossy: bool) -> None:
+    """h + (x - h) is x, whatever went down; what came up and the residual are the change of a client, and all of it is
+    the residual where the answer did not come."""
+    of = experiment({"name": "fedstc", "clients": CHOSEN, "entries": 0.2}, node={**GOES_ON, "rounds": 12})
+    lost = answers_lost() if lossy else set()
+    nodes, hand = ran_with_losses(of, lost), ByHand(of)
     x, h = hand.start.clone(), hand.start.clone()
     errors = {uid: torch.zeros_like(x) for uid in range(1, CLIENTS + 1)}
-    for r in range(ROUNDS):
+    for r in range(12):
         h = h + ternary(x - h, 0.2)
         total = torch.zeros_like(x)
         for uid in drawn(r, CHOSEN):
             whole = hand.change(uid, h, r) + errors[uid]
             sent = ternary(whole, 0.2)
-            errors[uid] = whole - sent
-            total += sent
-        x = x + total / CHOSEN
+            came = (r, UP, uid) not in lost
+            errors[uid] = whole - came * sent
+            total += came * sent
+        x = x + total / (CHOSEN - sum((r, UP, uid) in lost for uid in drawn(r, CHOSEN)))
     torch.testing.assert_close(flat(nodes[0]), x, atol=1e-5, rtol=0)
     for node in nodes[1:]:
         copy = node.sharing.public  # type: ignore[attr-defined]
