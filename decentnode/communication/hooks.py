@@ -123,7 +123,7 @@ class Hooks(Generic[ConfigT]):
 
         round: only payloads of this round, of which later ones stay and earlier ones are dropped; None: all. Waits for
         `seconds` at most until there are `count` payloads and one of each of `sources`; without either for nothing.
-        Ends early, with what there is, once the generation is over.
+        Raises Regrouping once the generation is over.
         """
         raise NotImplementedError(f"{type(self).__name__} has no mailboxes")
 

@@ -222,6 +222,7 @@ class Inproc(Communication[CommunicationConfig]):
         self.raise_if_failed()
         if self._lacks(channel, round, count, sources) and seconds > 0:
             yield None
+        self.raise_if_over()
         found: list[Collected] = []
         for source, kept in sorted(self.hub.mailboxes.get((channel, self.uid), {}).items()):
             for each in sorted(each for each in kept if round is None or each <= round):

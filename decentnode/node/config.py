@@ -27,11 +27,12 @@ class EarlyStopConfig(BestConfig):
 class NodeConfig(Settings):
     rounds: int = Field(60, ge=0)
     """Number of rounds. In each, a node makes its local steps and exchanges once with its neighbors."""
-    schedule: Literal["sequential", "overlapped", "gossip_async", "epidemic"] = "sequential"
+    schedule: Literal["sequential", "overlapped", "gossip_async", "ad_psgd", "epidemic"] = "sequential"
     """In which order a round computes and communicates. sequential: local steps, then exchange and mix. overlapped: the
     models x(r) are exchanged while the local steps run from x(r); then x(r+1) = sum_j W_ij x_j(r) + what the steps
     changed, which is exactly D-PSGD. gossip_async: local steps, then mix the newest model that came of each neighbor,
-    whatever round it is of, and wait for nobody; with sharing push_sum it is asynchronous push-sum. epidemic: local
+    whatever round it is of, and wait for nobody; with sharing push_sum it is asynchronous push-sum. ad_psgd: local
+    steps, then average with one random neighbor as soon as that one comes to it, and wait for nobody. epidemic: local
     steps, then wait until some models came, of whomever, or the time is over, and mix those. In an asynchronous
     schedule the first node that has made all rounds ends the run."""
     asynchronous: Annotated[AsynchronousConfig | None, ADDED] = None
@@ -80,7 +81,7 @@ class NodeConfig(Settings):
         if self.mix_in_background and self.schedule != "overlapped":
             raise ValueError("mix_in_background: true needs schedule: overlapped; otherwise nothing is mixed meanwhile")
         if self.asynchronous is not None and self.schedule in ("sequential", "overlapped"):
-            raise ValueError(f"asynchronous needs schedule: gossip_async or epidemic, got {self.schedule}")
+            raise ValueError(f"asynchronous needs schedule: gossip_async, ad_psgd or epidemic, got {self.schedule}")
         if self.sampler is not None and self.schedule != "epidemic":
             raise ValueError(f"sampler needs schedule: epidemic, in which nodes expect nobody, got {self.schedule}")
         return self

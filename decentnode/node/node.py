@@ -253,7 +253,8 @@ class Node:
         if done and not self.communication.stopping:
             self.communication.announce_stop()
         self.doing = "ending"
-        yield from self.schedule.drain()
+        views, _ = self._planners.views(self.round, self.generation, self.training.learning_rate)
+        yield from self.schedule.drain(views[0][0])
         timeout_seconds = self.communication.config.timeout_seconds
         pending = self.communication.mean("end/rounds", torch.tensor([float(done)], dtype=torch.float64), closing=True)
         mean, _ = yield from mean_of(pending, self.sharing.requirements.phases, timeout_seconds)

@@ -99,8 +99,8 @@ class Schedule(abc.ABC):
     def succeed(self, former: Schedule, generation: Generation) -> None:  # noqa: B027
         """In a new generation of members: take from the schedule before what outlives a generation; here nothing."""
 
-    def drain(self) -> Steps[None]:
-        """After the last round: bring what is under way to its end, as steps."""
+    def drain(self, view: RoundView) -> Steps[None]:  # noqa: ARG002
+        """After the last round: bring what is under way to its end, as steps. view: of the round that would be next."""
         yield from ()
 
     def dump(self, round: int, dumps: Dumps) -> None:

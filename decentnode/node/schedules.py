@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decentnode.communication.parts import Schema
+from decentnode.node.asynchronous.ad_psgd import ADPSGD, pair_schemas
 from decentnode.node.asynchronous.base import mailboxes
 from decentnode.node.asynchronous.epidemic import Epidemic
 from decentnode.node.asynchronous.gossip_async import GossipAsync
@@ -11,7 +12,7 @@ from decentnode.node.schedule import Overlapped, Schedule, Sequential
 from decentnode.sharing.base import Sharing
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    "sequential": Sequential, "overlapped": Overlapped, "gossip_async": GossipAsync,
+    "sequential": Sequential, "overlapped": Overlapped, "gossip_async": GossipAsync, "ad_psgd": ADPSGD,
     "epidemic": Epidemic,
 }  # fmt: skip
 
@@ -24,4 +25,6 @@ def schedule_of(name: str, rule: Sharing) -> type[Schedule]:
 
 def schemas_in(name: str, schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
     """What the exchanges of a round look like in a schedule. schemas: in a synchronous one."""
+    if name == "ad_psgd":
+        return pair_schemas(schemas)
     return mailboxes(schemas, 1) if SCHEDULES[name].asynchronous else schemas

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from decentnode.communication.parts import Collected
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.faults import Faults, Kill, Link, Pause, Restart
 from decentnode.graph.base import RoundView
+from decentnode.node.asynchronous.ad_psgd import ADPSGD
 from decentnode.node.asynchronous.copies import Copies
 from decentnode.node.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum
 from decentnode.node.node import Node
+from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.world import World
@@ -174,12 +177,82 @@ def test_push_sum_keeps_what_the_living_have_when_a_node_dies_and_comes_back() -
     assert torch.allclose(total / weight, models.mean(0), atol=0.05) and spread(made.nodes) < 0.05
 
 
+def test_pairs_of_one_process_come_together_and_keep_the_mean() -> None:
+    made = Made(make("ring", nodes=NODES), RULES["full"], rounds=60, schedule="ad_psgd", lr=0.0, buffers=3,
+                evaluate_every=0).in_process()  # fmt: skip
+    start, end = started(made), sum(node.training.model.parameters.double() for node in made.nodes.values())
+    assert torch.allclose(start, end, atol=1e-5) and spread(made.nodes) < 0.05  # type: ignore[arg-type]
+    buffers = torch.stack([node.training.model.buffers for node in made.nodes.values()])
+    assert torch.allclose(buffers.mean(0), torch.full((3,), (NODES - 1) / 2), atol=1e-5) and float(buffers.std()) < 0.1
+
+
+def pairs(made: Made) -> dict[int, ADPSGD]:
+    found = {uid: node.schedule for uid, node in made.nodes.items()}
+    assert all(isinstance(each, ADPSGD) for each in found.values())
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("graph", "seed"), [("ring", 0), ("complete", 1), ("regular", 2), ("line", 3), ("ring", 4)])
+def test_pairs_keep_the_mean_whatever_the_network_does(graph: str, seed: int) -> None:
+    """Odd rings among them: no two sides are needed. A node that is slow or paused makes nobody wait."""
+    nodes = 5 if seed == 4 else NODES
+    faults = Faults(links=FAULTY, lossy_seconds=8.0, plan=(Pause(nodes=(1,), at_seconds=2.0, seconds=3.0),))
+    options = {"degree": 3} if graph == "regular" else {}
+    made, world = run(graph=make(graph, nodes=nodes, **options), slow={2: 10.0, 4: 3.0}, faults=faults, seed=seed,
+                      rounds=120, lr=0.0, evaluate_every=0, schedule="ad_psgd")  # fmt: skip
+    assert not any(process.error for process in world.lives) and world.network.happened["lost"]
+    end = torch.stack([node.training.model.parameters for node in made.nodes.values()]).double()
+    assert torch.allclose(started(made), end.sum(0), atol=1e-4), "each pair averaged at both ends, or at neither"
+    found = pairs(made)
+    for uid, schedule in found.items():
+        assert all(schedule.given[other] == found[other].taken[uid] for other in found) and not schedule.given[uid]
+        assert not any(pair.owes for pair in schedule._pairs.values())
+    rounds = [node.round for uid, node in made.nodes.items() if uid not in (1, 2, 4)]
+    assert min(rounds) >= 119 and spread(made.nodes) < 0.4
+    assert sum(schedule.given.total() for schedule in found.values()) > 100
+    assert all(each["wait_seconds"] == 0 for each in made.records if each["kind"] == "round")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pair_averages_at_both_ends_or_at_neither_when_others_die(seed: int) -> None:
+    """A change of generation loses what is under way between two that live: it is said again."""
+    plan = (Kill(nodes=(5,), at_round=6 + seed), Restart(nodes=(5,), at_seconds=4.0 + seed / 3),
+            Kill(nodes=(4,), at_round=40), Restart(nodes=(4,), at_seconds=15.0))  # fmt: skip
+    links = Link(latency_seconds=0.05, jitter_seconds=0.05, queue_messages=20)
+    made, world = run(graph=make("complete", nodes=NODES), slow={2: 5.0}, rounds=300, lr=0.0, missing="regroup",
+                      faults=Faults(plan=plan, links=links), limits=Limits(1.0, 20.0, 4, 300), evaluate_every=0,
+                      schedule="ad_psgd", seed=seed)  # fmt: skip
+    assert world.happened["kill"] == world.happened["restart"] == 2
+    found = pairs(made)
+    lived = range(4)
+    for uid in lived:
+        for other in lived:
+            assert found[uid].given[other] == found[other].taken[uid], (uid, other)
+        assert not any(pair.owes for other, pair in found[uid]._pairs.items() if other in lived)
+    assert spread(made.nodes) < 0.5
+
+
+def test_what_a_stranger_may_say_changes_no_model() -> None:
+    made = Made(make("ring", nodes=NODES), RULES["full"], rounds=3, schedule="ad_psgd", lr=0.0, evaluate_every=0)
+    made.in_process()
+    schedule, whole = pairs(made)[0], torch.ones(made.elements)
+    before = schedule.model.parameters.clone()
+    for tensor, scalars in ((whole, {"offer": 0}), (whole, {"offer": 1.5}), (whole[:3], {"answer": 1}), (whole, {}),
+                            (whole, {"decline": 1}), (whole, {"answer": 99}), (whole, {"other": 1})):  # fmt: skip
+        schedule._hear([Collected(1, 1, Payload({"x": tensor}, scalars))])
+    assert torch.equal(schedule.model.parameters, before) and schedule.communication.counters.faults
+
+
 @pytest.mark.parametrize(("sets", "says"), [
     (["sharing.name=topk"], r"node.schedule: topk needs what its neighbors send in one round, got gossip_async"),
     (["sharing.name=local_sgd"], r"node.schedule: local_sgd needs"),
     (["sharing={name: push_sum, compression: {name: int8}}"], r"sharing.compression: running sums must arrive"),
     (["node.checkpoint={every: 5}"], r"node.checkpoint: a checkpoint is of one round of all nodes, got gossip_async"),
     (["node.early_stop=accuracy_merged"], r"node.early_stop: all nodes have to end after the same round"),
+    (["node.schedule=ad_psgd", "sharing.name=push_sum"], r"sharing: two nodes of ad_psgd average .*, got push_sum"),
+    (["node.schedule=ad_psgd", "sharing.compression={name: int8}"], r"sharing: two nodes of ad_psgd .*, got a codec"),
+    (["node.schedule=ad_psgd", "graph={name: one_peer_exponential, nodes: 16}", "weights=null"],
+     r"graph: ad_psgd needs an undirected graph with the same edges"),
     (["communication.name=collective"], r"communication.name: cliques of torch.distributed match payloads by their"),
     (["parameters={keep: ['*bias']}"], r"parameters: gossip_async exchanges the whole model"),
     (["node.schedule=sequential", "node.asynchronous={max_age: 3}"], r"asynchronous needs schedule: gossip_async"),

@@ -345,6 +345,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
                 self._inbox.block(wait)
             else:
                 yield GuardedWait(status, self._process, wait)
+        status.raise_if_over()
         return self._inbox.collect(channel, round)
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
-from decentnode.experiment.crosschecks.parts import mapping_of
+from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
 from decentnode.node.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
@@ -30,6 +30,8 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
     elif getattr(sharing, "compression", None) is not None and sharing.name == "push_sum":
         yield Problem(("sharing", "compression"), f": running sums must arrive as they are, got a codec with {name}; "
                       "leave it out", other=("node", "schedule"))  # fmt: skip
+    if name == "ad_psgd":
+        yield from _pairs(experiment)
     if experiment.parameters is not None:
         yield Problem(("parameters",), f": {name} exchanges the whole model; leave the section out, or schedule: "
                       "sequential would do", other=("node", "schedule"))  # fmt: skip
@@ -38,6 +40,19 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(("node", key), f": {why}, got {name}, in which nodes are in different ones; leave it out",
                           other=("node", "schedule"))  # fmt: skip
     yield from _transport(experiment)
+
+
+def _pairs(experiment: Experiment) -> Iterator[Problem]:
+    """Two nodes average their models as they are, and either may offer to the other one in any round."""
+    sharing, graph = experiment.sharing, graph_of(experiment)
+    if sharing.name == "push_sum" or getattr(sharing, "compression", None) is not None:
+        what = "push_sum" if sharing.name == "push_sum" else "a codec"
+        yield Problem(("sharing",), f": two nodes of ad_psgd average their models as they are, got {what}; "
+                      "sharing: full without compression would do", other=("node", "schedule"))  # fmt: skip
+    if graph is not None and (graph.directed or graph.period != 1):
+        what = "a directed one" if graph.directed else "one that changes over the rounds"
+        yield Problem(("graph",), f": ad_psgd needs an undirected graph with the same edges in all rounds, got {what}; "
+                      "{name: ring} or {name: regular} would do", other=("node", "schedule"))  # fmt: skip
 
 
 def _transport(experiment: Experiment) -> Iterator[Problem]:

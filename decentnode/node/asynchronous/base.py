@@ -18,7 +18,6 @@ from decentnode.node.asynchronous.copies import Copies
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.schedule import Schedule
 from decentnode.payload import Payload
-from decentnode.wire.generation import Generation
 
 
 class Asynchronous(Schedule):
@@ -107,14 +106,6 @@ class Asynchronous(Schedule):
         for uid, payload in copies.payloads(seen).items():
             mixed.add_(payload.tensors["x"], alpha=seen.weights[uid])
         self.model.buffers.copy_(mixed)
-
-    def succeed(self, former: Schedule, generation: Generation) -> None:
-        """In a new generation of members: go on from what the schedule of the one before left. Members that are fresh
-        have forgotten everything, as this node has where it is one of them."""
-
-    def drain(self) -> Steps[None]:
-        """After the last round: bring what is under way to its end, as steps."""
-        yield from ()
 
 
 def mailboxes(schemas: tuple[Schema, ...], kept: int) -> tuple[Schema, ...]:

@@ -292,6 +292,7 @@ class Simulated(Communication[ZeroMQConfig]):
         if count or sources:
             yield MailboxWait(self.inbox.mailbox, self.facts, self.counters, channel=channel, round=round, count=count,
                               sources=sources, seconds=seconds, now=clock.now())  # fmt: skip
+        self.facts.raise_if_over()
         found = self.inbox.owned(channel, self.inbox.mailbox.take(channel, round))
         for each in found:
             self.place.witness.collected(self, channel, each)
