@@ -71,7 +71,8 @@ def run_here(words: list[str], leaves: bool) -> None:
     if words[0] == "run" and not leaves:
         overrides = [value for key, value in itertools.pairwise(words) if key == "--set"]
         nodes = run_in_process(load(words[1], [*overrides, "node.rounds=2", "communication=inproc", "faults=[]"]))
-        assert all(node.round == 2 for node in nodes)
+        rounds = [node.round for node in nodes]  # the first that has made all of them ends an asynchronous run
+        assert max(rounds) == 2 and (min(rounds) == 2 or nodes[0].schedule.asynchronous)
         return
     more = ["--plain", "--set", "node.rounds=2"] if words[0] in ("run", "simulate") else []
     more += ["--set", "communication=inproc", "--set", "faults=[]"] if words[0] == "run" else []

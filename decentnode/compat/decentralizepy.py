@@ -170,7 +170,10 @@ class _Reader:
         node = self._section("NODE")
         degree = self._value("NODE", "graph_degree", None, int)
         if "timeout" in node:
-            self._problem("[NODE] timeout: EL-Local with a time-out is not here")
+            self.found.experiment["graph"] = {"name": "el_local", "nodes": self._nodes, "degree": degree or 2}
+            self._note("[NODE] timeout: EL_Local_Timeout is graph el_local with schedule: epidemic; nodes wait so "
+                       "long, and average what came")  # fmt: skip
+            return
         if self.command.graph_file is not None:
             if self.command.graph_type == "adjacency" and self.command.graph_file.suffix != ".adj":
                 self._problem(f"{self.command.graph_file}: a file of adjacency lists must be named .adj here")
@@ -180,7 +183,8 @@ class _Reader:
                            f"nodes: {self._nodes}, degree: {degree}}} would draw a graph in every round")  # fmt: skip
         elif degree is not None:
             graph = {"name": "random_regular", "nodes": self._nodes, "degree": degree}
-            self._note("a new graph in every round, as EL_Oracle and PeerSamplerDynamic draw it, without a coordinator")
+            self._note("a new graph in every round, as EL_Oracle and PeerSamplerDynamic draw it, without a "
+                       "coordinator; for EL_Local the name is el_local")  # fmt: skip
         else:
             graph = {"name": "ring", "nodes": self._nodes}
             self._note("no graph file was given: a ring")
@@ -331,7 +335,7 @@ class _Reader:
         rule, keys = SHARINGS[name]
         self._section("SHARING", (*OF_EVERY_SHARING, *keys))
         sharing: Section = {"name": rule}
-        if name == "PlainAverageSharing":
+        if name == "PlainAverageSharing" and self.found.experiment["graph"].get("name") != "el_local":
             self.found.experiment["weights"] = {"name": "uniform"}
         if "alpha" in keys and rule != "jwins":
             sharing["fraction"] = self._value("SHARING", "alpha", 1.0, float)
@@ -387,6 +391,11 @@ class _Reader:
         self.found.experiment["node"] = {
             "rounds": self.command.iterations, "evaluate_every": min(self.command.test_after, self.command.iterations),
         }
+        if "timeout" in self._section("NODE"):
+            seconds = self._value("NODE", "timeout", 1.0, float)
+            self.found.experiment["node"] |= {
+                "schedule": "epidemic", "asynchronous": {"arrivals": self._nodes, "deadline_seconds": seconds},
+            }
         if self.command.train_evaluate_after is not None:
             self.found.experiment["training"]["evaluate_train"] = "all"
             self._note("training samples are measured with every test; the loss of a round's batches always is")

@@ -17,7 +17,6 @@ from decentnode.graph.base import RoundView
 from decentnode.mixing.rows import RowWeights
 from decentnode.node.fragment_exchange import FragmentExchange, RoundTimes, Slice
 from decentnode.node.plan import Planner, Planners
-from decentnode.node.schedules import SCHEDULES
 from decentnode.payload import SCALAR_BYTES
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
@@ -341,8 +340,6 @@ class _Node:
 def make_exchange(population: Population) -> tuple[Exchange, str]:
     """Returns the exchange for a run, and why it is not the stacked one; "" where it is. Raises Unsuitable."""
     node = population.experiment.node
-    if SCHEDULES[node.schedule].asynchronous:
-        raise Unsuitable(f"nodes are in different rounds with schedule: {node.schedule}")
     options = {"overlapped": node.schedule == "overlapped", "buffers": node.buffers == "average"}
     try:
         return StackedExchange(population, **options), ""

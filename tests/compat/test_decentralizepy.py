@@ -285,6 +285,13 @@ def test_epidemic_learning_with_inline_comments(folder: Path) -> None:
     assert plain["training"]["reset_optimizer"] is False
 
 
+def test_epidemic_learning_with_a_time_out(folder: Path) -> None:
+    write(folder, NODE={"graph_degree": "5", "timeout": "2"}, SHARING={"sharing_class": "PlainAverageSharing"})
+    plain = converted()
+    assert plain["graph"] == {"name": "el_local", "nodes": 16, "degree": 5} and "weights" not in plain
+    assert plain["node"]["schedule"] == "epidemic" and plain["node"]["asynchronous"]["deadline_seconds"] == 2
+
+
 def test_epochs_validation_and_losses(folder: Path) -> None:
     write(folder, TRAIN_PARAMS={"full_epochs": "True", "rounds": "2", "loss_class": "NLLLoss"},
           DATASET={"validation_source": "Test", "validation_size": "0.2"})
@@ -311,7 +318,7 @@ def test_epochs_validation_and_losses(folder: Path) -> None:
     ({"SHARING": {**JWINS, "alphalist": "[1]"}}, "[SHARING] alphalist: is no key of it; did you mean 'alpha_list'?"),
     ({"SHARING": {"sharing_class": "PartialModel", "change_based_selection": "False"}},
      "[SHARING] change_based_selection: is no key of it"),
-    ({"NODE": {"timeout": "2"}}, "[NODE] timeout: EL-Local with a time-out is not here"),
+    ({"NODE": {"timeout": "2 s"}}, "[NODE] timeout: must be a number, got '2 s'"),
     ({"SHARE": {}}, "[SHARE]: is no section of decentralizepy; did you mean 'SHARING'?"),
 ])
 def test_what_cannot_be_translated_is_named(folder: Path, changes: dict[str, Any], problem: str) -> None:
