@@ -14,6 +14,7 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.models.base import Model, outputs_of
 from decentnode.samples import DataSpec
+from decentnode.sharing import WITH_SERVERS
 from tests.conftest import scale
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, bound, draw, name_of, one_round, rule, suited
@@ -85,7 +86,8 @@ def test_on_a_complete_graph_it_is_centralized(options: dict[str, object]) -> No
         torch.testing.assert_close(model, central, atol=1e-3 if options["name"] == "ac" else 1e-10, rtol=0)
 
 
-DRAWS_BY_UID = ("noloco", "subsample", "jwins", "moshpit", "powergossip", "leader", "hierarchical")
+DRAWS_BY_UID = ("noloco", "subsample", "jwins", "moshpit", "powergossip", "leader", "hierarchical",
+                 *WITH_SERVERS)  # fmt: skip
 """Rules in which a uid decides something; coded, the owner of a shard knows it better than others."""
 
 

@@ -17,7 +17,7 @@ from decentnode.experiment.crosschecks.sharing import misses
 from decentnode.graph.base import RoundView
 from decentnode.graph.groups import Groups
 from decentnode.parallel.plan import Plan
-from decentnode.sharing import SHARINGS
+from decentnode.sharing import AMONG_EQUALS
 from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full
 from decentnode.sharing.rounds import exchange_rounds, rule_view, unheard
@@ -31,8 +31,8 @@ PERIODIC = {
     "base_k_plus_1": {"nodes": 7}, "random_matching": {"nodes": 8}, "random_regular": {"nodes": 8, "degree": 2},
     "grouped": {"nodes": 8, "between": {"name": "one_peer_exponential", "nodes": 4}},
 }  # fmt: skip
-EVERY = {name for name in SHARINGS if hasattr(rule(name)(), "every")}
-CASES = [(name, every) for name in SHARINGS for every in (range(1, 9) if name in EVERY else [None])]
+EVERY = {name for name in AMONG_EQUALS if hasattr(rule(name)(), "every")}
+CASES = [(name, every) for name in AMONG_EQUALS for every in (range(1, 9) if name in EVERY else [None])]
 QUIET = {
     "slowmo": {"outer_momentum": 0.0}, "diloco": {"outer_momentum": 0.0, "outer_lr": 1.0}, "noloco": {"momentum": 0.0},
     "ac": {"final": 1.0}, "hierarchical": {"groups": [[0, 1], [2, 3], [4, 5], [6, 7]]}, "topk": {"fraction": 1.0},
@@ -63,11 +63,11 @@ def suits(name: str, family: str) -> bool:
     return not list(misses(each.requirements, graph))
 
 
-SUITED = [(name, family) for name in SHARINGS for family in PERIODIC if suits(name, family)]
+SUITED = [(name, family) for name in AMONG_EQUALS for family in PERIODIC if suits(name, family)]
 
 
 def test_only_rules_for_static_graphs_are_left_out() -> None:
-    refused = {name for name in SHARINGS for family in PERIODIC if not suits(name, family)}
+    refused = {name for name in AMONG_EQUALS for family in PERIODIC if not suits(name, family)}
     assert refused == {"d2", "exact_diffusion", "decentlam", "relaysgd", "hierarchical", "powergossip",
                        "choco", "qsgd", "sign", "stc"}  # fmt: skip
     assert {family for name, family in SUITED if name == "hierarchical"} == {
@@ -152,7 +152,7 @@ def test_one_way_edges_alone_do_not_join(step: int, told: tuple[int, int]) -> No
     """A chain: every node sends to the next one, or to the one before."""
 
     class OneWay:
-        num_nodes, period, directed = 3, 1, True
+        num_nodes, period, directed, servers = 3, 1, True, dict[int, tuple[int, ...]]()
 
         def sources(self, uid: int, round: int, members: object = None) -> tuple[int, ...]:
             return tuple({uid - step} & {0, 1, 2})

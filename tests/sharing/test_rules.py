@@ -15,7 +15,7 @@ from decentnode.config.component import load_class
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.graph.base import RoundView
-from decentnode.sharing import SHARINGS
+from decentnode.sharing import AMONG_EQUALS, SHARINGS
 from decentnode.sharing.full import Full
 from tests.graph.contract import make
 from tests.sharing.contract import draw, one_round, rule
@@ -83,7 +83,7 @@ def test_a_graph_that_does_not_suit_is_refused_with_one_that_would(sharing: str,
         load(ROOT / "configs" / "quickstart.yaml", sets)
 
 
-@pytest.mark.parametrize("name", [name for name in SHARINGS if name != "full"])
+@pytest.mark.parametrize("name", [name for name in AMONG_EQUALS if name != "full"])
 def test_every_rule_trains_the_quickstart_on_a_ring(name: str) -> None:
     """With default options; relays are refused on a ring and take a line."""
     sets = [f"sharing={{name: {name}}}", "graph={name: ring, nodes: 8}", "mapping.nodes_per_machine=8",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from decentnode.build import build, build_in_process, step_all
 from decentnode.communication.inproc import ExchangeKey, Hub, Inproc, InprocConfig
 from decentnode.errors import PeerLost
-from decentnode.experiment import Experiment
+from decentnode.experiment import Experiment, load
 from decentnode.graph.base import RoundView
 from decentnode.node.node import Node
 from decentnode.payload import Payload
@@ -24,7 +25,7 @@ from decentnode.sharing.federated.rounds import UP
 from decentnode.sharing.rounds import rule_view
 from tests.graph.contract import make
 from tests.sharing.contract import bound, one_round, rule
-from tests.sharing.federated.runs import CLIENTS, ByHand, drawn, experiment, flat
+from tests.sharing.federated.runs import CLIENTS, FEDERATED, ByHand, drawn, experiment, flat
 
 ROUNDS, CHOSEN = 6, 4
 GOES_ON = {"rounds": ROUNDS, "evaluate_every": 0, "missing": "return_weight"}
@@ -237,6 +238,16 @@ def test_the_servers_control_variate_is_the_mean_of_the_clients_also_after_losse
 def state_of(nodes: list[Node]) -> Mapping[int, Tensor]:
     zero = torch.zeros_like(flat(nodes[0]))
     return {node.uid: zero if (c := node.sharing.control) is None else c for node in nodes}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", WITH_SERVERS)
+@pytest.mark.slow
+def test_every_rule_trains_the_shipped_experiment(name: str) -> None:
+    keys = {"server_lr": 0.3} if name == "fedavgm" else {"entries": 0.1} if name == "fedstc" else {}
+    of = load(FEDERATED, [f"sharing={json.dumps({'name': name, 'clients': 4, **keys})}",
+                          "node={rounds: 20, evaluate_every: 0}"])  # fmt: skip
+    nodes = ran(of)
+    assert float(nodes[0].figures()["accuracy_merged"]) > 0.8
 
 
 def test_clients_drift_and_control_variates_take_it_out() -> None:
