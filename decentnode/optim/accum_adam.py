@@ -33,7 +33,7 @@ class AccumAdam(Optimizer):
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, *, accum_iter: int = 4, fused: bool | None = None, maximize: bool = False,
+        weight_decay: float = 0.0, accum_iter: int = 4, *, fused: bool | None = None, maximize: bool = False,
     ) -> None:
         """fused: True uses torch's fused Adam, block by block; False one operation after the other over all parameters.
         None is True where the parameters allow it, but uses one compiled loop for float32 on a CPU, which the first

@@ -166,6 +166,10 @@ class Bucket:
                 p.data.copy_(home)
                 self._count(home, 2)
 
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Views of a tensor [S] like `flat`: the parameters' values in it, in their shapes."""
+        return [flat.as_strided(home.shape, home.stride(), home.storage_offset()) for home in self._homes]
+
     def slot(self, number: int) -> Tensor:
         """A receive buffer [S], allocated when first asked for."""
         while len(self._slots) <= number:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -26,12 +25,15 @@ from decentnode.parallel.backward import BackwardWatch, tensors_in
 from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.exchange import BucketExchange, mean_over_ranks
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
-from decentnode.parallel.process_group import broadcast_all, check_alike, together
+from decentnode.parallel.process_group import broadcast_all, check_alike, ranks_per_machine, together
 from decentnode.parallel.shared_memory import SharedMemoryExchange, usable
 from decentnode.parallel.shutdown import close_at_exit, keep
 from decentnode.parallel.topology_names import TopologyLike, make_topology
 
 logger = logging.getLogger(__name__)
+
+EXTRA = "_extra_state"
+"""The entry of `state_dict` that holds everything but the module."""
 
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
@@ -70,7 +72,7 @@ class DecentralizedDataParallel(Module):
         grad_clip_norm: float = 0.0,
         param_as_bucket_view: bool = True,
         sync_buffer_in_global_avg: bool = False,
-        bucket_size_in_mb: int = 25,
+        bucket_size_in_mb: float = 25,
         local_world_size: int | None = None,
         *,
         optimizer: Callable[..., Optimizer] | None = None,
@@ -98,10 +100,10 @@ class DecentralizedDataParallel(Module):
             raise ValueError("exactly one of optim_fn and optimizer must be given")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.module = model
-        self._plan = self._agree(topology, local_world_size, sharing)
+        self._plan = self._agree(topology, ranks_per_machine(local_world_size), sharing)
         device = self._named[0][1].device
-        self._buckets = make_buckets([p for _, p in self._named], bucket_size_in_mb << 20, param_as_bucket_view,
-                                     self._plan.rules())  # fmt: skip
+        self._buckets = make_buckets([p for _, p in self._named], int(bucket_size_in_mb * (1 << 20)),
+                                     param_as_bucket_view, self._plan.rules())  # fmt: skip
         self._exchange = self._make_exchange(transport, timeout_seconds, device)
         with together("make the optimizer"):
             self.optimizer = (optim_fn(list(self._named)) if optim_fn is not None
@@ -116,15 +118,18 @@ class DecentralizedDataParallel(Module):
         """Steps taken: the round of the topology that the next exchange has."""
         self._begin()
 
-    def _agree(self, topology: TopologyLike, local_world_size: int | None, sharing: SharingRule) -> Plan:
+    def _make_topology(self, topology: Any, local_world_size: int) -> Graph:
+        return make_topology(topology, self.world_size, local_world_size)
+
+    def _agree(self, topology: TopologyLike, local_world_size: int, sharing: SharingRule) -> Plan:
         """Makes the topology and the rule, compares them and the parameters with all ranks', and takes rank 0's values.
         Blocking. Raises ValueError, AssemblyError."""
-        model, local = self.module, local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        model = self.module
         with together("wrap the model"):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             if not self._named:
                 raise ValueError("model must have parameters that require gradients")
-            graph = make_topology(topology, self.world_size, local)
+            graph = self._make_topology(topology, local_world_size)
             plan = Plan(graph, sharing_named(sharing), self.rank)
         self._check_all_alike(model, graph, plan, self._named[0][1].device)
         broadcast_all([*model.parameters(), *model.buffers()])
@@ -194,16 +199,20 @@ class DecentralizedDataParallel(Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._backup is not None and self.training:
-            self.revert_global_avg()
-            if not self._told_revert:
-                self._told_revert = True
-                logger.warning("training went on after global_avg: the local model was brought back first")
+            self._train_on_after_average()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_output_gradient)
         return output
+
+    def _train_on_after_average(self) -> None:
+        """Called before a forward pass of training while the model is the average of `global_avg`."""
+        self.revert_global_avg()
+        if not self._told_revert:
+            self._told_revert = True
+            logger.warning("training went on after global_avg: the local model was brought back first")
 
     def _on_output_gradient(self, _: Tensor) -> None:
         self._watch.output_came()
@@ -220,6 +229,10 @@ class DecentralizedDataParallel(Module):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps += 1
+
+    def _round(self, step: int) -> int:
+        """The round of the topology in which the exchange of a step takes place."""
+        return step
 
     def _rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 1.0
@@ -241,7 +254,7 @@ class DecentralizedDataParallel(Module):
         """Mixes, updates and sends one part of a bucket after the other, while the cache holds it."""
         groups = iter(divided(self.optimizer, self._part_of, sum(len(bucket.parts) for bucket in self._buckets)))
         exchange = self._exchange
-        exchange.begin(self.steps + 1)
+        exchange.begin(self._round(self.steps + 1))
         for bucket in self._buckets:
             bucket.gather()
             flight = exchange.arrive(bucket)
@@ -274,7 +287,7 @@ class DecentralizedDataParallel(Module):
     def _launch(self, step: int) -> None:
         for bucket in self._buckets:
             bucket.gather()
-        self._exchange.launch(self._buckets, step)
+        self._exchange.launch(self._buckets, self._round(step))
 
     def _mix(self) -> None:
         for bucket in self._buckets:
@@ -404,12 +417,19 @@ class DecentralizedDataParallel(Module):
         for bucket, kept in zip(self._buckets, state["sharing"], strict=True):
             bucket.rule.load_state_dict(kept)
 
+    def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a state by the names that this object gives them."""
+        found = dict(state_dict)
+        if EXTRA not in found:  # a file of torch's DistributedDataParallel, or of the module alone
+            found[EXTRA] = self.get_extra_state()
+        return found
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state and starts a new exchange. Blocking: all ranks have to load, each its own or all the same."""
         if assign:
             raise ValueError("assign=True would take the parameters out of their buckets")
         self._exchange.drain()
         self._backup = None
-        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        result = super().load_state_dict(self._known_names(state_dict), strict=strict, assign=assign)
         self._launch(self.steps)
         return result

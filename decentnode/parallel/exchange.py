@@ -145,6 +145,10 @@ class BucketExchange:
             self._wait(flight)
         return flight
 
+    def summed(self, bucket: Bucket, flight: Flight) -> Tensor | None:
+        """The sum [S] of all snapshots of a bucket that has arrived; None where they came one by one."""
+        return None if self._mean_group(flight.step) is None else bucket.slot(0)
+
     def mix(self, bucket: Bucket, part: BucketPart, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
         """Mixes a part of a bucket that has arrived."""
         if self._mean_group(flight.step) is not None:

@@ -26,7 +26,7 @@ def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) 
     if not dist.is_initialized():
         cuda = torch.cuda.is_available() and backend in (None, "nccl")
         if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(local_device())
         for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(key, value)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
@@ -34,6 +34,22 @@ def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) 
                                 device_id=device)  # fmt: skip
         leave_at_exit()
     return dist.get_rank(), dist.get_world_size()
+
+
+def local_device() -> torch.device:
+    """The GPU of this rank: that with its local rank's number, or the only one that the process sees.
+
+    Raises ValueError where neither is there.
+    """
+    rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= count and count != 1:
+        raise ValueError(f"local rank {rank} must see one GPU, its own, or more than {rank}, got {count}")
+    return torch.device("cuda", 0 if count == 1 else rank)
+
+
+def ranks_per_machine(given: int | None = None) -> int:
+    """The number of ranks on this machine: the given one, or torchrun's, or 1."""
+    return given or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def gather_texts(text: str, device: torch.device, what: str) -> list[str]:

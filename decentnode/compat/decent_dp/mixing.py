@@ -1,0 +1,75 @@
+"""Mixing for optimizers that want to know of it: `pre_average_hook(edge, weight)` and the parameters' `comm_buffer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decentnode.compat.decent_dp.topologies import Edge
+from decentnode.graph.base import RoundView
+from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.exchange import BucketExchange, Flight
+from decentnode.parallel.plan import Plan
+
+
+class HookedMixing:
+    """x <- own x + sum, with the sum in `p.comm_buffer` of every parameter p while the optimizers' hooks are called.
+
+    own = w - s and sum = s (x + the others' x), where w is what the rank keeps and s each other's share. What a hook
+    writes into the buffers is what is added.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]) -> None:
+        self._buckets, self._optimizers = buckets, optimizers
+        self._sums = [bucket.flat.clone() for bucket in buckets]
+        for bucket, total in zip(buckets, self._sums, strict=True):
+            for p, piece in zip(bucket.params, bucket.pieces(total), strict=True):
+                p.comm_buffer = piece  # type: ignore[attr-defined]
+
+    def call(self, view: RoundView) -> None:
+        """Calls the hooks, which get the edge of the round and the weight that the rank keeps."""
+        weight = view.weights[view.uid]
+        edge = Edge(sorted({view.uid, *view.sources}), weight)
+        for optimizer in self._optimizers:
+            optimizer.pre_average_hook(edge, weight)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def mix(self, exchange: BucketExchange, plan: Plan, factor: float) -> None:
+        """Blocking: waits for all buckets, calls the hooks and mixes. Raises PeerLost."""
+        flights: list[Flight | None] = []
+        for bucket, total in zip(self._buckets, self._sums, strict=True):
+            bucket.gather()
+            flight = exchange.arrive(bucket)
+            flights.append(flight)
+            if flight is not None:
+                self._sum(bucket, plan.view(flight.step), exchange.summed(bucket, flight), total)
+        flying = [flight for flight in flights if flight is not None]
+        if not flying:
+            return
+        view = plan.view(flying[0].step)
+        self.call(view)
+        own = 1 - factor + factor * (view.weights[view.uid] - _share(view))
+        for bucket, total, sent in zip(self._buckets, self._sums, flights, strict=True):
+            if sent is not None:
+                written = bucket.flat - bucket.sent  # by the script, since the snapshot: it is kept whole
+                bucket.flat.mul_(own).add_(total, alpha=factor).add_(written, alpha=1 - own)
+                exchange.release(bucket)
+            bucket.scatter()
+
+    @staticmethod
+    def _sum(bucket: Bucket, view: RoundView, summed: Tensor | None, total: Tensor) -> None:
+        share: Any = _share(view)
+        if summed is not None:
+            torch.mul(summed, share, out=total)
+            return
+        torch.mul(bucket.sent, share, out=total)
+        for peer in view.sources:
+            total.add_(bucket.received[peer], alpha=view.weights[peer])
+
+
+def _share(view: RoundView) -> float:
+    return (1 - view.weights[view.uid]) / max(1, len(view.sources))

@@ -1,0 +1,285 @@
+"""DecentralizedDataParallel by Decent-DP's face: its attributes, its checkpoints and what its scripts rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from decentnode import parallel
+from decentnode.compat.decent_dp import checkpoints, functions
+from decentnode.compat.decent_dp.buckets import BucketSteps
+from decentnode.compat.decent_dp.mixing import HookedMixing
+from decentnode.compat.decent_dp.topologies import graph_for
+from decentnode.parallel.process_group import local_device, ranks_per_machine
+
+logger = logging.getLogger(__name__)
+
+OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
+"""Makes an optimizer from parameters with their names."""
+
+LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
+"""Makes a scheduler from an optimizer."""
+
+OURS, THEIRS = "module.", "_model."
+"""What the names of the wrapped module's entries begin with, in the wrapper and in files."""
+
+
+class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
+    """The wrapper with the constructor, the attributes and the files of Decent-DP's.
+
+    After `global_avg` training goes on from the average, unless `revert_global_avg` brings the local model back first;
+    with `average_reverts` it is brought back by itself, as by the class that this one derives from.
+    """
+
+    FLOAT_DTYPES: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32, torch.float64]
+
+    def __init__(
+        self,
+        model: Module,
+        optim_fn: OPTIM_FN_TYPE,
+        lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
+        topology: Any = "complete",
+        scaler: Any = None,
+        grad_clip_norm: float = 0.0,
+        param_as_bucket_view: bool = True,
+        sync_buffer_in_global_avg: bool = False,
+        bucket_size_in_mb: float = 25,
+        _local_world_size: int | None = None,
+        *,
+        faithful: bool = False,
+        average_reverts: bool = False,
+        **more: Any,
+    ) -> None:
+        """Blocking until all ranks agree. Moves the model to the rank's GPU where there is one.
+
+        topology: a name, registered ones included, a subclass of Topology or whatever the wrapper takes. faithful: does
+        what Decent-DP 0.2.3 does where it differs (docs/coming_from/decent_dp.rst has the list). more: keyword
+        arguments of decentnode.parallel.DecentralizedDataParallel.
+        Raises what that class raises, and ValueError for edges that do not have every rank once.
+        """
+        if torch.cuda.is_available():
+            model = model.to(local_device())
+        self._local = ranks_per_machine(_local_world_size)
+        self._average_reverts, self._faithful = average_reverts and not faithful, faithful
+        self._makers = optim_fn, lr_scheduler_fn
+        with functions.as_there(faithful):
+            super().__init__(
+                model, optim_fn, lr_scheduler_fn, topology, scaler, grad_clip_norm, param_as_bucket_view,
+                sync_buffer_in_global_avg, bucket_size_in_mb, self._local, **more,
+            )  # fmt: skip
+        self._order = checkpoints.GradientOrder(self._named)
+        self._bucket_steps = BucketSteps(scaler, grad_clip_norm, bucket_size_in_mb) if faithful else None
+        self._hooked: HookedMixing | None = None
+        self._deferred = False
+        """Whether the first step, which is taken at the second forward pass, is still to come (faithful)."""
+        if not faithful:
+            self._hook_into([self.optimizer])
+            self._tell()
+
+    def _make_topology(self, topology: Any, local_world_size: int) -> Any:
+        return super()._make_topology(graph_for(topology, self.world_size, local_world_size), local_world_size)
+
+    def _tell(self) -> None:
+        """Says once, on rank 0, what is done otherwise than there."""
+        differs = ["the first gradient counts and no round is skipped"]
+        maker = self._makers[0]
+        while isinstance(maker, functools.partial):
+            maker = maker.func
+        if getattr(maker, "__module__", "") == functions.__name__:
+            differs.append("weight decay applies to weights, not to biases and norms")
+        if self._clip > 0:
+            differs.append("clipping is by the norm of all gradients, not bucket by bucket")
+        if self.rank == 0:
+            logger.warning("other than in Decent-DP, %s; faithful=True does as there", "; ".join(differs))
+
+    # -- what scripts read --------------------------------------------------------------------------------------
+
+    @property
+    def _model(self) -> Module:
+        return self.module
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [p for _, p in self._named]
+
+    @property
+    def _param_names(self) -> list[str]:
+        return [name for name, _ in self._named]
+
+    @property
+    def _optims(self) -> list[Optimizer]:
+        """One for all parameters; with `faithful` one per bucket, and none before the second forward pass."""
+        return [self.optimizer] if self._bucket_steps is None else self._bucket_steps.optimizers
+
+    @property
+    def _lr_schedulers(self) -> list[Any]:
+        """A scheduler, or None, for each of `_optims`."""
+        return [self.lr_scheduler] if self._bucket_steps is None else self._bucket_steps.schedulers
+
+    @property
+    def _local_world_size(self) -> int:
+        return self._local
+
+    def get_lr(self) -> float:
+        """Learning rate of the optimizer's first group; with `faithful` 0 before the second forward pass."""
+        if self._bucket_steps is None:
+            return super().get_lr()
+        schedulers = self._bucket_steps.schedulers
+        if not schedulers:
+            return 0.0
+        if schedulers[0] is None:
+            raise ValueError("get_lr needs lr_scheduler_fn with faithful=True")
+        return float(schedulers[0].get_last_lr()[0])
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        start = f"{prefix}." if prefix else ""
+        for name, p in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield start + _renamed(name.removeprefix(start), OURS, THEIRS), p
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._deferred and self.training and not self._watch.accumulating:
+            self._deferred = False
+            self._first_step()
+        return super().forward(*args, **kwargs)
+
+    def _train_on_after_average(self) -> None:
+        if self._average_reverts:
+            super()._train_on_after_average()
+
+    def _round(self, step: int) -> int:
+        """Decent-DP exchanges in rounds 1, 3, 4, 5 and so on of its topology."""
+        return step + 1 if self._faithful and step > 1 else step
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self._order.stop()
+        if self._bucket_steps is not None:
+            if self.steps == 0:
+                self._deferred = True
+                return
+            self._put_average_aside()
+            self._mix()
+            self._bucket_steps.step()
+            self._launch(self.steps + 1)
+            self.steps += 1
+            return
+        if self._backup is not None and not self._average_reverts:
+            self._backup = None  # training goes on from the average: it is what the ranks exchange
+            self._exchange.drain()
+            self._launch(self.steps)
+        super()._step()
+
+    @torch.no_grad()
+    def _first_step(self) -> None:
+        """The step of the first backward pass's gradients, if the script has not cleared them (faithful)."""
+        assert self._bucket_steps is not None
+        self._exchange.drain()
+        with functions.as_there():
+            self._bucket_steps.make(self._order.named(), *self._makers)
+        self._hook_into(self._bucket_steps.optimizers)
+        if self._hooked is not None:
+            self._hooked.call(self._plan.view(1))
+        self._bucket_steps.step()
+        self.steps = 1
+        self._launch(1)
+
+    def _hook_into(self, optimizers: Sequence[Optimizer]) -> None:
+        hooked = [each for each in optimizers if hasattr(each, "pre_average_hook")]
+        if hooked:
+            self._hooked = HookedMixing(self._buckets, hooked)
+            self._part_by_part = False
+
+    def _mix(self) -> None:
+        if self._hooked is None:
+            super()._mix()
+        else:
+            self._hooked.mix(self._exchange, self._plan, self._factor)
+
+    # -- the average model ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _put_average_aside(self) -> None:
+        """Decent-DP takes the gradient at the average and mixes what was sent before it (faithful)."""
+        if self._backup is None:
+            return
+        view = self._plan.view(self._round(self.steps))
+        share = (1 - view.weights[self.rank]) / max(1, len(view.sources))
+        kept = 1 - self._factor + self._factor * (view.weights[self.rank] - share)
+        for p, local in zip(self._params, self._backup, strict=False):
+            p.detach().sub_(local).mul_(kept).add_(local)
+        self._backup = None
+
+    def revert_global_avg(self) -> None:
+        """Restores the local model. Raises RuntimeError if `global_avg` kept none since the last step."""
+        if self._backup is None:
+            raise RuntimeError("revert_global_avg needs a global_avg(will_revert=True) since the last step")
+        super().revert_global_avg()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        self.global_avg(will_revert=True)
+        try:
+            yield
+        finally:
+            if self._backup is not None:
+                self.revert_global_avg()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's entries alone, by the names `_model.*`, as there. `full_state_dict` has everything."""
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        found = super().state_dict(*args, **kwargs)
+        for name in [name for name in found if name.startswith(prefix)]:
+            value = found.pop(name)
+            rest = name.removeprefix(prefix)
+            if rest != "_extra_state":
+                found[prefix + _renamed(rest, OURS, THEIRS)] = value
+        return found
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's entries with the optimizer's, the scheduler's and the topology's state: a run that loads it by
+        `load_state_dict` goes on with the same bits. Raises ValueError with `faithful`, whose state is in `_optims`."""
+        if self._bucket_steps is not None:
+            raise ValueError("full_state_dict needs faithful=False: save state_dict(), _optims and _lr_schedulers")
+        return self.state_dict() | {"_extra_state": self.get_extra_state()}
+
+    def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._known_names({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})
+
+    def load_optimizers(
+        self, optimizers: Sequence[dict[str, Any]], lr_schedulers: Sequence[dict[str, Any]] = (), *,
+        bucket_size_in_mb: float = 25, steps: int = 0,
+    ) -> None:
+        """Loads what a script has saved of Decent-DP's `_optims` and `_lr_schedulers`, one entry per bucket of there.
+
+        bucket_size_in_mb: that of the wrapper that they were saved from. steps: steps taken by then. The parameters'
+        order is that in which gradients came in this wrapper's first backward pass; before that, the reverse of their
+        definition. Blocking, on all ranks. Raises ValueError, having loaded nothing, if shapes do not fit in that
+        order, and with `faithful`.
+        """
+        if self._bucket_steps is not None:
+            raise ValueError("load_optimizers needs faithful=False")
+        checkpoints.load(self.optimizer, self.lr_scheduler, self._order.named(), optimizers, lr_schedulers,
+                         lambda named: self._makers[0](named), bucket_size_in_mb)  # fmt: skip
+        self._exchange.drain()
+        self.steps = steps
+        self._learning_rate = self._rate()
+        self._launch(self.steps)
+
+
+def _renamed(name: str, before: str, after: str) -> str:
+    return after + name.removeprefix(before) if name.startswith(before) else name

@@ -1,0 +1,260 @@
+"""Scripts written for Decent-DP, after a change of the import: names, attributes, files, and what is done otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from decentnode.compat import decent_dp
+from decentnode.compat.decent_dp import Edge, Topology, TopologyReg
+from decentnode.compat.decent_dp.topologies import EdgeGraph, edges_of
+from decentnode.parallel.topology_names import make_topology
+from tests.compat import work_decent_dp as work
+from tests.parallel.ranks import run_ranks
+from tests.parallel.work.models import batch, flat, model
+
+Wrapper = decent_dp.DecentralizedDataParallel
+ADAM = partial(decent_dp.optim_fn_adam, lr=1e-2)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def step(wrapped: Wrapper, t: int) -> float:
+    x, y = batch(0, t)
+    loss = (wrapped(x) - y).square().mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+def test_every_way_of_importing_reaches_the_same_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "decent_dp", decent_dp)
+    for name in ("ddp", "optim", "utils", "topo"):
+        monkeypatch.delitem(sys.modules, f"decent_dp.{name}", raising=False)
+        found = importlib.import_module(f"decent_dp.{name}")
+        for word in found.__all__:
+            assert getattr(found, word) is getattr(getattr(decent_dp, name), word)
+        monkeypatch.delitem(sys.modules, f"decent_dp.{name}")
+    public = {"ddp": ["DecentralizedDataParallel", "OPTIM_FN_TYPE", "LR_SCHEDULER_FN_TYPE"],
+              "topo": ["Topology", "TopologyReg", "Edge"], "utils": ["initialize_dist"],
+              "optim": ["optim_fn_adam", "optim_fn_adamw", "optim_fn_accum_adam", "optim_fn_accum_adamw", "AccumAdam",
+                        "AccumAdamW", "lr_scheduler_fn_cosine_with_warmup"]}  # fmt: skip
+    for module, words in public.items():
+        assert set(words) <= set(getattr(decent_dp, module).__all__)
+
+
+def test_attributes_that_scripts_read(alone: None) -> None:
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    wrapped = Wrapper(model(), ADAM, schedule, "ring", None, 1.0, True, True, 0.5, 1)
+    step(wrapped, 0)
+    assert wrapped._model is wrapped.module and len(wrapped._params) == len(wrapped._param_names) == 6
+    assert wrapped._optims[0].param_groups[0]["lr"] == wrapped._lr_schedulers[0].get_last_lr()[0] == 5e-3
+    assert wrapped._local_world_size == 1 and wrapped.get_lr() == 5e-3
+    assert [name for name, _ in wrapped.named_parameters()] == [f"_model.{name}" for name in wrapped._param_names]
+    assert len(list(wrapped.parameters())) == 6
+    Wrapper(model(), optim_fn=ADAM, _local_world_size=1, bucket_size_in_mb=0.001)
+
+
+def test_accum_adam_takes_the_window_by_position() -> None:
+    kind = decent_dp.AccumAdam([torch.zeros(2, requires_grad=True)], 1e-3, (0.9, 0.99), 1e-8, 0.0, 7)
+    assert kind.param_groups[0]["accum_iter"] == 7
+
+
+def test_reverting_needs_an_average(alone: None) -> None:
+    wrapped = Wrapper(model(), ADAM)
+    with pytest.raises(RuntimeError, match="needs a global_avg"):
+        wrapped.revert_global_avg()
+    wrapped.global_avg()
+    wrapped.revert_global_avg()
+    with wrapped.averaged():
+        wrapped.eval()
+
+
+def test_files_have_the_module_s_entries_alone_and_runs_go_on_with_the_same_bits(alone: None) -> None:
+    first, other = Wrapper(model(), ADAM), Wrapper(model(1), ADAM)
+    for t in range(3):
+        step(first, t)
+    saved = first.state_dict()
+    assert list(saved) == [f"_model.{name}" for name in model().state_dict()]
+    plain = model(2)
+    plain.load_state_dict({name.removeprefix("_model."): value for name, value in saved.items()})
+    assert torch.equal(flat(plain), flat(first._model))
+    other.load_state_dict(saved)
+    assert torch.equal(flat(other._model), flat(first._model)) and other.steps == 0
+    other.load_state_dict(first.full_state_dict())
+    losses = [(step(first, t), step(other, t)) for t in range(3, 6)]
+    assert all(a == b for a, b in losses) and torch.equal(flat(other._model), flat(first._model))
+    nested = torch.nn.ModuleDict({"inner": first})
+    assert set(nested.state_dict()) == {f"inner.{name}" for name in saved}
+
+
+def saved_by_buckets(**options: Any) -> tuple[Wrapper, list[dict[str, Any]], list[dict[str, Any]]]:
+    wrapped = Wrapper(model(), faithful=True, bucket_size_in_mb=0.0003, **options)
+    for t in range(3):
+        step(wrapped, t)
+    assert len(wrapped._optims) == 3
+    return wrapped, [each.state_dict() for each in wrapped._optims], [each.state_dict() for each in
+                                                                       wrapped._lr_schedulers]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_optimizers_of_buckets_are_loaded_into_one(before: bool, alone: None) -> None:
+    cosine = partial(decent_dp.lr_scheduler_fn_cosine_with_warmup, t_max=10, t_warmup=2)
+    there, optimizers, schedules = saved_by_buckets(optim_fn=ADAM, lr_scheduler_fn=cosine)
+    here = Wrapper(model(1), ADAM, cosine)
+    if before:  # the order of the gradients is known then
+        step(here, 9)
+    here.load_optimizers(optimizers, schedules, bucket_size_in_mb=0.0003, steps=3)
+    states = {p.shape: each.state[p]["exp_avg"] for each in there._optims for p in each.state if p.dim() == 2}
+    for name, p in here._named:
+        state = here.optimizer.state[p]
+        assert state["step"] == 3, name
+        if p.dim() == 2 and "2" not in name:
+            assert torch.equal(state["exp_avg"], states[p.shape])
+    assert here.steps == 3 and here._lr_schedulers[0].last_epoch == 3
+    with pytest.raises(ValueError, match="must be those of 1 buckets"):
+        here.load_optimizers(optimizers)
+
+
+def test_optimizers_in_another_order_are_refused_whole(alone: None) -> None:
+    _, optimizers, _ = saved_by_buckets(optim_fn=ADAM, lr_scheduler_fn=partial(
+        torch.optim.lr_scheduler.StepLR, step_size=1))  # fmt: skip
+    here = Wrapper(model(), ADAM)
+    last = optimizers[-1]["state"][0]
+    last["exp_avg"] = last["exp_avg"].t().contiguous()
+    with pytest.raises(ValueError, match=r"exp_avg of .* must have the shape"):
+        here.load_optimizers(optimizers, bucket_size_in_mb=0.0003)
+    assert not here.optimizer.state
+
+
+def test_moments_of_accum_adam_are_kept_as_the_paper_has_them(alone: None) -> None:
+    """There a committed moment is stored multiplied by its beta."""
+    fn = partial(decent_dp.optim_fn_accum_adam, beta1=0.5, beta2=0.25)
+    here = Wrapper(torch.nn.Linear(2, 1, bias=False), fn)
+    group = {"params": [0], "lr": 0.3, "betas": (0.5, 0.25)}
+    state = {"step": torch.tensor(4), "exp_avg": torch.ones(1, 2), "exp_avg_sq": torch.ones(1, 2),
+             "accum_grad": torch.zeros(1, 2)}  # fmt: skip
+    here.load_optimizers([{"state": {0: state}, "param_groups": [group, {**group, "params": []}]}])
+    (found,) = here.optimizer.state.values()
+    assert found["step"] == 4 and found["exp_avg"].tolist() == [[2, 2]] and found["exp_avg_sq"].tolist() == [[4, 4]]
+    assert here.get_lr() == 0.3
+
+
+def test_what_is_done_otherwise_is_said_once(alone: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Wrapper(model(), ADAM, grad_clip_norm=1.0)
+    (said,) = [message for message in caplog.messages if "Decent-DP" in message]
+    assert "no round is skipped" in said and "weight decay" in said and "clipping" in said and "faithful=True" in said
+    caplog.clear()
+    Wrapper(model(), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), faithful=True)
+    assert not caplog.messages
+
+
+def test_groups_and_schedule_as_there() -> None:
+    named = [("a.weight", torch.zeros(2, 2)), ("bn.weight", torch.zeros(2)), ("a.bias", torch.zeros(2))]
+    groups = decent_dp.optim_fn_adamw(named, weight_decay=0.5).param_groups
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.5), (2, 0.0)]
+    with decent_dp.as_there():
+        optimizer = decent_dp.optim_fn_adamw(named, lr=1.0, weight_decay=0.5)
+        schedule = decent_dp.lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=6, t_warmup=4, cosine_eta_min=0.0)
+    groups = optimizer.param_groups
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.0), (2, 0.5)]
+    rates = []
+    for _ in range(10):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[3] == 1.0 and rates[5] > 0.5 and rates[9] == pytest.approx(0.0, abs=1e-9), "at t_warmup + t_max"
+
+
+def test_first_and_faithful_learning_rate(alone: None) -> None:
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    wrapped = Wrapper(model(), ADAM, schedule, faithful=True)
+    before = flat(wrapped._model)
+    step(wrapped, 0)
+    assert wrapped.get_lr() == 0.0 and wrapped._optims == [] and torch.equal(before, flat(wrapped._model))
+    step(wrapped, 1)
+    assert wrapped.get_lr() == 2.5e-3 and wrapped.steps == 2
+
+
+class OneSided(Topology):
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        return self.edges  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize(("edges", "says"), [
+    ([], "at least one round"), ([[]], "rank 0 is in no edge"), ([[Edge([0], 1.0), Edge([0], 1.0)]], "rank 0 twice"),
+    ([[Edge([0, 1], 0.5)]], "ranks below 1, got 1"), ([[Edge([0], 0.5)]], "must be 1 for a rank that is alone"),
+], ids=["none", "missing", "twice", "outside", "alone"])  # fmt: skip
+def test_edges_that_are_none_are_refused(edges: list[list[Edge]], says: str, alone: None) -> None:
+    kind = type("Kind", (OneSided,), {"edges": edges})
+    with pytest.raises(ValueError, match=says):
+        Wrapper(model(), ADAM, topology=kind)
+
+
+def test_topologies_have_names(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopologyReg, "registry", dict(TopologyReg.registry))
+    assert set(TopologyReg.registry) == {"complete", "ring", "one-peer-exp", "alternating-exp-ring"}
+    kind = TopologyReg.register("mine")(type("Kind", (OneSided,), {"edges": [[Edge([0], 1.0)]]}))
+    Wrapper(model(), ADAM, topology="mine")
+    with pytest.raises(ValueError, match="mine is registered already"):
+        TopologyReg.register("mine")(kind)
+    with pytest.raises(ValueError, match="must be a subclass of Topology"):
+        TopologyReg.register("other")(int)  # type: ignore[arg-type]
+    assert TopologyReg.registry["complete"](1).get_edge(7) == Edge([0], 1.0)
+
+
+@pytest.mark.parametrize(("name", "n", "local"), [
+    ("complete", 3, 1), ("ring", 6, 1), ("one-peer-exp", 8, 1), ("alternating-exp-ring", 8, 2),
+])  # fmt: skip
+def test_graphs_are_edges_and_edges_are_graphs(name: str, n: int, local: int) -> None:
+    graph = make_topology(name, n, local)
+    edges = [edges_of(graph, round) for round in range(graph.period or 1)]
+    again = EdgeGraph(edges, n)
+    for round in range(2 * len(edges)):
+        assert (abs(again.matrix(round) - graph.matrix(round)) < 1e-12).all()
+
+
+def test_a_graph_that_is_no_list_of_edges_says_so() -> None:
+    with pytest.raises(ValueError, match="is no list of edges for 5 ranks"):
+        edges_of(make_topology("ring", 5, 1), 0)
+
+
+def test_a_topology_that_leaves_ranks_apart_is_refused() -> None:
+    from decentnode.parallel.plan import Plan, sharing_named
+
+    apart = EdgeGraph([[Edge([0, 1], 0.5), Edge([2, 3], 0.5)]], 4)
+    with pytest.raises(ValueError, match="never hears of rank"):
+        Plan(apart, sharing_named("full"), 0)
+
+
+@pytest.mark.parametrize(("options", "average", "hooked"), [
+    ({}, 3, False), ({"faithful": True}, 3, False), ({"faithful": True, "transport": "collective"}, 2, True),
+    ({"faithful": True, "grad_clip_norm": work.CLIP, "bucket_size_in_mb": 0}, 0, False), ({}, 3, True),
+], ids=["ours", "there", "there, told", "there, clipped", "ours, told"])  # fmt: skip
+def test_steps(options: dict[str, Any], average: int, hooked: bool) -> None:
+    """Over the tutorial's topology, with averages that training goes on from, or does not get to (there)."""
+    there = "faithful" in options
+    expected = work.simulated(8, average, there, clipped="grad_clip_norm" in options)
+    for rank, (found, told, optimizers) in enumerate(run_ranks(4, work.train, options, 8, average, hooked)):
+        assert found == pytest.approx(expected[rank], abs=2e-6)
+        assert optimizers == (6 if "grad_clip_norm" in options else 1)
+        if hooked:
+            rounds = [1, 1, 3, 4, 5, 6, 7, 8] if there else range(8)
+            mates = [[1, 2, 3], [0, 3, 2], [3, 0, 1], [2, 1, 0]][rank]
+            assert [ranks for ranks, _, _ in told] == [sorted([rank, mates[r % 3]]) for r in rounds]
+            assert {weight for _, weight, _ in told} == {0.5}
