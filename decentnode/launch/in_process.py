@@ -13,7 +13,7 @@ import torch
 from decentnode import logs
 from decentnode.build import build_in_process
 from decentnode.communication.inproc import Inproc
-from decentnode.errors import Interrupted
+from decentnode.errors import Interrupted, UsageError
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import ChildMessage, Engine, Finished, NodeJoined, StopRun, Task
@@ -26,6 +26,7 @@ from decentnode.launch.run_dir import node_dir
 from decentnode.launch.simulated import Files, Stoppable, run_batched
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
+from decentnode.node.schedules import SCHEDULES
 from decentnode.simulate.choice import choose
 from decentnode.simulate.virtual import VirtualTime, is_described, make_clock
 
@@ -70,6 +71,12 @@ def run_nodes(
     try:
         logs.set_level(experiment.run.log_level)
         virtual = VirtualTime(make_clock(experiment)) if task.request.simulate and is_described(experiment) else None
+        if virtual is not None and SCHEDULES[experiment.node.schedule].asynchronous:
+            raise UsageError(
+                "simulate.compute and simulate.links must be left out with an asynchronous schedule, got "
+                f"{experiment.node.schedule}: a simulation steps all nodes round by round, while in virtual time they "
+                "would be in different ones; decentnode timeline says in which, decentnode run learns in real time"
+            )
         if task.request.simulate:
             choice = choose(experiment, resume=task.resume is not None)
             send(Engine(choice.name, choice.reason))

@@ -171,7 +171,10 @@ class Schedule(abc.ABC):
         computed = self.communication.computed(round) if trains else None
         if computed is not None:
             yield computed
-        self.times.train += clock.now() - started
+        seconds = clock.now() - started
+        if trains:
+            self.training.took(seconds)
+        self.times.train += seconds
 
     def _direct(self, gradient: Tensor) -> Tensor:
         for fragment in self.fragments:

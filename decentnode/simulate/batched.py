@@ -179,6 +179,8 @@ def refused(experiment: Any) -> str:
     """Returns what of a run only the engine `stepped` can do; "" where nothing is."""
     if SCHEDULES[experiment.node.schedule].asynchronous:
         return f"schedule {experiment.node.schedule}, in which nodes are in different rounds"
+    if getattr(experiment.training, "local_seconds", None) is not None:
+        return "training.local_seconds"
     if experiment.node.checkpoint is not None:
         return "node.checkpoint"
     if getattr(experiment.sharing, "dump", None) is not None:

@@ -16,6 +16,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 from decentnode.metrics.reader import read
+from decentnode.node.schedules import SCHEDULES
 from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.network import Network
 from decentnode.simulate.timeline.rounds import Clock, TimeLine, time_line
@@ -92,6 +93,7 @@ def make_clock(
     return Clock(
         compute, network, traffic or Traffic(experiment), overlapped=experiment.node.schedule == "overlapped",
         mixes_in_background=experiment.node.mix_in_background is not False,
+        asynchronous=SCHEDULES[experiment.node.schedule].asynchronous,
     )  # fmt: skip
 
 

@@ -86,6 +86,9 @@ class Training(Component, abc.ABC):
         """Called instead of `local_update` in a round without local steps. The order of samples stays where it is; a
         learning-rate schedule that follows the rounds goes on."""
 
+    def took(self, seconds: float) -> None:
+        """Called after `local_update` with how long it took. Training asks no clock itself."""
+
     def better(self, metric: str) -> Literal["higher", "lower"]:
         """Returns which values of a metric are better, also of one with a prefix; lower ones of what is none."""
         prefixes = ("", EMA.prefix, *(split.prefix for split in self.evaluated))

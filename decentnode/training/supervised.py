@@ -26,6 +26,7 @@ from decentnode.training.gradients import Gradients
 from decentnode.training.losses import Loss
 from decentnode.training.lr_schedules import LearningRateSchedule
 from decentnode.training.optimizers import make_optimizer
+from decentnode.training.pace import Pace
 from decentnode.training.sampler import Sampler
 from decentnode.training.source import Source, source_of
 from decentnode.training.supervised_config import SupervisedConfig
@@ -76,6 +77,8 @@ class Supervised(Training):
         self._optimizer = make_optimizer(config.optimizer, self._parameters)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
         self._average = ModelAverage(config.ema, model) if config.ema is not None else None
+        self._pace = Pace(config.local_seconds) if config.local_seconds is not None else None
+        self._pace_steps = 0
 
     def _split(self, data: NodeSamples) -> dict[str, tuple[Source, Tensor]]:
         """Returns per split its source and the indices [M] into it. No sample is in two splits, but that those of "own"
@@ -167,6 +170,8 @@ class Supervised(Training):
         self.model.module.train()
         self._deal(self.sampler.upcoming)
         steps, config, samples = self.steps_per_round, self.config, 0
+        if self._pace is not None:
+            steps = self._pace_steps = self._pace.steps()
         learning_rate = self.learning_rate
         loss, norms = torch.zeros(2, device=self.model.device)
         units: int | Tensor = 0
@@ -198,6 +203,10 @@ class Supervised(Training):
         if config.clip_norm is not None:
             report["gradient_norm"] = float(norms) / max(steps, 1)
         return Update(steps, samples, mean, report, last_gradient)
+
+    def took(self, seconds: float) -> None:
+        if self._pace is not None and self._pace_steps:
+            self._pace.took(self._pace_steps, seconds)
 
     def rest(self, round: int) -> None:  # noqa: ARG002
         if self.config.lr_schedule.every == "round":

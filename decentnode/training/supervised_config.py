@@ -49,6 +49,10 @@ class SupervisedConfig(Config):
     given either."""
     local_epochs: int | None = Field(None, ge=1)
     """Passes over the node's samples per round, instead of local_steps."""
+    local_seconds: Annotated[float | None, ADDED] = Field(None, gt=0)
+    """Seconds that the local steps of a round take, instead of their number: each node makes as many as fit, by the
+    speed that it has measured of its own, and at least one. Slow nodes then make fewer steps and hold nobody up. Such a
+    run does not repeat to the bit."""
     accumulate: int = Field(1, ge=1)
     """Number of batches whose gradients make one optimizer step, which is then that of batch_size * accumulate
     samples."""
@@ -108,6 +112,12 @@ class SupervisedConfig(Config):
     def _consistent(self) -> SupervisedConfig:
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("must have local_steps or local_epochs, got both")
+        if self.local_seconds is not None:
+            if self.local_steps is not None or self.local_epochs is not None:
+                raise ValueError("must have local_seconds or a number of local steps or epochs, got both")
+            if self.lr_schedule.every == "step":
+                raise ValueError("must have lr_schedule.every: round with local_seconds: nobody knows how many steps "
+                                 "there will be")  # fmt: skip
         if self.sampling == "resample" and self.validation is not None and self.validation.source == "train":
             raise ValueError("must have validation.source: test with sampling: resample, which trains on all samples")
         if self.label_smoothing and self.loss is not None and self.loss.name != "cross_entropy":

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 
+from decentnode.cli import main
 from decentnode.communication.parts import Collected
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
@@ -269,3 +271,14 @@ def test_rules_are_fit_for_it_only_where_they_say_so_themselves() -> None:
 
 def _subclasses(kind: type) -> list[type]:
     return [each for sub in kind.__subclasses__() for each in (sub, *_subclasses(sub))]
+
+
+@pytest.mark.slow
+def test_a_simulation_in_virtual_time_steps_nodes_round_by_round_and_is_refused(tmp_path: Path) -> None:
+    sets = ["graph={name: ring, nodes: 3}", "mapping.nodes_per_machine=3", "node.rounds=3",
+            "node.schedule=gossip_async", "simulate.compute.step_seconds=0.1"]  # fmt: skip
+    found = CliRunner().invoke(main, ["simulate", str(QUICKSTART), "--run-dir", str(tmp_path),
+                                      *(f"--set={each}" for each in sets)])  # fmt: skip
+    assert found.exit_code != 0 and "must be left out with an asynchronous schedule, got gossip_async" in found.output
+    line = CliRunner().invoke(main, ["timeline", str(QUICKSTART), *(f"--set={each}" for each in sets)])
+    assert line.exit_code == 0 and "gossip_async" in line.output

@@ -63,6 +63,16 @@ def test_rounds_as_a_loop_over_nodes(overlapped: bool) -> None:
                 assert found.waited[r, i] == pytest.approx(found.end[r, i] - found.computed[r, i])
 
 
+def test_in_an_asynchronous_schedule_nobody_waits_for_a_straggler() -> None:
+    n, rounds = 8, 40
+    world = {"stragglers": [{"nodes": [2], "factor": 10}]}, {"between_machines": {"latency_seconds": 0.4}}
+    found = run(n, ring(n), rounds, *world, asynchronous=True)
+    every = np.arange(1.0, rounds + 1)[:, None] * np.where(np.arange(n) == 2, 10.0, 1.0)
+    assert np.allclose(found.end, every) and not found.waited.any() and (found.waits_for < 0).all()
+    waits = run(n, ring(n), rounds, *world)
+    assert waits.end[-1].min() > 9 * found.end[-1, 0]
+
+
 def test_few_neighbors_suffer_less_from_spread_than_all() -> None:
     """One-peer graphs, complete ones and all-reduce: per-iteration time by the mean of the compute time."""
     n, rounds = 16, 600

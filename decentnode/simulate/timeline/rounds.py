@@ -2,7 +2,7 @@
 
 Sequential: steps, then the payloads leave, and the round ends when those of all neighbors have been mixed. Overlapped:
 payloads leave with the round's begin, and the round ends when both the steps and the mixing are done
-(docs/explanation/round.rst).
+(docs/explanation/round.rst). Asynchronous: the round of a node ends when its own work is done, whoever else is where.
 """
 
 from __future__ import annotations
@@ -74,16 +74,17 @@ class Clock:
 
     def __init__(
         self, compute: Compute, network: Network, transfers: TransfersOf, *, overlapped: bool = False,
-        mixes_in_background: bool = True, leaves_after: float | None = None,
+        mixes_in_background: bool = True, leaves_after: float | None = None, asynchronous: bool = False,
     ) -> None:
         """transfers: the same objects for the same transfers make it fast. mixes_in_background: with `overlapped`,
         whether arrivals are mixed beside the steps. leaves_after: share of the local steps after which the first
         payloads leave, where it is not that of the schedule: 1, with `overlapped` 0. In between they leave piece by
         piece and their last byte with the last step: gradients that are reduced while the backward pass goes on begin
-        to leave after 1/3."""
+        to leave after 1/3. asynchronous: nobody waits for what comes; a round has the local steps and the mixing of as
+        much as comes in a synchronous one."""
         self.compute, self.network = compute, network
         self._transfers = transfers
-        self.overlapped, self._background = overlapped, mixes_in_background
+        self.overlapped, self._background, self._asynchronous = overlapped, mixes_in_background, asynchronous
         self._leaves_after = (0.0 if overlapped else 1.0) if leaves_after is None else leaves_after
         self.now = np.zeros(compute.num_nodes)
         """[N] when each node begins its next round."""
@@ -166,7 +167,7 @@ class Clock:
             mix = come / speed if not (self.overlapped and self._background) else tail
         end, late, waited = computed + mix, np.full(computed.size, -1, np.int32), np.zeros(computed.size)
         done = last + tail[uids]
-        blocked = done > end[uids]
+        blocked = np.zeros(len(uids), bool) if self._asynchronous else done > end[uids]
         of_last = np.zeros(computed.size)
         of_last[uids] = last
         at = np.flatnonzero(arrived == of_last[transfers.target])

@@ -1,0 +1,69 @@
+"""Local steps by a time instead of a number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decentnode import clock
+from decentnode.build import build_in_process, step_all
+from decentnode.communication.inproc import Inproc
+from decentnode.communication.run_state import Wait
+from decentnode.errors import ConfigError
+from decentnode.experiment import load
+from decentnode.node.node import Node
+from decentnode.training.pace import Pace
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def test_as_many_steps_fit_as_the_speed_says() -> None:
+    pace, made = Pace(1.0), []
+    for round in range(12):
+        steps, each = pace.steps(), 5.0 if round == 0 else 0.05 if round < 8 else 0.1
+        made.append(steps)
+        pace.took(steps, each * steps)
+    assert made[:3] == [1, 1, 2] and made[6:8] == [20, 20], "the first step took long for other reasons"
+    assert made[-1] in (10, 11) and min(made) == 1
+    slow = Pace(1.0)
+    slow.took(1, 30.0)
+    assert slow.steps() == 1
+
+
+class Watched(Inproc):
+    """A transport in whose time a step of node 0 takes 10 ms, and one of node 1 ten times as long."""
+
+    of: Node
+
+    def computed(self, round: int) -> Wait | None:
+        VIRTUAL.advance_to(VIRTUAL.now() + (0.01, 0.1)[self.uid] * self.of.schedule.update.steps)
+        return None
+
+
+VIRTUAL = clock.VirtualClock()
+
+
+def test_a_node_that_is_ten_times_slower_makes_a_tenth_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = ["training={name: supervised, batch_size: 4, local_seconds: 1.0}", "graph={name: ring, nodes: 2}",
+            "mapping.nodes_per_machine=2", "data.partition=iid", "node={rounds: 10, evaluate_every: 0}"]  # fmt: skip
+    monkeypatch.setattr("decentnode.build.Inproc", Watched)
+    records: list[tuple[int, dict[str, Any]]] = []
+    nodes = build_in_process(load(QUICKSTART, sets), lambda uid, record: records.append((uid, record)))
+    for node in nodes:
+        assert isinstance(node.communication, Watched)
+        node.communication.of = node
+    with clock.use(VIRTUAL):
+        step_all(nodes)
+    last = {uid: record["steps"] for uid, record in records if record["kind"] == "round"}
+    assert 95 <= last[0] <= 100 and 9 <= last[1] <= 10
+
+
+@pytest.mark.parametrize("sets", [
+    "local_steps: 3, local_seconds: 1", "local_epochs: 1, local_seconds: 1",
+    "local_seconds: 1, lr_schedule: {name: exponential, gamma: 0.9, every: step}",
+])  # fmt: skip
+def test_a_time_excludes_a_number(sets: str) -> None:
+    with pytest.raises(ConfigError, match="local_seconds"):
+        load(QUICKSTART, [f"training={{name: supervised, batch_size: 4, {sets}}}"])
