@@ -149,6 +149,9 @@ class NodeSamples:
     """Whether all nodes have the same test samples; then each evaluates the merged model on its part of them."""
     deal_again: Callable[[int], AnySamples] | None = None
     """Gives the node's training samples when all are dealt anew for the epoch of a number; 0 gives `train`."""
+    deal_among: Callable[[tuple[int, ...]], tuple[AnySamples, int]] | None = None
+    """Gives the node's training samples and its part of those of all that are not these members, and how many samples
+    that part has. None where a node cannot read the samples of others."""
     trains: bool = True
     """Whether the node trains at all; `train` is empty where it does not."""
     pooled: bool = False

@@ -40,6 +40,8 @@ class OpenedData:
         self._opened: dict[tuple[str, ...], Dataset] = {}
         self._dealt: dict[tuple[tuple[str, ...], int], dict[int, np.ndarray]] = {}
         """By group of nodes and epoch: their shares, of the epochs that were dealt last."""
+        self._among: dict[tuple[int, ...], dict[int, np.ndarray]] = {}
+        """By members: their shares with those of the others, of the sets of members that were asked for last."""
         self._test: AnySamples | None = None
         self._own_parts: dict[tuple[str, ...], dict[int, np.ndarray]] = {}
         self._paths = [name for name, value in config if isinstance(value, Path) and _has_place(value)]
@@ -176,6 +178,42 @@ class OpenedData:
         parts = partition.split(labels, len(uids), generator, dataset.train_keys())
         return dict(sorted({**nothing, **dict(zip(uids, parts, strict=True))}.items()))
 
+    def shares_among(self, members: Collection[int]) -> dict[int, np.ndarray]:
+        """The shares of the members when nobody else trains: each has its own, and the partition deals those of the
+        others to all members that train. A pure function of the members. Raises DataError.
+
+        Where the partition cannot deal so few samples, or to so many nodes, they are dealt evenly, at random.
+        """
+        key = tuple(sorted(members))
+        if key not in self._among:
+            while len(self._among) >= KEPT_DEALS:
+                del self._among[next(iter(self._among))]
+            self._among[key] = self._deal_among(key)
+        return self._among[key]
+
+    def _deal_among(self, members: Sequence[int]) -> dict[int, np.ndarray]:
+        shares = self._shares_of(range(self.num_nodes))
+        orphans = np.sort(np.concatenate([np.empty(0, np.int64), *(mine for uid, mine in shares.items()
+                                                                  if uid not in members)]))  # fmt: skip
+        heirs = [uid for uid in members if uid not in self._servers]
+        if not heirs or not len(orphans):
+            return {uid: shares[uid] for uid in members}
+        dataset, chosen = self.dataset(), self.config.partition
+        labels, keys = dataset.train_targets(), dataset.train_keys()
+        labels = np.zeros(len(orphans), np.int64) if labels is None else labels[orphans]
+        draw = rng.stream(self._seed, rng.GLOBAL, "orphans")
+        try:
+            partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
+            parts = partition.split(labels, len(heirs), draw, None if keys is None else keys[orphans])
+            if sum(map(len, parts)) < len(orphans):
+                raise DataError(f"partition {chosen.name} leaves some of the samples to nobody")
+        except DataError:
+            draw = rng.stream(self._seed, rng.GLOBAL, "orphans")
+            parts = np.array_split(draw.permutation(len(orphans)), len(heirs))
+        dealt = dict(zip(heirs, parts, strict=True))
+        return {uid: np.sort(np.concatenate([shares[uid], orphans[dealt[uid]]])) if uid in dealt else shares[uid]
+                for uid in members}  # fmt: skip
+
     def _by_machine(self, uids: Sequence[int]) -> list[list[int]]:
         """Places in `uids` of the nodes on each machine."""
         found: dict[int, list[int]] = {}
@@ -193,9 +231,14 @@ class OpenedData:
         def deal_again(epoch: int) -> AnySamples:
             return dataset.train(self._shares_of(group, epoch)[uid])
 
+        def among(members: tuple[int, ...]) -> tuple[AnySamples, int]:
+            mine = self.shares_among(members)[uid]
+            return dataset.train(mine), len(mine) - len(shares[uid])
+
+        deal_among = None if self.private else among
         if self.test == "own":
-            return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False,
-                               deal_again=deal_again, trains=uid not in self._servers)  # fmt: skip
+            return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False, deal_again=deal_again,
+                               deal_among=deal_among, trains=uid not in self._servers)  # fmt: skip
         if self.sharded:
             sampled = self.tested()
             mine = (sampled if sampled is not None else np.arange(dataset.num_test()))[uid :: len(self._machines)]
@@ -204,7 +247,7 @@ class OpenedData:
             test, shared = self._global_test(dataset), True
         own = self._own_test(dataset, shares, uid) if self.test == "both" else None
         return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again,
-                           trains=uid not in self._servers)  # fmt: skip
+                           deal_among=deal_among, trains=uid not in self._servers)  # fmt: skip
 
     def label_shares(self, uid: int) -> np.ndarray | None:
         """[num_classes] float32: the shares of a node's training samples that have each label; None of data without

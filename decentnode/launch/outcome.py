@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from decentnode.launch.messages import Engine, Facts, Failed, Finished
 from decentnode.launch.run_dir import node_dir
 from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
+from decentnode.metrics.dealt import Dealt, epochs, merged, packed, unpacked
 from decentnode.metrics.figures import PURPOSES, TaskMetrics, packed_counts, unpacked_counts
 
 Figures = dict[str, Any]
@@ -148,6 +150,14 @@ class Ledger:
             found = {uid: figures for uid, figures in found.items() if uid in self.members}
         return found
 
+    def samples(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns by uid, of all nodes that are known here, what they trained on in each generation; empty where the
+        samples of absent nodes are lost."""
+        known = {**self.latest, **self.figures()}
+        dealt = {uid: merged(self._before.get(uid, (0, {}))[1].get("dealt"), each["dealt"])
+                 for uid, each in sorted(known.items()) if "dealt" in each}  # fmt: skip
+        return {str(uid): epochs(text) for uid, text in dealt.items()}
+
     def outside(self, local: Collection[int]) -> set[int]:
         """Returns local nodes that the others went on without: lost ones, and, before a stop, those that are not
         members of the last generation. After a stop, such a node may still close with what it has."""
@@ -167,6 +177,12 @@ def _add(known: Figures, record: Mapping[str, Any]) -> None:
         if lost := record.get("lost", []):
             known["rounds_without"] = known.get("rounds_without", 0) + 1
             known["without"] = packed_counts(Counter(unpacked_counts(known.get("without"))) + Counter(lost))
+        if dealt := unpacked(known.get("dealt")):
+            dealt[-1].trained += record.get("samples", 0)
+            known["dealt"] = packed(dealt)
+    elif record.get("kind") == "dealt":
+        now = Dealt(*(record[each.name] for each in dataclasses.fields(Dealt)))
+        known["dealt"] = packed([*(each for each in unpacked(known.get("dealt")) if each.trained), now])
     elif record.get("kind") == "evaluation":
         known |= {key: record[key] for key in record if key not in ("kind", "round", "time")}
         known["evaluated_round"] = record.get("round")
@@ -220,6 +236,8 @@ def summary(
         found["lost"] = {str(uid): failed.title for uid, failed in sorted(ledger.lost.items())}
         found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
         found["members"] = members
+    if samples := ledger.samples():
+        found["samples"] = samples
     if ledger.engine is not None:
         found["engine"] = {"name": ledger.engine.name, "reason": ledger.engine.reason}
     if ledger.resumed is not None:

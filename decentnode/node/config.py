@@ -57,6 +57,10 @@ class NodeConfig(Settings):
     """With regroup: the least number of nodes of a generation. Default: more than half of the run's nodes, so that of
     the two sides of a broken network at most one goes on. After the last round nodes that finished count too, and after
     a stop any number is enough."""
+    orphans: Annotated[Literal["lost", "adopted"], ADDED] = "lost"
+    """With regroup: what becomes of the training samples of nodes that are not members. lost: nobody trains on them
+    until the node is back. adopted: the data's partition deals them to the members, and they go back when the node
+    does. Every change of members then begins an epoch on all nodes, so that no sample is trained on twice in one."""
     restarts: int = Field(0, ge=0)
     """With regroup: how many times each node that died is started again by its machine."""
     buffers: Literal["average", "local", "recompute"] = "average"

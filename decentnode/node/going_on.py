@@ -49,6 +49,9 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
         node.training.skip_to(where.round)
     else:
         restored.put_progress(node)
+    if node.config.orphans == "adopted" and (where.without or node.training.members != node.generation.members):
+        node.deal_samples(where.round)  # the checkpoint is of other members
+        node.renew_rules()
     if where.without:
         yield from agree_on_course(node, frozenset(where.without), "resume/course")
     node.round = where.round

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from decentnode.communication.run_state import Steps, without_waits
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph
 from decentnode.graph.base import parts as connected_parts
+from decentnode.metrics.dealt import packed
 from decentnode.node.buffers import BufferExchange
 from decentnode.node.config import NodeConfig
 from decentnode.node.course import Course
@@ -205,6 +206,8 @@ class Node:
         generation = self.communication.generation
         if generation is not None and generation.name != self.generation.name:
             yield from self._take_part(generation)
+        if self.training.members is None:
+            self.deal_samples(0)
         if self.checkpoints is not None and self.checkpoints.resuming:
             yield from self.checkpoints.resume()
         if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._stopping():
@@ -299,6 +302,7 @@ class Node:
             self.communication.caught_up()
         if self.checkpoints is not None:
             self.checkpoints.begin_generation()
+        self.deal_samples(first_round)
         self.round = first_round
         self.renew_rules()
         then, now = {*before.members}, {*generation.members}
@@ -314,6 +318,16 @@ class Node:
             for graph in {id(each.graph): each.graph for each in self._fragments}.values():
                 for part in connected_parts(graph, generation.members, min(graph.period or 16, 16))[1:]:
                     logger.warning("the graph no longer joins nodes %s to the others", sorted(part))
+
+    def deal_samples(self, first_round: int) -> None:
+        """With `orphans: adopted`: deal the samples of nodes that are not members of the generation to those that are,
+        for rounds from `first_round` on."""
+        if self.config.orphans == "adopted":
+            generation, training = self.generation, self.training
+            training.deal_among(generation.members, generation.number, first_round)
+            self.record({"kind": "dealt", "time": clock.wall(), **asdict(training.dealt[-1])})
+            logger.info("trains on %d samples, %d of them of nodes that are not there", training.num_samples,
+                        training.dealt[-1].adopted)  # fmt: skip
 
     def renew_rules(self) -> None:
         """Let the sharing rules begin anew."""
@@ -446,6 +460,7 @@ class Node:
             "uid": self.uid, "rounds": self.round, **self.evaluation,
             **({"evaluated_round": self.evaluated} if self.evaluation else {}), **self.course.figures(),
             **self._totals.figures(),
+            **({"dealt": packed(self.training.dealt)} if self.config.orphans == "adopted" else {}),
             **{f"bytes_{purpose}": sent for purpose, sent in counters.bytes_sent().items()},
             "bytes_saved": counters.saved_bytes,
             "faults": sum(counters.faults.values()) + counters.earlier.get("faults", 0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decentnode.config.component import Component
+from decentnode.metrics.dealt import Dealt
 from decentnode.tasks.base import EMA, Task, Variant
 from decentnode.tensors import FlatModel
 
@@ -66,6 +67,10 @@ class Training(Component, abc.ABC):
     evaluated: tuple[EvaluatedSplit, ...] = (EvaluatedSplit(),)
     """The first are the test samples."""
     keep_gradient: bool = False
+    members: tuple[int, ...] | None = None
+    """The nodes among which all samples are dealt now; None: those of the run, as they were at its beginning."""
+    dealt: Sequence[Dealt] = ()
+    """What the node trained on in each generation for which samples were dealt, the present one last."""
     draws: bool = True
     """Whether steps may draw from torch's generator, which is then seeded in every round."""
 
@@ -130,6 +135,17 @@ class Training(Component, abc.ABC):
     @abc.abstractmethod
     def has_validation(self) -> bool:
         """Whether there is a "validation" split."""
+
+    @classmethod
+    def deals(cls) -> bool:
+        """Whether `deal_among` is there: whether nodes can take over the samples of others."""
+        return cls.deal_among is not Training.deal_among
+
+    def deal_among(self, members: tuple[int, ...], generation: int, first_round: int) -> None:
+        """Let this node's samples be its own and its part of those of all nodes that are not `members`, from the
+        beginning of an epoch that was never begun before: generation and first_round name it. The same on every node,
+        whatever happened before."""
+        raise NotImplementedError(f"{type(self).__name__} cannot take over samples of other nodes")
 
     def skip_to(self, round: int) -> None:
         """Let the learning-rate schedule and the order of samples be those before `round`, without training: for a node

@@ -12,11 +12,12 @@ class Sampler:
 
     def __init__(
         self, num_samples: int, batch: int, *, seed: int, uid: int, shuffle: bool = True, drop_last: bool = False,
-        leave_out: int = 0,
+        leave_out: int = 0, purpose: str = "order of samples",
     ) -> None:
         """batch: samples of one optimizer step. The last one of an epoch is smaller, or left out with drop_last.
 
-        leave_out: so many samples at the end of every epoch's order are not in it: other ones in every epoch.
+        leave_out: so many samples at the end of every epoch's order are not in it: other ones in every epoch. purpose:
+        of the random streams; equal ones give equal orders.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
@@ -26,7 +27,7 @@ class Sampler:
         self.batch = batch
         self.epoch = 0
         self.cursor = 0
-        self._seed, self._uid, self._shuffle = seed, uid, shuffle
+        self._seed, self._uid, self._shuffle, self._purpose = seed, uid, shuffle, purpose
         self.usable = num_samples // batch * batch if drop_last else num_samples - leave_out
         """How many samples an epoch has."""
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
@@ -72,4 +73,4 @@ class Sampler:
         """Returns the order [num_samples] int64 of an epoch; its last places may be left out (`usable`)."""
         if not self._shuffle:
             return np.arange(self.num_samples)
-        return rng.stream(self._seed, self._uid, "order of samples", epoch).permutation(self.num_samples)
+        return rng.stream(self._seed, self._uid, self._purpose, epoch).permutation(self.num_samples)

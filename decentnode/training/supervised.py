@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import astuple
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from decentnode import rng
 from decentnode.config import component
 from decentnode.errors import CheckpointError, DataError, Diverged
+from decentnode.metrics.dealt import Dealt
 from decentnode.samples import NodeSamples
 from decentnode.tasks.base import EMA, LOSS_SUMS, OWN, TRAIN, Task, Variant
 from decentnode.tensors import FlatModel
@@ -39,6 +41,8 @@ EVALUATION_ELEMENTS = 1 << 17
 """Input elements of one evaluation batch (42 images of 3x32x32): a convolution's activations are ten times as many.
 GN-LeNet on 1,000 images takes .13 s so and .27 s at eight times the batch, and the process stays smaller."""
 
+KEPT_DEALT = 64
+"""Generations whose samples are accounted for; metrics.jsonl has all."""
 MEASURED_SAMPLES = 4096
 """Most of a node's samples from which statistics are measured anew."""
 
@@ -69,6 +73,9 @@ class Supervised(Training):
             self.evaluated += (EvaluatedSplit("train", TRAIN.prefix, shared=False),)
         self.num_samples = len(self._splits["train"][1])
         self._own_sampler = self._make_sampler() if data.trains else None
+        self.members: tuple[int, ...] | None = None
+        self.dealt: list[Dealt] = [Dealt(0, 0, self._usable, 0)]
+        self._deal_among = data.deal_among
         self._deal_again = data.deal_again if config.sampling == "resample" and data.trains else None
         if config.sampling == "resample" and self._deal_again is None and data.trains:
             raise DataError("training.sampling must be fixed for data that cannot be dealt anew, got resample")
@@ -102,7 +109,12 @@ class Supervised(Training):
             sources["validation"] = sources[wanted.source]
         return {name: (sources[name], torch.from_numpy(kept[name]).to(device)) for name in kept}
 
-    def _make_sampler(self) -> Sampler:
+    @property
+    def _usable(self) -> int:
+        return 0 if self._own_sampler is None else self._own_sampler.usable
+
+    def _make_sampler(self, purpose: str = "order of samples") -> Sampler:
+        """purpose: of the random streams of the orders."""
         config, step = self.config, self.config.batch_size * self.config.accumulate
         if self.num_samples == 0:
             raise DataError(f"node {self._uid} has no training sample; choose another partition")
@@ -113,7 +125,7 @@ class Supervised(Training):
             )
         return Sampler(
             self.num_samples, step, seed=self._seed, uid=self._uid, shuffle=config.shuffle,
-            drop_last=config.drop_last, leave_out=self._left_out(),
+            drop_last=config.drop_last, leave_out=self._left_out(), purpose=purpose,
         )  # fmt: skip
 
     def _left_out(self) -> int:
@@ -191,6 +203,7 @@ class Supervised(Training):
             if config.lr_schedule.every == "step":
                 self._schedule.tick()
         self._gradients.drop()
+        self.dealt[-1].trained += samples
         if config.lr_schedule.every == "round":
             self._schedule.tick()
         mean = float(loss) / max(float(units), 1)  # the only point of a round where the host waits for the device
@@ -239,6 +252,22 @@ class Supervised(Training):
         self.num_samples = len(source)
         self._own_sampler = self._make_sampler()
         self._own_sampler.epoch = epoch
+
+    def deal_among(self, members: tuple[int, ...], generation: int, first_round: int) -> None:
+        """As the contract. Raises DataError where the samples of others cannot be read here."""
+        adopted, first = 0, self.members is None and not generation and not first_round
+        if self._own_sampler is not None and not first:  # the share that it has is that of all nodes
+            if self._deal_among is None:
+                raise DataError(f"node {self._uid} cannot read the samples of other nodes, and adopts none")
+            samples, adopted = self._deal_among(members)
+            source = Source(samples, self.model.device)
+            self._splits["train"] = (source, torch.arange(len(source), device=self.model.device))
+            self.num_samples = len(source)
+            named = f", generation {generation} from round {first_round}" if generation or first_round else ""
+            self._own_sampler = self._make_sampler(f"order of samples{named}")
+        self.members = members
+        last = Dealt(generation, first_round, self._usable, adopted)
+        self.dealt = [*(each for each in self.dealt[-KEPT_DEALT:] if each.trained), last]
 
     def _gathered(self, indices: np.ndarray, sizes: list[int], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields inputs and targets of each step, augmented by the draws of the epoch. Those of several steps are
@@ -328,6 +357,8 @@ class Supervised(Training):
             "optimizer": self._optimizer.state_dict(), "ticks": self._schedule.ticks,
             **({} if self._own_sampler is None
                else {"epoch": self._own_sampler.epoch, "cursor": self._own_sampler.cursor}),
+            **({} if self.members is None
+               else {"members": list(self.members), "dealt": [list(astuple(each)) for each in self.dealt]}),
             **self._gradients.state_dict(),
             **({} if self._average is None else {"ema": self._average.state_dict()}),
         }
@@ -341,6 +372,10 @@ class Supervised(Training):
             if self._average is not None:
                 self._average.load_state_dict(state["ema"])
             self._schedule.restore(int(state["ticks"]))
+            if "members" in state:
+                dealt = [Dealt(*each) for each in state["dealt"]]
+                self.deal_among(tuple(state["members"]), dealt[-1].generation, dealt[-1].first_round)
+                self.dealt = dealt
             if self._own_sampler is not None:
                 self._deal(int(state["epoch"]))
                 self.sampler.epoch, self.sampler.cursor = int(state["epoch"]), int(state["cursor"])

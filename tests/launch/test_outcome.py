@@ -106,3 +106,25 @@ def test_what_came_counts_where_files_are_older_or_damaged(tmp_path: Path) -> No
     (node_dir(tmp_path, 2) / "metrics.jsonl").write_bytes(b'{"kind": "rou')
     ledger.catch_up()
     assert [ledger.latest[uid]["bytes_data"] for uid in range(3)] == [700, 500, 500]
+
+
+def test_samples_of_nodes_that_died_or_came_back_are_accounted_for() -> None:
+    ledger = Ledger()
+    dealt = {"kind": "dealt", "generation": 0, "first_round": 0, "samples": 300, "adopted": 0, "trained": 0}
+    ledger.progress(1, dealt)
+    ledger.progress(1, {"kind": "round", "round": 0, "samples": 200})
+    ledger.progress(1, {"kind": "round", "round": 1, "samples": 200})
+    ledger.progress(1, {**dealt, "generation": 1, "first_round": 2, "samples": 400, "adopted": 100})
+    ledger.progress(1, {"kind": "round", "round": 2, "samples": 50})
+    told = ledger.samples()
+    assert told == {"1": [
+        {"generation": 0, "from_round": 0, "samples": 300, "adopted": 0, "trained": 400, "epochs": 1,
+         "of_last_epoch": 100},
+        {"generation": 1, "from_round": 2, "samples": 400, "adopted": 100, "trained": 50, "epochs": 0,
+         "of_last_epoch": 50},
+    ]}  # fmt: skip
+    ledger.restarted(1)
+    ledger.finished[1] = replace(FINISHED, uid=1, figures={"uid": 1, "dealt": "2:5:300:0:90 0:0:300:0:200"})
+    assert ledger.samples()["1"][:2] == told["1"] and ledger.samples()["1"][2]["trained"] == 90
+    ledger.finished[2] = replace(FINISHED, uid=2, figures={"uid": 2})
+    assert "2" not in ledger.samples()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from decentnode.checkpoint.config import BestConfig
+from decentnode.config.component import load_class
 from decentnode.config.problems import Problem, raised
+from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
 from decentnode.samples import DataSpec
 from decentnode.sharing.parameters import named, problems_of
+from decentnode.training import TRAININGS
 from decentnode.training.statistics import needs_two
 from decentnode.training.supervised_config import SupervisedConfig
 
@@ -150,6 +154,38 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
         message = f": {training.lr_schedule.name} ends after {most} {every}s{warmup} but the run has {ticks}"
         hint = f"total_steps: {ticks - training.lr_schedule.warmup} would do"
         yield Problem(("training", "lr_schedule", *key), message, hint, other=("node", "rounds"))
+
+
+def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
+    """Every node can read every sample, and none is in the shares of two nodes or set aside on one of them."""
+    training, data = experiment.training, experiment.data
+    if experiment.node.orphans != "adopted" or mapping_of(experiment) is None:
+        return
+
+    def problem(message: str, *other: str, hint: str = "") -> Problem:
+        return Problem(("node", "orphans"), f"must be lost {message}, got adopted", hint, other=other)
+
+    chosen: Any = data
+    partition: Any = load_class(chosen.partition.name, PARTITIONS, "partition")
+    if experiment.open_data().private:
+        yield problem("where each node reads files of its own: the others cannot read those of an absent one", "data")
+    elif partition.needs_machines:
+        yield problem(f"with partition {chosen.partition.name}: nodes of several machines have the same samples",
+                      "data", "partition")  # fmt: skip
+    made: Any = load_class(training.name, TRAININGS, "training")
+    if not made.deals():
+        yield problem(f"with training {training.name}, which cannot take over samples of other nodes", "training")
+    if not isinstance(training, SupervisedConfig):
+        return
+    if training.sampling == "resample":
+        yield problem("with sampling: resample, which deals all samples anew for every epoch", "training", "sampling")
+    if training.validation is not None and training.validation.source == "train":
+        yield problem("with a validation set of each node's own samples, on which others would train", "training",
+                      "validation", hint="training.validation.source: test would do")  # fmt: skip
+    schedule = training.lr_schedule
+    if schedule.every == "step" and training.local_epochs is not None and schedule.most_ticks() is not None:
+        yield problem(f"with {schedule.name} over the steps of local_epochs, which grow in number with the share",
+                      "training", "lr_schedule", hint="local_steps would do")  # fmt: skip
 
 
 def best_is_a_metric(experiment: Experiment) -> Iterator[Problem]:

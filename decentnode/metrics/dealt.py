@@ -1,0 +1,66 @@
+"""Which samples a node trained on in each generation, as a short text in its figures and as a part of the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from decentnode.metrics.figures import COUNTS_TEXT
+
+
+@dataclass
+class Dealt:
+    """What a node trained on as a member of one generation, from one epoch's beginning on."""
+
+    generation: int
+    first_round: int
+    samples: int
+    """Of an epoch of this node."""
+    adopted: int
+    """Of `samples`: those of nodes that were not members."""
+    trained: int = 0
+    """Samples of all local steps: as many whole epochs as fit in it, then a part of one."""
+
+
+def packed(dealt: Iterable[Dealt]) -> str:
+    """Returns the generations as one short text, the newest first, as many as fit in COUNTS_TEXT characters."""
+    text = ""
+    for each in sorted(dealt, key=lambda each: (-each.first_round, -each.generation)):
+        longer = f"{text} {':'.join(map(str, astuple(each)))}".strip()
+        if len(longer) > COUNTS_TEXT:
+            break
+        text = longer
+    return text
+
+
+def unpacked(text: object) -> list[Dealt]:
+    """Returns what `packed` was given, the oldest first; nothing for anything else."""
+    found = []
+    for entry in text.split() if isinstance(text, str) else ():
+        numbers = [int(each) for each in entry.split(":") if each.isdecimal()]
+        if len(numbers) == 5:
+            found.append(Dealt(*numbers))
+    return found[::-1]
+
+
+def merged(earlier: object, later: object) -> str:
+    """Returns packed generations of two processes of one node. Where both know of one, as the one tells that knows of
+    more: the later may have begun from a checkpoint."""
+    every: dict[tuple[int, int], Dealt] = {}
+    for each in (*unpacked(earlier), *unpacked(later)):
+        known = every.get((each.first_round, each.generation))
+        if known is None or each.trained > known.trained:
+            every[each.first_round, each.generation] = each
+    return packed(every.values())
+
+
+def epochs(text: object) -> list[dict[str, Any]]:
+    """Returns what summary.json says of a node's samples: by generation, how many whole epochs it trained and how many
+    samples of the last one."""
+    return [
+        {"generation": each.generation, "from_round": each.first_round, "samples": each.samples,
+         "adopted": each.adopted, "trained": each.trained, "epochs": each.trained // max(1, each.samples),
+         "of_last_epoch": each.trained % max(1, each.samples)}
+        for each in unpacked(text)
+    ]  # fmt: skip
