@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from decentnode.errors import UsageError
+from decentnode.words import plural
 
 if TYPE_CHECKING:
     from decentnode.experiment import Experiment
@@ -52,8 +53,8 @@ def command(
     if run is not None:
         done, seconds = recorded_step_seconds(experiment, run)
         rounds = rounds or done
-    found, _ = time_line_of(experiment, rounds or experiment.node.rounds, step_seconds=seconds,
-                            links=None if links is None else read_links(links))  # fmt: skip
+    described = experiment.simulate.links if links is None else read_links(links)
+    found, _ = time_line_of(experiment, rounds or experiment.node.rounds, step_seconds=seconds, links=described)
     summary = _summary(found, experiment)
     if run is not None:
         _keep(run, summary, found)
@@ -62,7 +63,7 @@ def command(
     if as_json:
         click.echo(json.dumps(summary))
         return
-    _tell(summary, experiment)
+    _tell(summary, described is not None)
     for path in [*([run / "virtual.json"] if run is not None else []), *([output] if output is not None else [])]:
         click.echo(str(path))
 
@@ -79,17 +80,18 @@ def _summary(found: TimeLine, experiment: Experiment) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tell(summary: dict[str, Any], experiment: Experiment) -> None:
-    click.echo(f"{summary['nodes']} nodes, {summary['rounds']} rounds, {summary['schedule']}: "
+def _tell(summary: dict[str, Any], links: bool) -> None:
+    """links: whether something describes them."""
+    click.echo(f"{plural(summary['nodes'], 'node')}, {plural(summary['rounds'], 'round')}, {summary['schedule']}: "
                f"{summary['total_seconds']:.4g} virtual seconds")  # fmt: skip
     click.echo(f"a round takes {1e3 * summary['round_seconds']:.4g} ms; of these a node computes for "
                f"{1e3 * summary['compute_seconds']:.4g} ms and waits for {1e3 * summary['waited_seconds']:.4g} ms")
     if summary["present"] < 1:
         click.echo(f"nodes take part in {summary['present']:.1%} of the rounds")
     for each in summary["waits"]:
-        click.echo(f"  node {each['node']} waits for node {each['waits_for']} in {each['rounds']} rounds, "
+        click.echo(f"  node {each['node']} waits for node {each['waits_for']} in {plural(each['rounds'], 'round')}, "
                    f"{each['seconds']:.4g} s in all")  # fmt: skip
-    if experiment.simulate.links is None:
+    if not links:
         click.echo("links are without bounds: simulate.links describes them")
 
 
@@ -118,4 +120,5 @@ def _write(path: Path, found: TimeLine) -> None:
             late = int(found.waits_for[r, uid])
             writer.writerow([r, uid, *(f"{each[r, uid]:.9g}" for each in row), late if late >= 0 else "",
                              int(found.present[r, uid])])  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, out.getvalue())

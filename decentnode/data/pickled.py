@@ -125,6 +125,8 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.copied = 0
         """Bytes that were made of texts: at most as many as the file has."""
+        self.names: dict[_Bytes, str] = {}
+        """Of records: the keys that were made of texts, each once however many records name it."""
 
     def run(self) -> dict[Any, Any]:
         most = MAX_RECORD_INSTRUCTIONS if self.records else MAX_INSTRUCTIONS
@@ -220,9 +222,19 @@ class _Machine:
                 continue
             if not isinstance(key, _Bytes) or len(key.view) > MAX_KEY_BYTES:
                 raise _Refused("a key that is not a short text")
-            self.count_copied(len(key.view))
-            target[key.text()] = value
+            target[self.key(key)] = value
         self.enough = self.records and len(self.stack) == 1 and len(target) >= MAX_RECORDS
+
+    def key(self, text: _Bytes) -> str:
+        """What a text is as a key. Records name the same few keys again and again, often in fewer bytes than these
+        have: their keys are made once."""
+        found = self.names.get(text)
+        if found is None:
+            self.count_copied(len(text.view))
+            found = text.text()
+            if self.records:
+                self.names[text] = found
+        return found
 
     def set_item(self) -> None:
         value, key = self.pop(), self.pop()

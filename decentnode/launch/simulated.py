@@ -68,15 +68,16 @@ class Files(Sink):
         """tick: called after every round. virtual: the run's virtual time, where it has one."""
         self._engine, self.task, self.send, self._tick, self._virtual = engine, task, send, tick, virtual
         self._rounds: list[RoundOfAll] = []
+        self._untold: RoundOfAll | None = None
+        """The last round, where nobody was told of it."""
         self._lines: dict[int, list[bytes]] = {uid: [] for uid in task.uids}
         self._told, self._records, self._states = _Pace(0.0, task.progress_seconds), _Pace(), _Pace()
 
     def take_round(self, found: RoundOfAll) -> None:
         self._rounds.append(found)
+        self._untold = found
         if self._told.is_due:
-            with self._told:
-                for uid, line in enumerate(lines_of([found], self._virtual)):
-                    self.send(Progress(uid, json.loads(line)))
+            self._tell()
         if self._records.is_due or len(self._rounds) * len(self._lines) >= KEPT_RECORDS:
             self._format()  # not timed: it grows with the rounds since, and would make writing rarer and rarer
             with self._records:
@@ -86,11 +87,21 @@ class Files(Sink):
                 self._write_states("local steps")
 
     def take_record(self, uid: int, record: dict[str, Any]) -> None:
+        self._tell()  # what is said of an evaluation has the loss and the bytes of its round beside it
         self._format()
         if self._virtual is not None:
             record = self._virtual.told(uid, record)
         self._lines[uid].append(encode(record))
         self.send(Progress(uid, finite(record)))
+
+    def _tell(self) -> None:
+        """Tell of the last round, if nobody did."""
+        found, self._untold = self._untold, None
+        if found is None:
+            return
+        with self._told:
+            for uid, line in enumerate(lines_of([found], self._virtual)):
+                self.send(Progress(uid, json.loads(line)))
 
     def tick(self) -> None:
         self._tick()

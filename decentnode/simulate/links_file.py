@@ -18,7 +18,7 @@ def read_links(*paths: Path) -> LinksConfig:
     for path in paths:
         try:
             plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
             raise UsageError(f"{path}: cannot be read: {error}") from error
         if isinstance(plain, dict) and set(plain) == {"links"}:
             plain = plain["links"]

@@ -101,6 +101,8 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["engine"]["name"] == "batched"
+    last = next(line for line in result.stderr.splitlines() if "round=5/5" in line)
+    assert "loss=" in last and "sent=769.6kB" in last  # of all four nodes: 5 rounds, 2 neighbors, 19.2 kB
 
 
 def test_the_next_command_is_a_simulation_too() -> None:

@@ -105,7 +105,7 @@ def test_what_cannot_run_is_left_out_with_its_reason() -> None:
 
 
 def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:
-    links, chosen, picture = tmp_path / "links.yaml", tmp_path / "chosen.yaml", tmp_path / "plan.pdf"
+    links, chosen, picture = tmp_path / "links.yaml", tmp_path / "new" / "chosen.yaml", tmp_path / "plan.pdf"
     links.write_text(CABLE)
     arguments = ["plan", TWO_MACHINES, "--links", str(links), "--step-seconds", "0.01", "-g", "ring", "-g",
                  "one_peer_exponential", "-H", "2", "-H", "8", "--by", "samples_per_second"]  # fmt: skip
@@ -117,6 +117,9 @@ def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:
     assert experiment.graph.name == "one_peer_exponential" and getattr(experiment.training, "local_steps", 0) == 8
     told = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).output)
     assert len(told["candidates"]) == 4 and told["candidates"][0]["graph"] == "one_peer_exponential"
+    for seconds in ("nan", "inf"):
+        refused = CliRunner().invoke(main, ["plan", TWO_MACHINES, "--step-seconds", seconds])
+        assert refused.exit_code == 2 and "must be more than 0 and finite" in refused.output
     refused = CliRunner().invoke(main, [*arguments, "--choose", "9", "-o", str(chosen)])
     assert refused.exit_code == 2 and "--choose must be at most 4" in refused.output
 

@@ -43,6 +43,14 @@ def test_numbers_of_numpy_in_a_pickled_trace(tmp_path: Path) -> None:
     assert {(d.inference_seconds, d.bytes_per_second) for d in found} == {(0.0055, 125.0 * (1 << 40))}
 
 
+@pytest.mark.parametrize("form", ["2", "4"])
+def test_short_records_whose_keys_are_longer_than_they(tmp_path: Path, form: str) -> None:
+    """Pickles write a key once; every record then names it in two bytes, and a small number in two."""
+    devices = {i: {"computation": 1 + i, "communication": 200} for i in range(100)}
+    found = traces.devices(written(tmp_path / "t", devices, form), 100, seed=1)
+    assert sorted(round(1000 * each.inference_seconds) for each in found) == list(range(1, 101))
+
+
 def test_a_step_is_three_times_an_inference_of_its_samples(tmp_path: Path) -> None:
     path = written(tmp_path / "t", {1: {"computation": 10, "communication": 8}}, "json")
     config = ComputeConfig(trace=path)
@@ -81,11 +89,19 @@ def test_bandwidths_between_places(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", [
     {1: {"computation": 0, "communication": 5}}, {1: {"computation": "fast", "communication": 5}}, {1: 5}, {}, [1],
-], ids=["zero", "text", "number", "empty", "list"])  # fmt: skip
+    {1: {"computation": 10**400, "communication": 5}},
+], ids=["zero", "text", "number", "empty", "list", "beyond floats"])  # fmt: skip
 @pytest.mark.parametrize("form", ["json", "4"])
 def test_other_content_is_refused(tmp_path: Path, what: Any, form: str) -> None:
     with pytest.raises(DataError, match="t: "):
         traces.devices(written(tmp_path / "t", what, form), 2, seed=1)
+
+
+def test_json_without_an_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="cannot be read"):
+        traces.devices(path, 2, seed=1)
 
 
 class Evil:

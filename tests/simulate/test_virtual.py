@@ -74,7 +74,7 @@ def test_a_finished_run_gets_virtual_time_afterwards(tmp_path: Path) -> None:
 
 
 def test_the_time_line_on_the_command_line(tmp_path: Path) -> None:
-    for name in ("times.csv", "times.png"):
+    for name in ("times.csv", "new/times.csv", "times.png"):
         result = CliRunner().invoke(main, ["timeline", QUICKSTART, "-o", str(tmp_path / name), *sets([*SMALL, *WORLD])])
         assert result.exit_code == 0, result.output
         assert "node 1 waits for node 2 in 4 rounds" in result.output
@@ -93,6 +93,13 @@ def test_links_from_files(tmp_path: Path) -> None:
     assert found.jitter == 0.2 and [each.machines for each in found.machines] == [(0, 1), (1, 2)]
     result = CliRunner().invoke(main, ["timeline", QUICKSTART, "--links", str(first), *sets([*SMALL, *WORLD])])
     assert result.exit_code == 2 and "links.machines must name numbers from 0 to 0, got 1" in result.output
+    first.write_text("node_mbit_per_second: 10")
+    told = CliRunner().invoke(main, ["timeline", QUICKSTART, "--links", str(first), *sets([*SMALL, *WORLD])])
+    assert told.exit_code == 0 and "without bounds" not in told.output
+    for content in (b"\xff\xfe", b"[" * 3000):
+        first.write_bytes(content)
+        refused = CliRunner().invoke(main, ["timeline", QUICKSTART, "--links", str(first)])
+        assert refused.exit_code == 2 and "a.yaml: cannot be read" in refused.output
     second.write_text("machine: 3")
     refused = CliRunner().invoke(main, ["timeline", QUICKSTART, "--links", str(second)])
     assert refused.exit_code == 2 and "machine" in refused.output

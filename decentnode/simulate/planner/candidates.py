@@ -89,6 +89,8 @@ class Plan:
         simulate.compute says, or measured. Raises ConfigError, and UsageError where the file is no experiment."""
         if not 0 < target < 1:
             raise UsageError(f"the target must be more than 0 and less than 1, got {target:g}")
+        if step_seconds is not None and not 0 < step_seconds < math.inf:
+            raise UsageError(f"the seconds of a step must be more than 0 and finite, got {step_seconds:g}")
         self._config, self._overrides = config, list(overrides)
         self._links, self._step_seconds, self._target = links, step_seconds, target
         self.experiment = load(config, overrides)

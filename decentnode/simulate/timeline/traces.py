@@ -110,7 +110,7 @@ def _records(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         with open(path, "rb") as file:
             as_json = file.read(64).lstrip()[:1] in (b"{", b"[")
         found = json.loads(path.read_text(encoding="utf-8")) if as_json else read_records(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     items = enumerate(found) if isinstance(found, list) else found.items() if isinstance(found, dict) else ()
     records = [(str(key), each) for key, each in items]
@@ -124,7 +124,11 @@ def _drawn(count: int, nodes: int, seed: int, what: str) -> np.ndarray:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is a number that fits a float."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _positive(value: Any) -> float | None:
