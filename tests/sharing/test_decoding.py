@@ -30,8 +30,10 @@ from tests.sharing.contract import RULES, bound, suited
 
 ELEMENTS = 150
 NODES = 4
-VIA_UNPACK = [name for name, each in RULES.items()
-              if not bound(each, [torch.zeros(ELEMENTS)])[0].requirements.elementwise]  # fmt: skip
+UNPACKING = [name for name, each in RULES.items()
+             if not bound(each, [torch.zeros(ELEMENTS)])[0].requirements.elementwise]  # fmt: skip
+SERVED = [name for name in UNPACKING if RULES[name]().requirements.star]
+VIA_UNPACK = [name for name in UNPACKING if name not in SERVED]
 MUTATIONS = scale(2000, 200_000) // len(VIA_UNPACK) + 1
 """Per rule; every payload is a mutation of what the sender's own rule made."""
 SCALARS = (0, 1, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, -0.5, 1e308, float("nan"), float("inf"), -float("inf"))
@@ -152,6 +154,30 @@ def test_any_payload_is_mixed_or_refused(name: str) -> None:
             assert run.step() == frozenset()
     can_tell = any(not spec.exact for spec in run.schema.values()) or run.rules[0].requirements.scalars
     assert refused or not can_tell
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_any_answer_of_a_client_is_taken_or_refused(name: str) -> None:
+    """By the server, of which nothing else than a PeerFault is raised."""
+    draws = np.random.default_rng(4)
+    models = [torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(uid)) for uid in range(NODES)]
+    rules, graph = bound(RULES[name], models), suited(RULES[name](), NODES)
+    schema = rules[0].payload_schema(ELEMENTS, torch.float32)
+    down, up = ([each.plan(replace(rule_view(each, graph, uid, 0, 1), phase=phase)) for uid, each in enumerate(rules)]
+                for phase in (0, 1))  # fmt: skip
+    for each, model, seen in zip(rules, models, down, strict=True):
+        each.begin(model, seen)
+    sent = rules[0].outgoing(models[0], down[0])
+    rules[1].mix(models[1], {0: rules[1].unpack(sent[1], 0, down[1])}, down[1])
+    answer, refused = rules[1].outgoing(models[1], up[1])[0], 0
+    for _ in range(MUTATIONS):
+        try:
+            taken = decode(rules[0], mutated(answer, schema, draws), 1, up[0])
+        except PeerFault:
+            refused += 1
+        else:
+            rules[0].mix(models[0], {1: taken, **{uid: decode(rules[0], answer, uid, up[0]) for uid in (2, 3)}}, up[0])
+    assert 0 < refused < MUTATIONS
 
 
 class Broken(Full):
