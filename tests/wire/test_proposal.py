@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 
 from decentnode.wire.generation import Generation, Limits, new_origin
-from decentnode.wire.membership.proposal import MAX_RIVALS, Proposal, Rivals, Watch
+from decentnode.wire.membership.proposal import MAX_RIVALS, Proposal, Rivals
 from decentnode.wire.messages import Promise
 from tests.wire.world import RUN, SUSPECT
 
@@ -54,24 +54,3 @@ def test_rivals_are_bounded() -> None:
     rivals, own = Rivals(5, LIMITS), (1, new_origin(0, os.urandom))
     heard = [rivals.heard((2 + number, new_origin(1, os.urandom)), 1, 0.0, own) for number in range(MAX_RIVALS + 1)]
     assert heard == [True] * MAX_RIVALS + [False]
-
-
-def test_a_node_that_answers_pings_is_not_silent() -> None:
-    watch = Watch(SUSPECT)
-    since, asked = 5.0, 5.0 + Watch.AFTER_SECONDS
-    assert watch.ask([1, 2], since, since + Watch.AFTER_SECONDS / 2) == ([], [])
-    assert watch.next_ask(since) == asked
-    assert watch.ask([1, 2], since, asked) == ([1, 2], [])
-    assert watch.next_ask(since) == asked + Watch.EVERY_SECONDS
-    watch.answered(1)
-    assert watch.ask([1, 2], since, asked + 1.0) == ([1, 2], [])
-    assert watch.ask([1, 2], since, asked + SUSPECT + 0.5) == ([], [2])
-    assert watch.ask([1], since, asked + SUSPECT + 0.5) == ([1], [])
-
-
-def test_what_was_asked_in_an_earlier_wait_does_not_count() -> None:
-    watch = Watch(SUSPECT)
-    assert watch.ask([1], 5.0, 6.0) == ([1], [])
-    assert watch.ask([1], 100.0, 101.0) == ([1], [])
-    assert watch.ask([], 100.0, 102.0) == ([], [])
-    assert watch.next_ask(100.0) > 102.0, "nobody to ask is not due for ever"

@@ -170,6 +170,8 @@ class NodeProtocol:
             edge.frames_received += 1
             edge.payload_bytes_received += body.nbytes
             self._inbox.put(message, body, now)
+            if self._reconfiguration is not None:
+                self._reconfiguration.membership.watch.is_heard(message.source)
         elif isinstance(message, Part):
             assert body is not None
             with self._lock:

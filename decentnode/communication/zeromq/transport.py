@@ -47,7 +47,6 @@ from decentnode.errors import AssemblyError, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
-from decentnode.wire.membership.proposal import Watch
 from decentnode.wire.session import Session
 
 logger = logging.getLogger(__name__)
@@ -180,7 +179,9 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             self._generations = Generations(reconfiguration, self._driver, self._status)
         self._protocol = self._node_protocol(reconfiguration)
         self._inbox.ask = lambda uids: self._driver.call(lambda: self._protocol.ask_overdue(uids, clock.now()))
-        self._status.waiting_began = lambda since: self._io.due_by(since + Watch.AFTER_SECONDS)
+        if reconfiguration is not None:
+            watch = reconfiguration.membership.watch
+            self._status.waiting_began = lambda since: self._io.due_by(watch.next_ask(since))
         self._driver.serve(self._protocol)
         self._run = self._run_parts()
         self._closed = False

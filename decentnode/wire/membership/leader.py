@@ -41,7 +41,8 @@ class Leader:
         """Repeat the stage's message; whether instead a new leader has to be found, as somebody is silent."""
         state, proposal = self._state, self._state.proposal
         assert proposal is not None
-        silent = proposal.silent(now, state.limits, state.stage == "committing") - state.left - {state.uid}
+        silent = proposal.silent(now, state.limits, state.stage == "committing", state.watch.patience)
+        silent -= state.left | {state.uid}
         outbid = state.highest_seen[0] >= proposal.name[0]
         if outbid and proposer_of(state.highest_seen[1]) < state.uid:
             # Two lead that do not hear each other. If both bid higher at once, neither would ever succeed: the higher

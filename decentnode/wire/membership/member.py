@@ -120,7 +120,9 @@ class Membership(MemberState):
         due = min(self._repeat_at, self.watch.next_ask(waiting_since) if self.stage == "steady" else math.inf)
         if now < due:
             return self._take_events(now)
-        if now - due > self.limits.suspect_seconds / 2:
+        late = now - min(self._repeat_at, self.watch.repeats_at(waiting_since) if self.stage == "steady" else math.inf)
+        self.watch.was_late(late)
+        if late > self.watch.patience / 2:
             self._forgive(now)  # this process did not run: the silence of the others was its own
         self._repeat_at = math.inf  # `_take_events` sets it anew
         self.rivals.expire(now)
@@ -143,7 +145,7 @@ class Membership(MemberState):
                 self._turn(now)  # to close, any number is enough
             else:
                 self.ping_all()  # nodes that went on without this one say so
-        elif now - self.coordinator_heard > self.limits.suspect_seconds:
+        elif now - self.coordinator_heard > self.watch.patience:
             self.suspects.add(self.coordinator)
             self._turn(now)
         else:
@@ -176,7 +178,7 @@ class Membership(MemberState):
 
     def _on_pong(self, pong: Pong, now: float) -> None:
         if name_of(pong) == self.generation.name:  # a node that lives in another generation is missed in this one
-            self.watch.answered(pong.source)
+            self.watch.answered(pong.source, now)
         if self.stage == "suspecting" and pong.source == self.coordinator:
             self.coordinator_heard = now
         elif self.stage == "short" and pong.source in self.suspects:
@@ -316,7 +318,7 @@ class Membership(MemberState):
 
     def _ask(self, now: float) -> None:
         """Tell the leader who is missed; if it is silent itself, the next lowest uid leads."""
-        if now - self.coordinator_heard > self.limits.suspect_seconds:
+        if now - self.coordinator_heard > self.watch.patience:
             self.suspects.add(self.coordinator)
             self._turn(now)
         else:
@@ -364,7 +366,8 @@ class Membership(MemberState):
         asked, silent = self.watch.ask(watched, waiting_since, now)
         if silent:
             self.left -= set(silent)
-            self._suspect(set(silent), now)
+            whom = self.names(set(silent))
+            self._suspect(set(silent), now, f"{whom} does not answer for {self.watch.patience:.1f} s")
         for uid in asked:
             self.say(uid, Ping)
 

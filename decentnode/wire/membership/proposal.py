@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decentnode.wire.generation import Generation, Limits, Name
@@ -25,10 +24,11 @@ class Proposal:
     ready: set[int] = field(default_factory=set)
     committed_at: float = 0.0
 
-    def silent(self, now: float, limits: Limits, committing: bool) -> set[int]:
-        """Returns members that send nothing for `limits.suspect_seconds`, and, while committing, those that live but
-        are not ready after `limits.ready_seconds`."""
-        silent = {uid for uid, heard in self.heard.items() if now - heard > limits.suspect_seconds}
+    def silent(self, now: float, limits: Limits, committing: bool, patience: float = math.inf) -> set[int]:
+        """Returns members that send nothing for `patience`, of `limits.suspect_seconds` at most, and, while committing,
+        those that live but are not ready after `limits.ready_seconds`."""
+        longest = min(patience, limits.suspect_seconds)
+        silent = {uid for uid, heard in self.heard.items() if now - heard > longest}
         if committing and now - self.committed_at > limits.ready_seconds:
             silent |= self.members - self.ready
         return silent
@@ -88,43 +88,3 @@ class Rivals:
 
     def clear(self) -> None:
         self._said.clear()
-
-
-class Watch:
-    """Which of the nodes that the training waits for answer a ping."""
-
-    AFTER_SECONDS, EVERY_SECONDS = 0.5, 0.25
-    """A node that the training has waited for this long is pinged, and then so often."""
-
-    def __init__(self, suspect_seconds: float) -> None:
-        self._suspect_seconds = suspect_seconds
-        self._asked: dict[int, float] = {}
-        """uid -> when the oldest ping without an answer left."""
-        self._asked_at = -math.inf
-        """When `ask` was last due."""
-
-    def next_ask(self, waiting_since: float) -> float:
-        """When `ask` is due, as the training waits since then."""
-        return max(waiting_since + self.AFTER_SECONDS, self._asked_at + self.EVERY_SECONDS)
-
-    def ask(self, waiting_for: Iterable[int], waiting_since: float, now: float) -> tuple[list[int], list[int]]:
-        """Returns (nodes to ping now, nodes that did not answer for too long); at most one of them is not empty."""
-        if self._asked_at < waiting_since:  # what was asked in an earlier wait was not repeated since
-            self._asked.clear()
-        due = now >= waiting_since + self.AFTER_SECONDS
-        watched = set(waiting_for) if due else set()
-        if due:
-            self._asked_at = now
-        self._asked = {uid: since for uid, since in self._asked.items() if uid in watched}
-        silent = [uid for uid, since in self._asked.items() if now - since > self._suspect_seconds]
-        if silent:
-            return [], silent
-        for uid in watched:
-            self._asked.setdefault(uid, now)
-        return sorted(watched), []
-
-    def answered(self, uid: int) -> None:
-        self._asked.pop(uid, None)
-
-    def clear(self) -> None:
-        self._asked.clear()

@@ -17,8 +17,9 @@ from decentnode.wire.generation import (
     proposer_of,
 )
 from decentnode.wire.membership.joining import JoinRequests
-from decentnode.wire.membership.proposal import Proposal, Rivals, Watch
+from decentnode.wire.membership.proposal import Proposal, Rivals
 from decentnode.wire.membership.stages import Cause, Stage, next_stage
+from decentnode.wire.membership.watch import Watch
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Current, Join, Message, Ping, Promise
 
 

@@ -222,3 +222,30 @@ def test_faults_are_read_from_plain_data() -> None:
     assert found.plan == (Kill(nodes=(1,), at_round=2),) and found.links.loss == 0.1
 
 
+
+
+def world_of_patience(*plan: AnyFault, link: Link, rounds: int, pace: float = 0.1) -> tuple[History, World]:
+    """Worlds in which a silence of ten seconds is borne at most."""
+    made = Made(make("complete", nodes=NODES), RULES["full"], rounds=rounds, missing="regroup")
+    config = ZeroMQConfig.model_validate({"name": "zeromq", "timeout_seconds": 30, "start_timeout_seconds": 60})
+    history = History()
+    world = made.world(history, config=config, limits=Limits(10.0, 30.0, 3, rounds), seed=3,
+                       faults=Faults(links=link, plan=plan),
+                       compute_seconds=lambda uid, round: pace + (uid + round) % 3 / 20)  # fmt: skip
+    history.watch(world)
+    assert world.run(LIMIT) and not any(process.error for process in world.lives)
+    return history, world
+
+
+def test_a_frozen_node_is_left_out_soon_where_the_others_answer_fast() -> None:
+    history, _ = world_of_patience(Pause(nodes=(1,), at_seconds=4.0, seconds=6.0), link=Link(), rounds=40, pace=0.5)
+    left_out = [when for when, uid, _, what in history.log if uid == 0 and what.startswith("generation ")]
+    assert left_out and 4.0 < left_out[0] < 8.0, left_out
+
+
+@pytest.mark.parametrize("jitter_seconds", [0.05, 0.4])
+def test_on_a_busy_machine_nobody_is_suspected(jitter_seconds: float) -> None:
+    """Somebody gets no core for most of a second, again and again; messages take their time."""
+    busy = Pause(nodes="all", count=2, seconds=0.8, every_seconds=1.1, until_seconds=25)
+    history, world = world_of_patience(busy, link=Link(latency_seconds=0.01, jitter_seconds=jitter_seconds), rounds=60)
+    assert world.happened["pause"] > 15 and not history.events["suspected"] and not history.events["generation_over"]

@@ -17,13 +17,14 @@ from decentnode.communication.zeromq.reconfigure import Reconfiguration
 from decentnode.simulate.world.drawn import Run, draw, survive
 from decentnode.wire.membership.leader import Leader
 from decentnode.wire.membership.state import MemberState
+from decentnode.wire.membership.watch import Watch
 from decentnode.wire.messages import Message
 from decentnode.wire.session import Session
 from tests.conftest import scale
 from tests.simulate.world.swarm import RARE, command
 
 SEEDS, PER_CASE = scale(200, 10_000), scale(20, 200)
-TAKE = (7, 22, 35, 39, 41, 81, 104, 109, 166)
+TAKE = (7, 22, 35, 39, 41, 71, 81, 104, 109, 166)
 """Worlds among those of the swarm that take all rare branches between them."""
 
 
@@ -71,6 +72,14 @@ def test_a_seed_replays_exactly_in_another_process() -> None:
 
 
 # -- faults of the past, put back --------------------------------------------------------------------------------------
+
+
+def fixed_silence(patch: pytest.MonkeyPatch) -> None:
+    """Nodes bear a silence of one length, as they did when the worlds of FOUND were looked for: what shows in so few is
+    not found in others by chance."""
+    patch.setattr(Watch, "patience", property(lambda self: self._longest))
+    patch.setattr(Watch, "next_ask", Watch._next_look)
+    patch.setattr(Watch, "is_heard", lambda _self, _uid: None)
 
 
 def late_reader(patch: pytest.MonkeyPatch) -> None:
@@ -137,6 +146,7 @@ FOUND: dict[Callable[[pytest.MonkeyPatch], None], tuple[range, str]] = {
 def test_a_fault_of_the_past_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     seeds, said = FOUND[fault]
     with pytest.MonkeyPatch.context() as patch:
+        fixed_silence(patch)
         fault(patch)
         for seed in seeds:
             try:
