@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import Config
@@ -136,10 +136,20 @@ class CommunicationConfig(Config):
     that came; with `node.missing: regroup` for each link of the tree along which it goes up and down."""
     start_timeout_seconds: float = Field(60.0, gt=0)
     """Longest time, in seconds, to wait until all nodes have joined: at the start of the run, and of each new
-    generation of members."""
+    generation of members. Default: `timeout_seconds` where that is more."""
     suspect_seconds: float = Field(10.0, gt=0)
     """With `node.missing: regroup`: a node that answers no ping for so long, in seconds, is left out of the next
-    generation."""
+    generation, and sooner where all have answered fast so far: after 8 times the longest of the last answers, but not
+    before 1.5 s. Default: a third of `timeout_seconds` where that is less."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_proportion(cls, given: Any) -> Any:
+        """The time-outs that are not given follow the one that is."""
+        rounds = given.get("timeout_seconds") if isinstance(given, dict) else None
+        if not isinstance(rounds, int | float) or isinstance(rounds, bool) or rounds <= 0:
+            return given
+        return {"start_timeout_seconds": max(60.0, rounds), "suspect_seconds": min(10.0, rounds / 3), **given}
 
 
 ConfigT = TypeVar("ConfigT", bound=CommunicationConfig)

@@ -12,6 +12,7 @@ from decentnode.experiment.crosschecks.communication import (
     generations_can_be_had,
     inproc_is_one_machine,
     nodes_can_be_stepped,
+    time_outs_follow_each_other,
 )
 from decentnode.experiment.crosschecks.epidemic import sampler_suits_the_run, what_comes_can_be_averaged
 from decentnode.experiment.crosschecks.faults import faults_can_be_planned, faults_can_come_about
@@ -81,6 +82,7 @@ CHECKS: tuple[Check, ...] = (
     nodes_can_be_stepped,
     edges_have_their_ways,
     generations_can_be_had,
+    time_outs_follow_each_other,
     faults_can_be_planned,
     faults_can_come_about,
     what_comes_can_be_averaged,

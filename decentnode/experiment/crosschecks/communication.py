@@ -12,6 +12,7 @@ from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
+from decentnode.wire.membership.watch import Watch
 
 
 def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
@@ -48,6 +49,24 @@ def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
                 raise UsageError(f"{name} must be a class derived from decentnode.communication.path.Path")
         except UsageError as error:
             yield Problem(("communication", "edges"), f": {error}")
+
+
+def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
+    """Whoever waits for something waits longer than for what it consists of: a ping, a silent node, a round. The start
+    of a generation takes the longest round by itself (`GenerationWait`)."""
+    config = experiment.communication
+    if experiment.node.missing != "regroup" or not config.networked:
+        return
+    beat = Watch.AFTER_SECONDS + Watch.EVERY_SECONDS
+    silence, rounds = config.suspect_seconds, config.timeout_seconds
+    if silence < beat:
+        message = f"must be at least {beat:g}, got {silence:g}: a node that is waited for is asked after " \
+                  f"{Watch.AFTER_SECONDS:g} s and then every {Watch.EVERY_SECONDS:g} s"  # fmt: skip
+        yield Problem(("communication", "suspect_seconds"), message)
+    if silence >= rounds:
+        yield Problem(("communication", "suspect_seconds"), f"must be less than timeout_seconds, {rounds:g}, got "
+                      f"{silence:g}: a round would give a node up before it counts as silent",
+                      other=("communication", "timeout_seconds"))  # fmt: skip
 
 
 def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:

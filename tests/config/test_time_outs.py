@@ -1,0 +1,31 @@
+"""Time-outs follow from each other, and those that contradict each other are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decentnode.experiment import load
+from tests.config.experiments import BASE, said
+
+
+@pytest.mark.parametrize(("given", "suspect", "start"), [
+    ("", 10.0, 60.0), (", timeout_seconds: 6", 2.0, 60.0), (", timeout_seconds: 600", 10.0, 600.0),
+    (", timeout_seconds: 6, suspect_seconds: 4, start_timeout_seconds: 30", 4.0, 30.0),
+])  # fmt: skip
+def test_what_is_not_given_follows_from_the_time_out_of_a_round(
+    write: Any, given: str, suspect: float, start: float
+) -> None:
+    config = load(write(f"{BASE}communication: {{name: zeromq{given}}}\n")).communication
+    assert (config.suspect_seconds, config.start_timeout_seconds) == (suspect, start)
+
+
+@pytest.mark.parametrize(("given", "wrong"), [
+    ("suspect_seconds: .5", "suspect_seconds must be at least 0.75, got 0.5"),
+    ("timeout_seconds: 5, suspect_seconds: 5", "suspect_seconds must be less than timeout_seconds, 5, got 5"),
+    ("timeout_seconds: 1", "suspect_seconds must be at least 0.75"),
+])  # fmt: skip
+def test_a_silence_is_longer_than_a_ping_and_shorter_than_a_round(write: Any, given: str, wrong: str) -> None:
+    assert wrong in said(write(f"{BASE}communication: {{{given}}}\nnode: {{missing: regroup}}\n"))
+    load(write(f"{BASE}communication: {{{given}}}\n"))  # nobody is suspected where a run ends without a node
