@@ -37,6 +37,7 @@ COMMANDS: dict[str, str] = {
     "plan": "Predict time, bytes and consensus of graphs, rules and codecs on given links, and choose.",
     "replay": "Repeat a run from what its nodes recorded, with its failures, and name the first difference.",
     "timeline": "Compute when nodes begin and end their rounds in a described world, and who waits for whom.",
+    "trace": "Write when the nodes of a run trained, sent, waited and mixed, for Perfetto.",
     "report": "Write runs into one HTML file that explains them.",
     "plot": "Draw test metrics, loss and consensus distance of runs.",
 }

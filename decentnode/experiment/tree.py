@@ -64,6 +64,15 @@ def _file_safe(name: str) -> str:
     return name
 
 
+class ProfileConfig(Settings):
+    """Which round of which node torch's profiler looks at. It slows that round down."""
+
+    round: int = Field(ge=0)
+    """Counted from 0. The first rounds are not typical."""
+    uid: int = Field(0, ge=0)
+    """The node."""
+
+
 class RunConfig(Settings):
     """Where the results of a run go."""
 
@@ -77,6 +86,12 @@ class RunConfig(Settings):
     generations that they enter and leave. `decentnode replay` repeats a run from it. auto: where rounds may go on
     without a node (`node.missing`), and models are in the host's memory; and where the experiment has `faults`. Nodes
     that all run in one process are recorded with true, or with faults, alone."""
+    trace: Annotated[int, Field(ge=0), ADDED] = 0
+    """Every so many rounds nodes write to trace.jsonl when they trained, sent, waited and mixed, and when they
+    evaluated; `decentnode trace` makes a time line of it. 0: never."""
+    profile: Annotated[ProfileConfig | None, ADDED] = None
+    """Of which round of which node torch's profiler writes profile_round_<round>.json into the node's folder, for
+    Perfetto and chrome://tracing; of none when not given."""
 
 
 class Experiment(Settings):

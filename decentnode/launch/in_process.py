@@ -88,7 +88,7 @@ def run_nodes(
             reporters[uid] = Reporter(uid, path, send, task.progress_seconds)
 
         def begin(nodes: list[Node]) -> None:
-            records.append(NodeRecords(nodes, task.run_dir, recorded(experiment) is True))
+            records.append(NodeRecords(nodes, task.run_dir, recorded(experiment) is True, experiment.run))
             ready(nodes)
             for node in nodes:
                 assert isinstance(node.communication, Inproc)

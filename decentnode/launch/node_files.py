@@ -17,6 +17,7 @@ import decentnode
 from decentnode import clock
 from decentnode.errors import Diverged, EnvironmentFault, PeerLost
 from decentnode.experiment import Experiment
+from decentnode.experiment.tree import RunConfig
 from decentnode.launch.messages import ChildMessage, Progress
 from decentnode.launch.run_dir import node_dir
 from decentnode.metrics.events import EventLog
@@ -25,6 +26,7 @@ from decentnode.metrics.reader import read
 from decentnode.metrics.writer import MetricsWriter, encode, finite
 from decentnode.models.lora import adapter_names, folded
 from decentnode.node.node import Node
+from decentnode.node.trace import NodeTrace
 from decentnode.system import replacing, write_atomic
 from decentnode.tensors import FlatModel
 
@@ -129,12 +131,16 @@ class NodeRecords:
     a folder nothing is written."""
 
     def __init__(
-        self, nodes: Sequence[Node], run_dir: str | None, record: bool | Literal["auto"] = False
+        self, nodes: Sequence[Node], run_dir: str | None, record: bool | Literal["auto"] = False,
+        run: RunConfig | None = None,
     ) -> None:
-        """record: whether events.jsonl also has what the nodes do with models; auto: of those in the host's memory.
+        """run: what is traced and profiled; nothing when None.
+
+        record: whether events.jsonl also has what the nodes do with models; auto: of those in the host's memory.
         Raises OSError when a file cannot be opened."""
         self._events: dict[int, EventLog] = {}
         self._ends: dict[int, str] = {}
+        self._traces: dict[int, NodeTrace] = {}
         self._status: StatusWriter | None = None
         if run_dir:
             folders = {node.uid: node_dir(run_dir, node.uid) for node in nodes}
@@ -145,6 +151,10 @@ class NodeRecords:
                     log.record("recording", {"version": decentnode.__version__, "torch": torch.__version__,
                                              "threads": torch.get_num_threads()})  # fmt: skip
                     node.communication.history = History(log.record)
+                profiled = run is not None and run.profile is not None and node.uid == run.profile.uid
+                if run is not None and (run.trace or profiled):
+                    of_round = run.profile.round if run.profile is not None and profiled else None
+                    node.trace = self._traces[node.uid] = NodeTrace(folders[node.uid], run.trace, of_round)
             self._status = StatusWriter({folders[node.uid] / "status.json": node for node in nodes})
             self._status.start()
 
@@ -176,6 +186,8 @@ class NodeRecords:
             status.close(self._ends)
         for log in self._events.values():
             log.close()
+        for trace in self._traces.values():
+            trace.close()
 
 
 def recorded(experiment: Experiment) -> bool | Literal["auto"]:

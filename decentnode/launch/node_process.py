@@ -219,7 +219,7 @@ def run_node(task: Task, link: Link) -> int:
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)
         experiment.forget_data()
-        records = NodeRecords([node], task.run_dir, recorded(experiment))
+        records = NodeRecords([node], task.run_dir, recorded(experiment), experiment.run)
         attach(node, experiment, task, reporter)
         give_faults(node, experiment, send)
         give_back_memory()

@@ -119,7 +119,7 @@ class _SeveralNodes:
                 self._hosted[uid] = _Hosted(build(experiment, uid, make, reporter.record), reporter)
         experiment.forget_data()
         nodes = [each.node for each in self._hosted.values()]
-        self._records = NodeRecords(nodes, task.run_dir, recorded(experiment))
+        self._records = NodeRecords(nodes, task.run_dir, recorded(experiment), experiment.run)
         for uid, each in self._hosted.items():
             with logs.of_node(uid), blamed_on(uid):
                 attach(each.node, experiment, task, each.reporter)

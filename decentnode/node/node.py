@@ -36,6 +36,7 @@ from decentnode.node.sampling import Sampling
 from decentnode.node.schedule import Schedule
 from decentnode.node.schedules import schedule_of
 from decentnode.node.totals import RoundTotals
+from decentnode.node.trace import NodeTrace
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.training.base import Training, Update
@@ -119,6 +120,8 @@ class Node:
         """Likewise, where the rule's choices are to be written."""
         self.faults: NodeFaults | None = None
         """Likewise, where the experiment has faults."""
+        self.trace: NodeTrace | None = None
+        """Likewise, where the experiment asks for it."""
         self.evaluation: dict[str, float] = {}
         """The figures of the last evaluation."""
         self.evaluated = -1
@@ -354,6 +357,8 @@ class Node:
         self.doing = "local steps"
         if self.faults is not None:
             self.faults.enter(round)
+        if self.trace is not None:
+            self.schedule.make_times = self.trace.begin(round)
         self._started, self._idle = clock.now(), self.communication.idle_seconds or 0.0
         views, self._buffer_view = self._planners.views(round, self.generation, self.training.learning_rate)
         if self._sampling is not None:
@@ -399,6 +404,8 @@ class Node:
             **({"fragments": self.schedule.due} if len(self._fragments) > 1 else {}), **self.schedule.report(),
         })
         logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
+        if self.trace is not None:
+            self.trace.end(round)
 
     def _after_steps(self, round: int) -> None:
         if self.faults is not None:
@@ -442,13 +449,15 @@ class Node:
     def evaluate(self, closing: bool = False) -> Steps[None]:
         """Evaluate the local and the merged model, as steps, and record the result. closing: the last time, which a
         stop does not cut short."""
-        self.doing = "evaluation"
+        self.doing, started = "evaluation", clock.now()
         members = self.generation.members
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
         found = yield from self._evaluator.evaluate(key, closing, (members.index(self.uid), len(members)))
         self.merged, self.evaluation, self.evaluated = found.merged, found.figures, self.round
         self.averages = None if found.average is None else (found.average, found.merged_average)
         self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
+        if self.trace is not None:
+            self.trace.evaluated(self.round, started)
         self.course.take(self.evaluation, self.round)
         if self.course.over and not closing:
             self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **self.course.figures()})

@@ -57,6 +57,8 @@ class Schedule(abc.ABC):
         self.training = training
         self.fragments = tuple(fragments)
         self.communication = communication
+        self.make_times: Callable[[], RoundTimes] = RoundTimes
+        """Set by the node for rounds that are traced."""
         self.times = RoundTimes()
         self.update = NO_STEPS
         """What the local steps of the round under way came to, once they are made."""
@@ -111,7 +113,7 @@ class Schedule(abc.ABC):
     def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Steps[None]:
         """Make the local steps, unless they come later, and begin the first phase's exchanges. `check` is called after
         the local steps, before their result is sent. views: by fragment and phase."""
-        self.times, self.update = RoundTimes(), NO_STEPS
+        self.times, self.update = self.make_times(), NO_STEPS
         for fragment, each in zip(self.fragments, views, strict=True):
             fragment.enter(round, each)
         self._due = tuple(fragment for fragment in self.fragments if fragment.is_due)

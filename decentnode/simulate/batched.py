@@ -185,6 +185,8 @@ def refused(experiment: Any) -> str:
         return "node.checkpoint"
     if getattr(experiment.sharing, "dump", None) is not None:
         return "sharing.dump"
+    if experiment.run.trace or experiment.run.profile is not None:
+        return "run.trace and run.profile"
     if experiment.servers():
         return f"sharing {experiment.sharing.name}, whose clients train between two exchanges"
     return ""

@@ -19,7 +19,8 @@ def test_resolved_reads_back(write):
     assert "  batch_size: 8  # a.yaml:5\n" in text
     assert "sharing:\n  name: full  # a.yaml:6\n" in text
     assert yaml.safe_load(text) == {
-        **experiment.resolved(), "run": {"dir": str(experiment.run_dir), "log_level": "info", "record": "auto"},
+        **experiment.resolved(), "run": {"dir": str(experiment.run_dir), "log_level": "info", "record": "auto",
+                                             "trace": 0, "profile": None},
         "derived": ["mapping", "task"],
     }  # fmt: skip
     again = load(write(text, "again.yaml"), environ={})

@@ -30,6 +30,7 @@ from decentnode.experiment.crosschecks.graph import (
 )
 from decentnode.experiment.crosschecks.model import model_can_be_trained
 from decentnode.experiment.crosschecks.parts import Check
+from decentnode.experiment.crosschecks.run import profile_is_of_the_run
 from decentnode.experiment.crosschecks.sharing import (
     everybody_hears_of_everybody,
     groups_suit_the_graph,
@@ -87,4 +88,5 @@ CHECKS: tuple[Check, ...] = (
     faults_can_come_about,
     what_comes_can_be_averaged,
     sampler_suits_the_run,
+    profile_is_of_the_run,
 )

@@ -1,0 +1,127 @@
+"""The time line of a run in Chrome's trace format, which Perfetto reads: a process per node, a row per kind of work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.metrics.history_kinds import HISTORY
+from decentnode.metrics.reader import read
+from decentnode.system import replacing
+
+ROWS = ("rounds", "train", "send", "wait", "mix", "evaluate")
+"""Rows of a node, in the order in which they are shown."""
+TOLD = ("loss", "waited_for", "waited_seconds", "missing", "lost", "data_bytes_sent")
+"""What a round's record says that is shown with it."""
+
+Event = dict[str, Any]
+
+
+def write(run: Path, target: Path, first: int = 0, last: int | None = None, nodes: Collection[int] = ()) -> list[str]:
+    """Write the time line of the rounds `first` to `last` (None: to the end) of some nodes (none named: all). Returns
+    what a reader has to know, in sentences. Raises UsageError where there is nothing to show, EnvironmentFault when the
+    file cannot be written."""
+    files = {int(path.parent.name): path.parent for path in run.glob("nodes/*/metrics.jsonl")
+             if path.parent.name.isdigit()}  # fmt: skip
+    if unknown := sorted({*nodes} - files.keys()):
+        raise UsageError(f"{run} has no records of node {', '.join(map(str, unknown))}")
+    found, exact = list[Event](), True
+    for uid, folder in sorted(files.items()):
+        if not nodes or uid in nodes:
+            events, told = _of_node(uid, folder, first, last)
+            found += events
+            exact = exact and told
+    if not any(event["ph"] == "X" for event in found):
+        raise UsageError(f"{run} has no round to show from {first} to {'the end' if last is None else last}")
+    began = min(event["ts"] for event in found if "ts" in event)
+    for event in found:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - began, 3)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write(",\n".join(json.dumps(event) for event in found))
+            file.write("\n]}\n")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {target}: {error.strerror}") from error
+    said = [] if exact else ["of rounds without a trace (run.trace) the seconds of each kind of work are known, and "
+                             "its order is taken to be the usual one"]  # fmt: skip
+    return said + [f"profile of torch: {path}" for path in sorted(run.glob("nodes/*/profile_round_*.json"))]
+
+
+def _of_node(uid: int, folder: Path, first: int, last: int | None) -> tuple[list[Event], bool]:
+    """Returns (the events of one node, whether all of its rounds were traced)."""
+
+    def wanted(round: int) -> bool:
+        return first <= round and (last is None or round <= last)
+
+    found: list[Event] = [
+        {"ph": "M", "pid": uid, "name": "process_name", "args": {"name": f"node {uid}"}},
+        {"ph": "M", "pid": uid, "name": "process_sort_index", "args": {"sort_index": uid}},
+    ]
+    for row, name in enumerate(ROWS):
+        found.append({"ph": "M", "pid": uid, "tid": row, "name": "thread_name", "args": {"name": name}})
+        found.append({"ph": "M", "pid": uid, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}})
+    traced: set[int] = set()
+    evaluated = False
+    for record in _records(folder / "trace.jsonl"):
+        spans = record.get("spans")
+        if isinstance(spans, list) and isinstance(record.get("round"), int) and wanted(record["round"]):
+            of_evaluation = all(span[0] == "evaluate" for span in spans)
+            evaluated = evaluated or of_evaluation
+            if not of_evaluation:
+                traced.add(record["round"])
+            found += [_span(uid, name, at, seconds, record["round"]) for name, at, seconds in spans if name in ROWS]
+    exact, ended = True, 0.0
+    for record in _records(folder / "metrics.jsonl"):
+        kind, time = record.get("kind"), record.get("time")
+        if kind == "generation" and isinstance(time, int | float):
+            members = {"members": record.get("members")}
+            found.append(_instant(uid, f"generation {record.get('generation')}", time, members))
+        if not isinstance(time, int | float) or not isinstance(record.get("round"), int):
+            continue
+        if kind == "evaluation" and not evaluated and ended and wanted(record["round"]):
+            found.append(_span(uid, "evaluate", ended, time - ended, record["round"]))
+        if kind == "round" and wanted(record["round"]):
+            seconds = float(record.get("seconds") or 0.0)
+            told = {key: record[key] for key in TOLD if key in record}
+            found.append(_span(uid, "rounds", time - seconds, seconds, record["round"], told))
+            if record["round"] not in traced:
+                exact = False
+                found += _usual(uid, record, time - seconds)
+        ended = time if kind in ("round", "evaluation") else ended
+    for event in _records(folder / "events.jsonl"):
+        if event.get("kind") not in HISTORY and isinstance(event.get("time"), int | float):
+            told = {key: event[key] for key in ("peer", "detail", "count") if event.get(key) is not None}
+            found.append(_instant(uid, str(event.get("kind")).replace("_", " "), event["time"], told))
+    return found, exact
+
+
+def _usual(uid: int, record: dict[str, Any], at: float) -> Iterator[Event]:
+    """The work of a round one after the other, as a sequential schedule has it."""
+    for name in ("train", "send", "wait", "mix"):
+        seconds = float(record.get(f"{name}_seconds") or 0.0)
+        if seconds:
+            yield _span(uid, name, at, seconds, record["round"])
+        at += seconds
+
+
+def _span(uid: int, row: str, at: float, seconds: float, round: int, told: dict[str, Any] | None = None) -> Event:
+    name = f"round {round}" if row == "rounds" else row
+    return {"ph": "X", "pid": uid, "tid": ROWS.index(row), "name": name, "ts": 1e6 * at,
+            "dur": max(0.0, 1e6 * seconds), "args": {"round": round, **(told or {})}}  # fmt: skip
+
+
+def _instant(uid: int, name: str, at: float, told: dict[str, Any]) -> Event:
+    return {"ph": "i", "s": "p", "pid": uid, "tid": 0, "name": name, "ts": 1e6 * at, "args": told}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        yield from read(path)
+    except OSError:
+        return
