@@ -7,6 +7,7 @@ import pytest
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
+from decentnode.node.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from tests.config.experiments import BASE, said
 
@@ -157,7 +158,7 @@ def test_all_problems_at_once(write):
         a.yaml:9:11: node.rounds must be an integer, got '1e3'
             rounds: 1e3
                     ^ write 1000
-        a.yaml:10:13: node.schedule must be one of sequential, overlapped, got 'overlaped'
+        a.yaml:10:13: node.schedule must be one of {SCHEDULES}, got 'overlaped'
             schedule: overlaped
                       ^ did you mean 'overlapped'?
         a.yaml:11:12: node.missing must be one of fail, return_weight, regroup, got off
@@ -167,7 +168,8 @@ def test_all_problems_at_once(write):
             extra: 1
             ^ known keys: {KEYS}
         """
-    ).replace("{NAMES}", ", ".join(SHARINGS)).replace("{KEYS}", ", ".join(Experiment.model_fields)).splitlines()
+    ).replace("{NAMES}", ", ".join(SHARINGS)).replace("{KEYS}", ", ".join(Experiment.model_fields)).replace(
+        "{SCHEDULES}", ", ".join(SCHEDULES)).splitlines()  # fmt: skip
 
 
 def test_graph_and_mapping_must_agree(write):
