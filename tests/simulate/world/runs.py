@@ -10,9 +10,13 @@ from decentnode.communication.base import Communication
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import CommunicationConfig, Schema
 from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.config.component import load_class
 from decentnode.graph.base import Graph
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
+from decentnode.node.sampling import Sampling, schema_of
+from decentnode.samplers import SAMPLERS
+from decentnode.samplers.base import Sampler, Surroundings
 from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.quadratic import Quadratic
 from decentnode.simulate.world.transport import Witness
@@ -44,11 +48,20 @@ class Made:
             return made
 
         rules = make_rules()
-        communication = make_communication(schemas_of(rules, training.model, schedule=self.config.schedule))
-        parts = NodeParts(self.graph, training, rules, communication, make_rules)
+        schemas, sampler = schemas_of(rules, training.model, schedule=self.config.schedule), self._sampler(uid)
+        communication = make_communication(schemas if sampler is None else (*schemas, schema_of(sampler)))
+        sampling = None if sampler is None else Sampling(sampler, communication, len(schemas))
+        parts = NodeParts(self.graph, training, rules, communication, make_rules, sampling=sampling)
         node = self.nodes[uid] = Node(uid, self.config, parts, seed=1,
                                       record=lambda record: self.records.append({"uid": uid, **record}))  # fmt: skip
         return node
+
+    def _sampler(self, uid: int) -> Sampler | None:
+        config = self.config.sampler
+        if config is None:
+            return None
+        kind: type[Sampler] = load_class(config.name, SAMPLERS, "sampler")
+        return kind(config, Surroundings(uid, self.graph.num_nodes, self.graph.neighbors(uid, 0), 1))
 
     def in_process(self) -> Made:
         hub = Hub(self.graph.num_nodes)
