@@ -1,0 +1,90 @@
+"""One node slowed down among eight: how many rounds the others make per second, and what is learned in equal time.
+
+Every schedule runs twice, without and with the slow node, for about the same time: local steps take a given time
+(paced.py), so that nodes do not wait for each other's cores. `all-reduce` is the synchronous schedule on the complete
+graph, as data parallel training does it. Loss and accuracy are the merged model's on the test set at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import machine
+
+HERE, NODES, SLOW = Path(__file__).parent, 8, 3
+CONFIG = HERE.parents[1] / "configs" / "quickstart.yaml"
+ARMS: dict[str, list[str]] = {
+    "all-reduce": ["graph={name: complete, nodes: 8}"],
+    "sequential": [],
+    "overlapped": ["node.schedule=overlapped"],
+    "gossip_async": ["node.schedule=gossip_async"],
+    "gossip_async, push_sum": ["node.schedule=gossip_async", "sharing=push_sum"],
+    "ad_psgd": ["node.schedule=ad_psgd"],
+}
+SYNCHRONOUS = ("all-reduce", "sequential", "overlapped")
+
+
+def run(arm: str, options: argparse.Namespace, factor: float) -> dict[str, float]:
+    """Returns rounds per second of the others, and the figures of the merged model. factor: by which the slow node
+    takes longer; 1 for none."""
+    rounds = max(3, round(options.seconds / options.pace / (factor if arm in SYNCHRONOUS else 1.0)))
+    training = (f"training={{name: 'paced:Paced', batch_size: 16, local_steps: 1, pace_seconds: {options.pace:g}, "
+                f"slow_node: {SLOW}, slow_factor: {factor:g}, "
+                f"optimizer: {{name: sgd, lr: {options.lr:g}}}}}")  # fmt: skip
+    sets = ["graph={name: regular, nodes: 8, degree: 4}", "mapping={name: linear, nodes_per_machine: 8}", training,
+            f"node={{rounds: {rounds}, evaluate_every: 0}}", *ARMS[arm]]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", folder, "--plain",
+                   *(part for each in sets for part in ("--set", each))]  # fmt: skip
+        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        latest = next(Path(folder).glob("*/latest"))
+        summary: dict[str, Any] = json.loads((latest / "summary.json").read_text())
+        return {"rate": statistics.median(rates(latest)), "loss": summary["loss_merged"],
+                "accuracy": summary["accuracy_merged"], "consensus": summary["consensus_distance"]}  # fmt: skip
+
+
+def rates(latest: Path) -> list[float]:
+    """Returns the rounds per second of each node but the slow one."""
+    found = []
+    for path in sorted(latest.glob("nodes/*/metrics.jsonl")):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        times = [record["time"] for record in records if record["kind"] == "round"]
+        if int(path.parent.name) != SLOW and len(times) > 1:
+            found.append((len(times) - 1) / (times[-1] - times[0]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each run, without its start")
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds of a round's local steps")
+    parser.add_argument("--factor", type=float, default=10.0, help="by which the slow node takes longer")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    options = parser.parse_args()
+    print(machine())
+    print(f"{NODES} nodes, node {SLOW} {options.factor:g} times slower, {options.seconds:g} s per run; rounds/s of the "
+          "others, and the merged model after that time")  # fmt: skip
+    print(f"{'':22} {'without':>9} {'with':>9} {'ratio':>6} | {'loss without':>12} {'with':>7} {'accuracy':>8} "
+          f"{'consensus':>9}", flush=True)  # fmt: skip
+    for arm in options.arms:
+        alone, beside = run(arm, options, 1.0), run(arm, options, options.factor)
+        print(f"{arm:22} {alone['rate']:9.2f} {beside['rate']:9.2f} {beside['rate'] / alone['rate']:6.2f} | "
+              f"{alone['loss']:12.3f} {beside['loss']:7.3f} {beside['accuracy']:8.3f} {beside['consensus']:9.3f}",
+              flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
