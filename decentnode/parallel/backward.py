@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from decentnode.parallel.refusals import refuse_compiled_autograd
+
+logger = logging.getLogger(__name__)
+
+_last: tuple[int, weakref.ref[Any]] = (-1, weakref.ref(set()))
+"""The pass whose end a watch was told last, and that watch."""
+_told = False
+
+
+def _tell_of_two(watch: BackwardWatch) -> None:
+    """Warns, once in a process, of a backward pass that more than one watch is told the end of."""
+    global _last, _told
+    number = torch._C._current_graph_task_id()
+    before = _last[1]()
+    if not _told and _last[0] == number and before is not None and before is not watch:
+        _told = True
+        logger.warning("one backward pass steps two wrapped modules: if its loss is of one alone, as in a GAN, set "
+                       "requires_grad_(False) on the other meanwhile, or use its no_sync()")  # fmt: skip
+    _last = number, weakref.ref(watch)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -59,11 +80,13 @@ class BackwardWatch:
         # next pass queues one of its own.
         if self._queued is not None and self._queued() is not None:
             return
+        refuse_compiled_autograd()
         on_end = self._on_end()
 
         def end_of_backward() -> None:
             self._queued = None
             if on_end is not None and self._hooks and self._gradient_came:
+                _tell_of_two(self)
                 on_end()
 
         self._gradient_came = False

@@ -52,7 +52,15 @@ DIST_OPTIMIZERS: dict[str, type[DistOptimizer]] = {
 
 
 class CommOptimizer(Optimizer):
-    """Wraps a local optimizer; for schedulers, GradScaler and checkpoints it is an ordinary torch optimizer."""
+    """Wraps a local optimizer; for schedulers, GradScaler and checkpoints it is an ordinary torch optimizer.
+
+    With a GradScaler (`scaler.step(optimizer)`) all ranks skip a step in which one of them has an inf or NaN gradient,
+    so that they meet in the same steps. Every rank's scale is its own.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then calls `step` always, and tells it of inf
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
 
     def __init__(
         self, optimizer: Optimizer, dist_optim_name: str = "LSGD", world_size: int = 1, comm_period: int = 4,
@@ -93,11 +101,28 @@ class CommOptimizer(Optimizer):
             with torch.enable_grad():
                 result = closure()
             loss = result if loss is None else loss
+        if not self._unscaled():
+            return result
         self.dist_optimizer.before_step()
         self.local_optimizer.step()
         number = loss.detach() if isinstance(loss, Tensor) else loss
         self.dist_optimizer.step(None if number is None else float(number))
         return result
+
+    @torch.no_grad()
+    def _unscaled(self) -> bool:
+        """Whether the step may be taken; divides the gradients by the scale of a GradScaler that has not. Blocking."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return True
+        if self.dist_optimizer.largest(float(found)) > 0:
+            return False
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for p in self.dist_optimizer.params:
+                if p.grad is not None:
+                    p.grad.div_(scale)
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.local_optimizer.zero_grad(set_to_none)

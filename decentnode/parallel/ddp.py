@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -23,9 +24,18 @@ from decentnode.optim.parts import divided, divisible, restricted
 from decentnode.parallel.advance import AdamSteps
 from decentnode.parallel.backward import BackwardWatch, tensors_in
 from decentnode.parallel.buckets import make_buckets
+from decentnode.parallel.copies import DetachedModel
 from decentnode.parallel.exchange import BucketExchange, mean_over_ranks
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
-from decentnode.parallel.process_group import broadcast_all, check_alike, ranks_per_machine, together
+from decentnode.parallel.process_group import (
+    broadcast_all,
+    check_alike,
+    device_of_group,
+    ranks_per_machine,
+    together,
+)
+from decentnode.parallel.refusals import check_optimizer, check_parameters, refuse_compiled_autograd
+from decentnode.parallel.resume import recut
 from decentnode.parallel.shared_memory import SharedMemoryExchange, usable
 from decentnode.parallel.shutdown import close_at_exit, keep
 from decentnode.parallel.topology_names import TopologyLike, make_topology
@@ -40,7 +50,17 @@ OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 _NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
 
 
-class DecentralizedDataParallel(Module):
+class _IdleHook(JoinHook):
+    """What a rank that has run out of inputs does in every step of the others (torch's `Join`)."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+
+    def main_hook(self) -> None:
+        self._step()
+
+
+class DecentralizedDataParallel(Module, Joinable):
     """Wraps a module; at the end of every backward pass it mixes, takes the optimizer's step and starts an exchange.
 
     x_i(t+1) = sum_j W_ij(t) x_j(t) + step of the optimizer at the gradient at x_i(t): D-PSGD in the order of Wang et
@@ -56,10 +76,13 @@ class DecentralizedDataParallel(Module):
     carries the change; `buckets.Bucket` says which changes are noticed. When a backward pass raises, no step is taken
     and the gradients computed so far stay, as with any optimizer: call zero_grad() before trying again.
 
-    All ranks must take equally many steps. If a rank's process is gone, the ranks that wait for it raise a PeerLost
-    that names it within 2 s; between ranks of one host (shared memory) also if it has ended its training or went into
-    an average over all ranks too early. A rank that does something else meanwhile, such as a barrier of the script's
-    own, is named after `timeout_seconds`.
+    All ranks must take equally many steps, or train inside torch's `with Join([wrapper])`: a rank that has run out of
+    inputs then goes on mixing, without updates, until the last one has. A backward pass in eval mode is a step too.
+    deepcopy, AveragedModel and torch.save take the model as it is now, out of the exchange (`DetachedModel`).
+
+    If a rank's process is gone, the ranks that wait for it raise a PeerLost that names it within 2 s; between ranks of
+    one host (shared memory) also if it has ended its training or went into an average over all ranks too early. A rank
+    that does something else meanwhile, such as a barrier of the script's own, is named after `timeout_seconds`.
     """
 
     def __init__(
@@ -94,6 +117,7 @@ class DecentralizedDataParallel(Module):
         AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
         """
         super().__init__()
+        Joinable.__init__(self)
         if not dist.is_initialized():
             raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
         if (optim_fn is None) == (optimizer is None):
@@ -109,6 +133,7 @@ class DecentralizedDataParallel(Module):
             self.optimizer = (optim_fn(list(self._named)) if optim_fn is not None
                               else optimizer([p for _, p in self._named]))  # type: ignore[misc]  # fmt: skip
             self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
+            check_optimizer(self.optimizer, self.lr_scheduler)
         self._scaler, self._clip, self._average_buffers = scaler, grad_clip_norm, sync_buffer_in_global_avg
         self._index_parts(param_as_bucket_view)
         self._factor = 1.0
@@ -129,6 +154,7 @@ class DecentralizedDataParallel(Module):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             if not self._named:
                 raise ValueError("model must have parameters that require gradients")
+            check_parameters(self._named)
             graph = self._make_topology(topology, local_world_size)
             plan = Plan(graph, sharing_named(sharing), self.rank)
         self._check_all_alike(model, graph, plan, self._named[0][1].device)
@@ -171,7 +197,9 @@ class DecentralizedDataParallel(Module):
 
     def _make_exchange(self, transport: str, timeout_seconds: float, device: torch.device) -> BucketExchange:
         """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
-        shared = transport != "collective" and self.world_size > 1 and usable(self._buckets, self._plan, device)
+        if self.world_size == 1:
+            return BucketExchange(self._plan, timeout_seconds)
+        shared = transport != "collective" and usable(self._buckets, self._plan, device)
         if transport == "shared_memory" and not shared:
             raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
         return (SharedMemoryExchange(self._plan, timeout_seconds, self._buckets) if shared
@@ -198,10 +226,11 @@ class DecentralizedDataParallel(Module):
     # -- training ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._backup is not None and self.training:
+        if self._backup is not None and self.training and torch.is_grad_enabled():
             self._train_on_after_average()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            refuse_compiled_autograd()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_output_gradient)
@@ -219,6 +248,7 @@ class DecentralizedDataParallel(Module):
 
     @torch.no_grad()
     def _step(self) -> None:
+        Join.notify_join_context(self)
         if self._scaler is None and self._clip > 0:
             self._clip_gradients()
         if self._scaler is None and self._part_by_part and divisible(self.optimizer):
@@ -229,6 +259,26 @@ class DecentralizedDataParallel(Module):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps += 1
+
+    @torch.no_grad()
+    def _idle_step(self) -> None:
+        """Mixes and sends as in a step, without an update."""
+        self._mix()
+        self._launch(self.steps + 1)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.steps += 1
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return _IdleHook(self._idle_step)
+
+    @property
+    def join_device(self) -> torch.device:
+        return device_of_group()
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
 
     def _round(self, step: int) -> int:
         """The round of the topology in which the exchange of a step takes place."""
@@ -403,10 +453,16 @@ class DecentralizedDataParallel(Module):
             "learning_rate": self._learning_rate,
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "sharing": [bucket.rule.state_dict() for bucket in self._buckets],
+            "sharing": [bucket.rule.state_dict() for bucket in self._buckets], "layout": self._layout(),
         }  # fmt: skip
 
+    def _layout(self) -> list[list[tuple[str, int]]]:
+        names = {p: name for name, p in self._named}
+        return [[(names[p], p.numel()) for p in bucket.params] for bucket in self._buckets]
+
     def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Raises ValueError, having loaded nothing, for a sharing rule's state that does not fit these buckets."""
+        kept = recut(state["sharing"], state.get("layout"), self._layout())
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
@@ -414,22 +470,44 @@ class DecentralizedDataParallel(Module):
             self._scaler.load_state_dict(state["scaler"])
         self.steps, self._factor = int(state["steps"]), float(state["factor"])
         self._learning_rate = float(state.get("learning_rate", self._rate()))
-        for bucket, kept in zip(self._buckets, state["sharing"], strict=True):
-            bucket.rule.load_state_dict(kept)
+        for bucket, each in zip(self._buckets, kept, strict=True):
+            bucket.rule.load_state_dict(each)
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a state by the names that this object gives them."""
         found = dict(state_dict)
-        if EXTRA not in found:  # a file of torch's DistributedDataParallel, or of the module alone
+        if found and not any(name.startswith("module.") for name in found):  # the module's own
+            found = {name if name == EXTRA else f"module.{name}": value for name, value in found.items()}
+        if EXTRA not in found:  # as in files of torch's DistributedDataParallel
             found[EXTRA] = self.get_extra_state()
         return found
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state and starts a new exchange. Blocking: all ranks have to load, each its own or all the same."""
+        """Loads a state and starts a new exchange. Blocking: all ranks have to load, each its own or all the same.
+
+        Takes states of this class, whatever buckets and number of ranks they were saved with, of torch's
+        DistributedDataParallel and of the module alone; where a state has no optimizer, it stays as it is. If a rank
+        cannot load its state, or has one of another step, all raise (AssemblyError); if one does not load at all,
+        PeerLost names it, or it is named by the ranks that do not.
+        """
         if assign:
             raise ValueError("assign=True would take the parameters out of their buckets")
         self._exchange.drain()
         self._backup = None
-        result = super().load_state_dict(self._known_names(state_dict), strict=strict, assign=assign)
+        with self._exchange.average("load_state_dict"):
+            with together("load the state"):
+                result = super().load_state_dict(self._known_names(state_dict), strict=strict, assign=assign)
+            check_alike("loaded state", [f"step {self.steps}"], device_of_group())
         self._launch(self.steps)
         return result
+
+    def export(self) -> dict[str, Tensor]:
+        """The module's entries alone, by its own names, in memory of their own: for files of a plain model."""
+        return {name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                for name, value in self.module.state_dict().items()}  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DetachedModel:
+        return DetachedModel(copy.deepcopy(self.module, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return DetachedModel, (copy.deepcopy(self.module),)

@@ -125,6 +125,13 @@ class DistOptimizer(metaclass=MadeTogether):
             flat.div_(self.world_size)
         return flat
 
+    def largest(self, value: float) -> float:
+        """Blocking: the largest of the numbers that the ranks give."""
+        own = torch.tensor([value], dtype=torch.float64, device=self.center.device)
+        if self.world_size > 1:
+            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        return float(own)
+
     def gather_numbers(self, value: float) -> Numbers:
         """Sends a number to all ranks and receives theirs; not blocking (`Numbers.wait` is)."""
         own = torch.tensor([value], dtype=torch.float64, device=self.center.device)
