@@ -123,13 +123,15 @@ class SharedModel:
     """Makes a rule per fragment as it is before its first round; one for the whole model."""
 
 
-def shared_model(experiment: Experiment, module: torch.nn.Module) -> SharedModel:
+def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Graph | None = None) -> SharedModel:
     """Lays the parameters of `module` out in one flat model, by the section `parameters` of the experiment, and by
-    `training.channels_last`."""
+    `training.channels_last`. run_graph: `Experiment.make_run_graph`, where nodes come of it."""
     if getattr(experiment.training, "channels_last", False):
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     machines = experiment.make_mapping().nodes_by_machine()
     graphs, parameters = experiment.make_fragment_graphs(), experiment.parameters
+    run_graph, whole = run_graph or experiment.make_graph(), experiment.make_graph()
+    graphs = tuple(run_graph if graph is whole else graph for graph in graphs)
     fragments: tuple[Fragment, ...] = ()
     if parameters is None:
         model = FlatModel(module)
@@ -168,11 +170,11 @@ def build(
 
     device: overrides the mapping's.
     """
-    graph, mapping = experiment.make_graph(), experiment.make_mapping()
+    graph, mapping = experiment.make_run_graph(), experiment.make_mapping()
     place = device_of(device or mapping.place(uid).device, mapping.place(uid).rank)
     data = experiment.open_data()
     module = make_model(experiment, data.spec).to(place)
-    shared = shared_model(experiment, module)
+    shared = shared_model(experiment, module, graph)
     model = shared.model
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(
         experiment.training, model, experiment.make_task(), data.of(uid), seed=experiment.seed, uid=uid
@@ -182,7 +184,8 @@ def build(
     communication = make_communication(schemas if sampler is None else (*schemas, schema_of(sampler)))
     if sampler is None and not rules[0].requirements.overrides_topology:
         buffers = [graph] if model.buffers.numel() else []
-        communication.partners = partners_of(uid, [*experiment.make_fragment_graphs(), *buffers])
+        of_fragments = [fragment.graph for fragment in shared.fragments] or [graph]
+        communication.partners = partners_of(uid, [*of_fragments, *buffers])
     sampling = None if sampler is None else Sampling(sampler, communication, len(schemas), _profile(sampler, model))
     node_parts = NodeParts(graph, training, rules, communication, shared.make_rules, shared.fragments, sampling)
     return Node(uid, experiment.node, node_parts, seed=experiment.seed, record=record)

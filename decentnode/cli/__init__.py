@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "launch": "Run this machine's share of an experiment.",
     "simulate": "Simulate all nodes of an experiment in one process.",
     "node": "Run one node, for launchers that start processes themselves.",
+    "join": "Come to a run that admits nodes beyond its mapping.",
     "status": "Show where the nodes of a run stand and who waits for whom.",
     "doctor": "Check this machine and the way to the others before a run.",
     "validate": "Check an experiment and show every problem with its place.",

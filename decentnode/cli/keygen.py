@@ -12,19 +12,28 @@ MAX_NODES = 1 << 20
 
 
 @click.command()
-@click.argument("nodes", metavar="NODES")
+@click.argument("nodes", metavar="NODES", required=False)
 @click.option("--out", "-o", default="keys", show_default=True, type=click.Path(path_type=Path),
               help="Folder for the keys, made if it is not there.")  # fmt: skip
-def command(nodes: str, out: Path) -> None:
+@click.option("--newcomer", is_flag=True, help="Instead, the key of a node that is in no mapping (decentnode join).")
+def command(nodes: str | None, out: Path, newcomer: bool) -> None:
     """Make a key pair for each of NODES: a count (16), a range (4-7) or uids (0,3,5).
 
     The folder then holds node-UID.secret (for that node's machine alone) and public.keys (for every machine). To keep
     every secret on its own machine, run this on each for its own nodes and join the public.keys files; else make all
     keys at one place and copy to each machine public.keys and its own nodes' secrets. Name the folder in the
     experiment: communication: {security: on, keys: FOLDER}.
-    """
-    from decentnode.communication.zeromq.security import PUBLIC_FILE, read_public, write_keys
 
+    With --newcomer, the public key is printed: a line of authorized.keys in the key folders of all members lets its
+    owner in.
+    """
+    from decentnode.communication.zeromq.security import PUBLIC_FILE, read_public, write_keys, write_newcomer
+
+    if newcomer == (nodes is not None):
+        raise UsageError("give either NODES or --newcomer")
+    if nodes is None:
+        click.echo(write_newcomer(out).decode())
+        return
     made = write_keys(out, parse_uids(nodes))
     click.echo(f"{len(made)} secret keys in {out} (never copy one to another node's machine)")
     click.echo(f"{out / PUBLIC_FILE}: the public keys of {len(read_public(out))} nodes, for every machine")

@@ -63,13 +63,13 @@ def command(
         in_process=False, progress_seconds=1.0, socket_dir="", join=join,
         resume=facts.resume, resume_runs=facts.resume_runs,
     )
-    ledger, told = Ledger(directory), _Teller(uid, facts, quiet or as_json, join)
+    ledger, told = Ledger(directory), Teller(uid, facts, quiet or as_json, join)
 
     def send(message: ChildMessage) -> None:
         told.tell(message)
         _keep(ledger, message)
 
-    code = run_node(task, Link(send, _stop_on_signals, dict))
+    code = run_node(task, Link(send, stop_on_signals, dict))
     if uid == 0:
         wall = clock.now() - started
         _summarize(facts, ledger, code, directory, told, Durations(told.joined_after(started), wall), as_json)
@@ -95,7 +95,7 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
     return directory
 
 
-def _stop_on_signals(node: Node) -> None:
+def stop_on_signals(node: Node) -> None:
     """Install handlers: a first signal finishes the round and writes, a second ends at once, Ctrl-Z does nothing."""
     from decentnode.launch.signals import SUSPENDING
 
@@ -113,7 +113,7 @@ def _stop_on_signals(node: Node) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class _Teller:
+class Teller:
     """Prints the progress of one node as lines. `tell` never blocks, whatever the terminal does."""
 
     def __init__(self, uid: int, facts: Facts, quiet: bool, join: bool) -> None:
@@ -167,7 +167,7 @@ def _keep(ledger: Ledger, message: ChildMessage) -> None:
 
 
 def _summarize(
-    facts: Facts, ledger: Ledger, code: int, directory: Path, told: _Teller, durations: Durations, as_json: bool
+    facts: Facts, ledger: Ledger, code: int, directory: Path, told: Teller, durations: Durations, as_json: bool
 ) -> None:
     import json
 

@@ -74,6 +74,22 @@ Endpoints = tuple[str, str]
 
 
 @dataclass(frozen=True)
+class Growth:
+    """What a node's transport must know where a run admits nodes that are not in the mapping."""
+
+    founders: int
+    """Nodes of the mapping; uids from there on are for those that come."""
+    experiment: bytes
+    """What they are told the experiment is (YAML)."""
+    control: Mapping[int, str]
+    """Where the nodes of the mapping can be reached from other machines: tcp://HOST:PORT."""
+    token: bytes = b""
+    """Of a node that came: what proves that its uid was granted to it."""
+    seats: bytes = b""
+    """Of a node that came: who else did (wire/membership/seats.py)."""
+
+
+@dataclass(frozen=True)
 class TransportParts:
     """What a node's transport is made from, beside its config (`Communication.make`)."""
 
@@ -98,6 +114,8 @@ class TransportParts:
     """Of generations of members; None where there is but one."""
     faults: LinkFaults | None = None
     """What goes wrong between nodes; None where nothing does but by itself."""
+    growth: Growth | None = None
+    """Where nodes that are not in the mapping may be admitted; None where none is."""
 
 
 class CommunicationConfig(Config):

@@ -31,12 +31,14 @@ class OpenedData:
 
     def __init__(
         self, config: Any, table: Mapping[str, str], base_dir: Path, machines: Sequence[int], seed: int,
-        servers: Collection[int] = (),
+        servers: Collection[int] = (), newcomer_like: int | None = None,
     ) -> None:
         """machines: the machine of every uid, whose number is that of the nodes. servers: nodes that get no training
-        samples; the others are dealt all."""
+        samples; the others are dealt all. newcomer_like: the node whose training samples one that is in no mapping has;
+        it has none when None."""
         self.config, self._table, self._base_dir = config, table, base_dir
         self._machines, self._seed, self._servers = machines, seed, frozenset(servers)
+        self._newcomer_like = newcomer_like
         self._opened: dict[tuple[str, ...], Dataset] = {}
         self._dealt: dict[tuple[tuple[str, ...], int], dict[int, np.ndarray]] = {}
         """By group of nodes and epoch: their shares, of the epochs that were dealt last."""
@@ -224,6 +226,8 @@ class OpenedData:
     def of(self, uid: int) -> NodeSamples:
         """What one node trains and is tested on. Raises DataError."""
         self.check()
+        if uid >= len(self._machines):
+            return self._of_newcomer(uid)
         group = self._by_group[self._group(uid)]
         dataset, shares = self.dataset(uid), self._shares_of(group)
         train = dataset.train(shares[uid])
@@ -258,6 +262,20 @@ class OpenedData:
         counts = np.bincount(labels[self.shares()[uid]], minlength=classes).astype(np.float32)
         found: np.ndarray = counts / np.float32(max(1.0, counts.sum()))
         return found
+
+    def _of_newcomer(self, uid: int) -> NodeSamples:
+        """Of a node that is in no mapping: the files of its own where data is private; else what another node has, or
+        nothing to train on."""
+        if self.private:
+            beyond = range(len(self._machines), uid + 1)  # each on a machine of its own
+            machines = [*self._machines, *(max(self._machines) + 1 + each - len(self._machines) for each in beyond)]
+            return OpenedData(self.config, self._table, self._base_dir, machines, self._seed, self._servers).of(uid)
+        if self._newcomer_like is not None:
+            return self.of(self._newcomer_like)
+        dataset, nothing = self.dataset(), np.empty(0, np.int64)
+        test = dataset.test_part(nothing) if self.test == "own" else self._global_test(dataset)
+        own = dataset.test_part(nothing) if self.test == "both" else None
+        return NodeSamples(dataset.train(nothing), test, own, shared_test=self.test != "own", trains=False)
 
     def _global_test(self, dataset: Dataset) -> AnySamples:
         """What all nodes are tested on: one object for those of a process."""

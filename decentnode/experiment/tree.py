@@ -22,15 +22,17 @@ from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
 from decentnode.data import DATASETS
 from decentnode.data.opened import OpenedData
-from decentnode.errors import UsageError
+from decentnode.errors import GraphError, UsageError
 from decentnode.experiment.simulation import SimulateConfig
 from decentnode.faults import AnyFault, Plan, resolve
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
+from decentnode.graph.growing import Growing
 from decentnode.logs import Level
 from decentnode.mapping import MAPPINGS
 from decentnode.mapping.base import Mapping as NodeMapping
+from decentnode.mapping.newcomer import Newcomer, WithNewcomer
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
@@ -147,6 +149,7 @@ class Experiment(Settings):
     _fragment_graphs: tuple[Graph, ...] | None = PrivateAttr(None)
     _mapping: NodeMapping | None = PrivateAttr(None)
     _data: OpenedData | None = PrivateAttr(None)
+    _newcomer: Newcomer | None = PrivateAttr(None)
 
     @property
     def source(self) -> str:
@@ -180,6 +183,18 @@ class Experiment(Settings):
             self._graph = build_graph(self.graph, self.weights, self.seed, self._base_dir)
         return self._graph
 
+    def graph_of_size(self, count: int) -> Graph:
+        """The same family with another number of nodes, made anew. Raises GraphError where there is none, or where the
+        graph's nodes are listed."""
+        fields = type(self.graph).model_fields
+        if "nodes" not in fields or (self.weights is not None and any(paths_of(self.weights, ()))):
+            raise GraphError(f"graph {self.graph.name} cannot grow: its nodes are listed one by one")
+        return build_graph(self.graph.model_copy(update={"nodes": count}), self.weights, self.seed, self._base_dir)
+
+    def make_run_graph(self) -> Graph:
+        """The graph that nodes run with, made anew: with `node.newcomers` it grows with them. Raises GraphError."""
+        return Growing(self.make_graph(), self.graph_of_size) if self.node.newcomers else self.make_graph()
+
     def make_fragment_graphs(self) -> tuple[Graph, ...]:
         """The graph of every fragment of the parameters, made once: the run's where a fragment names none. The first
         fragment's is drawn with the run's seed, each further one with a seed of its own. Raises GraphError."""
@@ -209,12 +224,23 @@ class Experiment(Settings):
             self._mapping = chosen(self.mapping, base_dir=self._base_dir)
         return self._mapping
 
+    def seat(self, newcomer: Newcomer) -> None:
+        """This process is a node that is in no mapping; before the mapping and the data are asked for."""
+        self._newcomer, self._data = newcomer, None
+        self._mapping = WithNewcomer(self.make_mapping(), newcomer.place)
+
+    @property
+    def newcomer(self) -> Newcomer | None:
+        """What `seat` was told."""
+        return self._newcomer
+
     def open_data(self) -> OpenedData:
         """The data, whose files are opened once, when they are first needed. Raises MappingError."""
         if self._data is None:
             mapping = self.make_mapping()
             machines = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
-            self._data = OpenedData(self.data, DATASETS, self._base_dir, machines, self.seed, self.servers())
+            like = None if self._newcomer is None else self._newcomer.samples_of
+            self._data = OpenedData(self.data, DATASETS, self._base_dir, machines, self.seed, self.servers(), like)
         return self._data
 
     def servers(self) -> tuple[int, ...]:

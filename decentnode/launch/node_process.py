@@ -22,10 +22,10 @@ from decentnode import clock, logs
 from decentnode.build import build, device_of, limits_of
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.base import Communication
-from decentnode.communication.parts import BindPlan, LinkFaults, Schema, TransportParts
+from decentnode.communication.parts import BindPlan, Growth, LinkFaults, Schema, TransportParts
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import load_class
-from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost
+from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost, UsageError
 from decentnode.experiment import Experiment
 from decentnode.faults import OnLinks
 from decentnode.launch.loading import load_request
@@ -48,9 +48,11 @@ from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
 from decentnode.mapping.hosts import endpoint
+from decentnode.mapping.newcomer import Newcomer, machine_of
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
+from decentnode.wire.messages import MAX_CONFIG_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -159,14 +161,31 @@ def transport_maker(
     def make(schemas: tuple[Schema, ...]) -> Communication:
         return transport.make(config, TransportParts(
             uid=uid, schemas=schemas, digest=digest or experiment.digest(), base_dir=experiment.base_dir, device=device,
-            machine_of={u: mapping.place(u).machine for u in range(mapping.num_nodes)},
+            machine_of={u: mapping.place(u).machine if u < mapping.num_nodes else machine_of(u, mapping)
+                        for u in range(mapping.num_nodes + experiment.node.newcomers)},
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,
             bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints.get(str(uid), [])),
             limits=limits_of(experiment) if experiment.node.missing == "regroup" else None,
-            process=process, faults=link_faults(experiment),
+            process=process, faults=link_faults(experiment), growth=growth_of(experiment),
         ))
 
     return make
+
+
+def growth_of(experiment: Experiment) -> Growth | None:
+    """Returns what a transport must know of nodes that are not in the mapping; None where there can be none. Raises
+    UsageError where the experiment is too long to be told to them."""
+    if not experiment.node.newcomers:
+        return None
+    mapping, newcomer = experiment.make_mapping(), experiment.newcomer
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    text = experiment.resolved_yaml().encode()
+    if len(text) > MAX_CONFIG_BYTES:
+        raise UsageError(f"node.newcomers: the experiment has {len(text)} bytes, and newcomers are told at most "
+                         f"{MAX_CONFIG_BYTES}")  # fmt: skip
+    control = {place.uid: endpoint(place.host, place.port) for place in places if place.port is not None}
+    token, seats = (b"", b"") if newcomer is None else (newcomer.token, newcomer.seats)
+    return Growth(mapping.num_nodes, text, control, token, seats)
 
 
 def link_faults(experiment: Experiment) -> LinkFaults | None:
@@ -207,13 +226,16 @@ class Link:
     """Waits for, and returns, uid -> [control, bulk] endpoints of the nodes on this machine."""
 
 
-def run_node(task: Task, link: Link) -> int:
-    """Run `task.uids[0]` to its end and report it through `link`. Returns the exit code. Blocking; never raises."""
+def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
+    """Run `task.uids[0]` to its end and report it through `link`. Returns the exit code. Blocking; never raises.
+    newcomer: of a node that is in no mapping."""
     uid, node, reporter, send = task.uids[0], None, None, link.send
     records: NodeRecords | None = None
     try:
         set_up(task, uid)
         experiment = load_request(task.request, check=False)
+        if newcomer is not None:
+            experiment.seat(newcomer)
         logs.set_level(experiment.run.log_level)
         folder = node_dir(task.run_dir, uid) if task.run_dir else None
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)

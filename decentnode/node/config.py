@@ -11,6 +11,7 @@ from decentnode.checkpoint.config import BestConfig, CheckpointConfig, of_figure
 from decentnode.config.component import ADDED, Config, Settings, section
 from decentnode.node.asynchronous.config import AsynchronousConfig
 from decentnode.samplers import SAMPLERS
+from decentnode.wire.messages import MAX_SEATS
 
 
 class EarlyStopConfig(BestConfig):
@@ -63,6 +64,9 @@ class NodeConfig(Settings):
     does. Every change of members then begins an epoch on all nodes, so that no sample is trained on twice in one."""
     restarts: int = Field(0, ge=0)
     """With regroup: how many times each node that died is started again by its machine."""
+    newcomers: Annotated[int, ADDED] = Field(0, ge=0, le=MAX_SEATS)
+    """With regroup: how many nodes that are not in the mapping the run admits (`decentnode join`). The graph must be
+    one that can be made with so many nodes more. They do not count toward `min_nodes`."""
     buffers: Literal["average", "local", "recompute"] = "average"
     """What happens to float buffers of the model, such as the running statistics of BatchNorm. average: they are
     averaged with the neighbors' in every round. local: every node keeps its own. recompute: as local, but for every

@@ -209,6 +209,8 @@ class Node:
         generation = self.communication.generation
         if generation is not None and generation.name != self.generation.name:
             yield from self._take_part(generation)
+        if self.uid not in self.generation.members:  # a newcomer, which is in no generation yet
+            self.communication.enter(self.round)
         if self.training.members is None:
             self.deal_samples(0)
         if self.checkpoints is not None and self.checkpoints.resuming:

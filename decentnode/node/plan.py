@@ -45,7 +45,8 @@ class Planner:
         """Returns the members of a generation as a set, made once: whether one node is in a tuple of thousands takes as
         long as all else that a view costs. None where all nodes are members."""
         if self._members[0] is not members:
-            self._members = members, frozenset(members) if len(members) < self._graph.num_nodes else None
+            everybody = members == tuple(range(self._graph.num_nodes))  # there may be as many with newcomers among them
+            self._members = members, None if everybody else frozenset(members)
         return self._members[1]
 
     def _seen(self, turn: int, generation: Generation, lr: float) -> RoundView:

@@ -161,7 +161,7 @@ class Schedule(abc.ABC):
 
     def _train(self, round: int) -> Steps[None]:
         """Make the local steps, where all rules have the node train in this round."""
-        trains = all(fragment.rule.trains(fragment.view) for fragment in self.fragments)
+        trains = self.training.num_samples > 0 and all(each.rule.trains(each.view) for each in self.fragments)
         started = clock.now()
         if trains:
             direct = self._direct if self.sharing.requirements.gradient else None

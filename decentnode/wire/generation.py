@@ -132,4 +132,14 @@ class JoinRefused:
     reason: str
 
 
-GenerationEvent = Broken | Install | Going | Outside | JoinRefused
+@dataclass(frozen=True)
+class Seated:
+    """A node that is not in the mapping has this uid, and listens there: the owner can send to it from now on."""
+
+    uid: int
+    control: str
+    bulk: str
+    key: str
+
+
+GenerationEvent = Broken | Install | Going | Outside | JoinRefused | Seated

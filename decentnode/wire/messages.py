@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """The run id in messages of a node that does not know the run's yet."""
@@ -27,6 +27,11 @@ MAX_ROUND = 1 << 40
 MAX_TEXT, MAX_LONG_TEXT = 512, 8192
 """Most characters of a reason, and of several reasons in one text."""
 MAX_SCALARS = 64
+SEAT_TOKEN_BYTES = 8
+MAX_SEATS, MAX_SEATS_BYTES = 64, 64 * 256
+"""Most nodes that a run admits beyond its mapping (`node.newcomers`), and most bytes that say where they are."""
+MAX_CONFIG_BYTES = 1 << 17
+"""Of an experiment that is told to a newcomer."""
 
 Scalars = Mapping[str, int | float | str]
 
@@ -284,6 +289,8 @@ class Join(Message):
     version: int = number(1 << 16)
     digest: str = text(64)
     num_nodes: int = number(MAX_NODES)
+    seat: bytes = field(default=b"", metadata={"blob": SEAT_TOKEN_BYTES, "exact": False})
+    """Of a node that is not in the mapping: the token of its uid (wire/membership/seats.py)."""
 
 
 @dataclass(frozen=True)
@@ -298,10 +305,12 @@ class Suspect(Message):
 
 @dataclass(frozen=True)
 class Prepare(Message):
-    """To every member (a bitmap) of the proposed generation, which this message names: begin no further round."""
+    """To every member (a bitmap) of the proposed generation, which this message names: begin no further round. seats:
+    the nodes that are not in the mapping (wire/membership/seats.py)."""
 
     TYPE: ClassVar[int] = 24
     members: bytes = blob(MAX_NODES // 8)
+    seats: bytes = field(default=b"", metadata={"blob": MAX_SEATS_BYTES, "exact": False})
 
 
 @dataclass(frozen=True)
@@ -404,6 +413,42 @@ class Waits(Message):
     TYPE: ClassVar[int] = 35
 
 
+@dataclass(frozen=True)
+class Knock(Message):
+    """From a node that is not in the mapping, which has no uid yet: asks to be granted one. It listens at `control` and
+    `bulk`, as tcp://ADDRESS:PORT. It comes on a connection of its own, on which the answer goes back; run, generation
+    and source mean nothing."""
+
+    TYPE: ClassVar[int] = 36
+    version: int = number(1 << 16)
+    control: str = text(128)
+    bulk: str = text(128)
+
+
+@dataclass(frozen=True)
+class Granted(Message):
+    """Answer to Knock: the newcomer is `uid`, and asks to join with the token `seat`. `seats` as in Prepare, the
+    newcomer's among them; `config` is the experiment (YAML)."""
+
+    TYPE: ClassVar[int] = 37
+    uid: int = number(MAX_NODES)
+    seat: bytes = blob(SEAT_TOKEN_BYTES, exact=True)
+    seats: bytes = blob(MAX_SEATS_BYTES)
+    config: bytes = blob(MAX_CONFIG_BYTES)
+
+
+@dataclass(frozen=True)
+class Turned(Message):
+    """Answer to Knock: not here, because of `reason`. final: to ask again is in vain. Else `uid`, which listens at
+    `at`, is to be asked, or, where that is empty, the sender once more."""
+
+    TYPE: ClassVar[int] = 38
+    reason: str = text()
+    final: int = number(2)
+    uid: int = number(MAX_NODES)
+    at: str = text(128)
+
+
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
@@ -442,11 +487,14 @@ MESSAGES: dict[int, type[Message]] = {
         Skipped,
         Overdue,
         Waits,
+        Knock,
+        Granted,
+        Turned,
     )
 }
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)
 """Messages by which nodes agree on a generation (wire/membership/); they name the generation that they are about."""
-UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, Overdue, Waits, *MEMBERSHIP)
+UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, Overdue, Waits, Knock, Granted, Turned, *MEMBERSHIP)
 """Messages without a sequence number: they are repeated until answered, or mean nothing later."""
 BULK = (Chunk, Part)
 """Messages that have a body and travel on the bulk sockets."""

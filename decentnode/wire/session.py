@@ -103,9 +103,11 @@ class Session:
         *,
         software: str = "",
         describe: Callable[[int], str] = lambda uid: f"node {uid}",
+        founders: int | None = None,
     ) -> None:
-        """digest: of configuration and graph; nodes with another one are refused. run: the run's id where it is known
-        beforehand; uid 0 must know it. describe: a node's name in reasons.
+        """num_nodes: uids that there can be. founders: how many of them begin the run; all when None. digest: of
+        configuration and graph; nodes with another one are refused. run: the run's id where it is known beforehand; uid
+        0 must know it. describe: a node's name in reasons.
 
         Raises ValueError when uid 0 does not know the run's id.
         """
@@ -116,9 +118,10 @@ class Session:
         self.digest = digest
         self.run = run or NO_RUN
         self.generation, self.origin = FIRST
-        self.members: tuple[int, ...] = tuple(range(num_nodes))
+        self.founders = num_nodes if founders is None else founders
+        self.members: tuple[int, ...] = tuple(range(self.founders))
         """Of the generation, ascending."""
-        self.tree = ControlTree.among(uid, self.members)
+        self.tree = ControlTree.among(uid, self.members if uid < self.founders else (uid,))
         self.state: State = "joining"
         self.outbox: list[tuple[int, Message]] = []
         self.present = {uid}
@@ -185,7 +188,7 @@ class Session:
     @property
     def absent(self) -> tuple[int, ...]:
         """Uids that this node does not know to be present; on the root, exactly those that have not joined."""
-        return tuple(uid for uid in range(self.num_nodes) if uid not in self.present)
+        return tuple(uid for uid in range(self.founders) if uid not in self.present)
 
     def give_up(self) -> NotAssembled:
         """End the wait for the start, whose deadline has passed. Returns who is missing; the root tells all others."""
@@ -324,7 +327,7 @@ class Session:
         return [Rejected(reject.reason)]
 
     def _on_present(self, present: Present) -> list[SessionEvent]:
-        self.present |= from_bitmap(present.uids, self.num_nodes)
+        self.present |= {uid for uid in from_bitmap(present.uids, self.num_nodes) if uid < self.founders}
         for uid in self.present & self.refusals.keys():
             del self.refusals[uid]
         self._tell_presence()
@@ -341,11 +344,11 @@ class Session:
     @property
     def _all_present(self) -> bool:
         """Whether this is the root, and knows of every node."""
-        return self.tree.parent is None and len(self.present) == self.num_nodes
+        return self.tree.parent is None and len(self.present) == self.founders
 
     def _begin(self, cause: Cause) -> list[SessionEvent]:
         self._change(cause)
-        self.present = set(range(self.num_nodes))
+        self.present = set(range(self.founders))
         for child in self.tree.children:
             self.send(child, Start)
         return [Joined()]

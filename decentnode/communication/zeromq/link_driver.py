@@ -21,13 +21,14 @@ from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.handshakes import Handshakes
 from decentnode.communication.zeromq.io_thread import IoThread
-from decentnode.communication.zeromq.link_state import ExchangeKey, QueuedMessage, ReceiveCredits
+from decentnode.communication.zeromq.link_state import CONTROL, ExchangeKey, QueuedMessage, ReceiveCredits
 from decentnode.communication.zeromq.node_sockets import NodeSockets
 from decentnode.communication.zeromq.process_io import HostedSockets
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.communication.zeromq.security import Security
 from decentnode.errors import PeerFault
-from decentnode.wire.messages import Message
+from decentnode.wire import codec
+from decentnode.wire.messages import Granted, Knock, Message, Turned
 from decentnode.wire.session import Session
 
 
@@ -37,6 +38,9 @@ class LinkOwner(Protocol):
 
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
         """As `LinkPort.deliver`."""
+
+    def knocked(self, knock: Knock, key: str, now: float) -> Granted | Turned:
+        """As `Reconfiguration.knocked`."""
 
     @property
     def next_deadline(self) -> float:
@@ -51,6 +55,10 @@ class LinkOwner(Protocol):
 
     def crashed(self, error: BaseException) -> None:
         """The thread at the sockets ends because of an error."""
+
+
+MAX_KNOCKS = 8
+"""Requests of nodes that are in no mapping that are answered per second."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,8 @@ class LinkDriver:
         self._counters = counters
         access = BulkAccess(security is not None and security.bulk_needs_credential,
                             security is not None and security.bulk == "aes-gcm")  # fmt: skip
+        self._knocks = 0.0, 0
+        """Since when requests of newcomers are counted, and how many came."""
         self._credits = ReceiveCredits(sizes.window)
         self._credit_lock = threading.Lock()
         """Of the credits alone: payloads are used up with `RunState.changed` held, under which `lock` is not taken."""
@@ -189,6 +199,23 @@ class LinkDriver:
                 self._handshakes.refused_here(kind, address, detail)
         elif self.links.breaks_matter:
             self._counters.on_event(kind, None, address)
+
+    def knocked(self, plane: int, frames: Sequence[memoryview], key: str, now: float) -> bytes | None:
+        if now - self._knocks[0] >= 1.0:
+            self._knocks = now, 0
+        self._knocks = self._knocks[0], self._knocks[1] + 1
+        try:
+            if self._knocks[1] > MAX_KNOCKS:
+                raise PeerFault("hello_flood", "of newcomers")
+            if plane != CONTROL or len(frames) != 1:
+                raise PeerFault("wrong_plane" if plane != CONTROL else "malformed_multipart", "of a newcomer")
+            knock = codec.decode(bytes(frames[0]))
+            if not isinstance(knock, Knock):
+                raise PeerFault("unexpected_message", f"{type(knock).__name__} of a newcomer")
+            return codec.encode(self._owner.knocked(knock, key, now))
+        except PeerFault as fault:
+            self.links.refuse(fault)
+            return None
 
     def handshake_refused(self, uid: int, code: int) -> None:
         self._handshakes.refused_there(uid, code)

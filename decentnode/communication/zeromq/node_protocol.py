@@ -23,16 +23,20 @@ from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.errors import AssemblyError, NodeFailed, PeerFault, PeerLost
 from decentnode.wire.messages import (
     MEMBERSHIP,
+    NO_RUN,
     Arrive,
     Bye,
     Chunk,
     Depart,
+    Granted,
+    Knock,
     Message,
     Overdue,
     Part,
     Report,
     Skipped,
     Slot,
+    Turned,
     Waits,
 )
 from decentnode.wire.session import (
@@ -206,6 +210,13 @@ class NodeProtocol:
             finally:
                 if self._session.outbox:
                     self._flush(now)
+
+    def knocked(self, knock: Knock, key: str, now: float) -> Granted | Turned:
+        """As `Reconfiguration.knocked`."""
+        if self._reconfiguration is None:
+            reason = "the run admits nobody beyond its mapping (node.missing, node.newcomers)"
+            return Turned(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
+        return self._reconfiguration.knocked(knock, key, now)
 
     @property
     def next_deadline(self) -> float:

@@ -26,7 +26,7 @@ from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
 from decentnode.communication.zeromq.running_time import RunningTime
-from decentnode.communication.zeromq.security import Authenticator, Security
+from decentnode.communication.zeromq.security import GUEST, Authenticator, Security
 from decentnode.errors import NodeFailed
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 
@@ -66,6 +66,10 @@ class Handler(Protocol):
 
     def received(self, plane: int, frames: Sequence[memoryview], uid: int | None, now: float) -> None:
         """One message, of one frame or more; uid: who it is from, where sockets are authenticated."""
+
+    def knocked(self, plane: int, frames: Sequence[memoryview], key: str, now: float) -> bytes | None:
+        """A request of a node that is in no mapping; the answer. key: its public one, where sockets are
+        authenticated."""
 
     def log_in(self, uid: int) -> bytes:
         """A credential for one connection to a peer's bulk socket, where that needs one."""
@@ -294,7 +298,7 @@ class NodeSockets(abc.ABC):
         recv, received, lock = listener.recv, self._handler.received, self.lock
         for _ in range(RECEIVE_BURST):
             try:
-                recv(_NOW)  # the sender's routing id, which proves nothing
+                route = recv(_NOW)  # the sender's routing id, which proves nothing
             except zmq.Again:
                 return
             frame = recv(_NOW, copy=False)
@@ -302,12 +306,49 @@ class NodeSockets(abc.ABC):
             while frame.more:
                 frame = recv(_NOW, copy=False)
                 frames.append(frame.buffer)
-            uid = int(frame.get("User-Id")) if secure else None
+            user = str(frame.get("User-Id")).encode() if secure else b""
+            if route[0]:  # it chose its own: a newcomer, which waits for an answer
+                self._answer(plane, listener, route, frames, user)
+                continue
+            uid = None
+            if secure:
+                found = self._uid_of(user)
+                if found is None:
+                    self._handler.connection_event("stranger", "", "who speaks before it is admitted")
+                    continue
+                uid = found
             with lock:
                 received(plane, frames, uid, clock.now())
             if self._wanted_back():
                 break
         self._behind.add(plane)
+
+    def _uid_of(self, user: bytes) -> int | None:
+        """Who is at a connection; None where that one has no uid (yet)."""
+        if not user.startswith(GUEST):
+            return int(user)
+        assert self._security is not None
+        return self._security.keyring.uid_of.get(user.removeprefix(GUEST))
+
+    def _answer(
+        self, plane: int, listener: zmq.Socket[bytes], route: bytes, frames: list[memoryview], user: bytes
+    ) -> None:
+        """Somebody asks to be admitted: answer on the same connection, or not at all."""
+        key = b""
+        if self._security is not None:
+            key = user.removeprefix(GUEST) if user.startswith(GUEST) else self._security.keyring.public[int(user)]
+        with self.lock:
+            reply = self._handler.knocked(plane, frames, key.decode(), clock.now())
+        if reply is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                listener.send_multipart([route, reply], zmq.NOBLOCK)
+
+    def add_peer(self, uid: int, endpoints: Endpoints) -> None:
+        """With `lock` held: a peer listens at these addresses (no names), which may be others than before."""
+        self.endpoints[uid] = endpoints
+        self._by_ipv6[host_of(endpoints[CONTROL])] = ":" in host_of(endpoints[CONTROL])
+        for plane in (CONTROL, BULK):
+            self.renew(uid, plane)
 
     def _hear(self, monitor: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again):

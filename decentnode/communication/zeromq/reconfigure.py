@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
 from decentnode.communication.zeromq.link_sender import LinkSender
 from decentnode.errors import AssemblyError, Interrupted, PeerLost
-from decentnode.wire.generation import Broken, Generation, GenerationEvent, Install, JoinRefused, Outside
+from decentnode.wire.generation import Broken, Generation, GenerationEvent, Install, JoinRefused, Outside, Seated
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import Message
+from decentnode.wire.messages import NO_RUN, Granted, Knock, Message, Turned
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,14 @@ class Reconfiguration:
         self._sender, self._wake = sender, wake
         self.to_install: Generation | None = None
         """A generation that is agreed on, while this node has not installed it."""
+        self.seated: Callable[[Seated], None] = lambda _seat: None
+        """Takes where a node is that is not in the mapping; the owner sets it."""
+        self.config_text = b""
+        """The experiment, as newcomers are told it."""
+        self.founder_keys = frozenset[str]()
+        """Public keys of the nodes in the mapping."""
+        self.control_of: Callable[[int], str] = lambda _uid: ""
+        """Where a member's control socket listens (tcp://...), for newcomers; the owner sets it."""
         self.going: Generation | None = None
         """A generation that all of its members have installed, while this node has not begun it."""
 
@@ -109,6 +118,8 @@ class Reconfiguration:
                 logger.warning("outside: %s", event.reason)
                 self._report("outside", event.reason)
                 self.to_install = None
+            elif isinstance(event, Seated):
+                self.seated(event)
             elif isinstance(event, JoinRefused):
                 self._report("refused", event.reason)
                 uid = self.membership.uid
@@ -138,6 +149,24 @@ class Reconfiguration:
 
     def _report(self, kind: str, detail: str) -> None:
         self.counters.on_event(kind, None, detail)
+
+    def knocked(self, knock: Knock, key: str, now: float) -> Granted | Turned:
+        """Answer a node that is not in the mapping. Raises PeerFault for a malformed request."""
+        of = self.membership
+        if not self.active:
+            return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
+        if key and key in self.founder_keys:
+            return Turned(of.run, 0, of.uid, "its key is that of a node in the mapping", 1, of.uid, "")
+        answer = of.knock(knock, key, now)
+        try:
+            if isinstance(answer, Turned):
+                self._report("turned_away", f"{knock.control}: {answer.reason}")
+                return replace(answer, at="" if answer.uid == of.uid else self.control_of(answer.uid))
+            seat, uid = answer
+            self._report("knocked", f"node {uid} at {seat.control}")
+            return Granted(of.run, of.generation.number, of.uid, uid, seat.token, of.seats.encoded(), self.config_text)
+        finally:
+            self._obey(of.take_events(now), now)
 
     # -- what this node finds out -----------------------------------------------------------------------------
 

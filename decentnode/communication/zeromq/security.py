@@ -8,6 +8,8 @@ machine, readable by its owner alone; nobody else may be able to change either. 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -18,11 +20,18 @@ from typing import Literal
 import zmq
 from zmq.utils import z85
 
-from decentnode import entropy
+from decentnode import clock, entropy
 from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.errors import EnvironmentFault, UsageError
 
+logger = logging.getLogger(__name__)
+
 PUBLIC_FILE = "public.keys"
+AUTHORIZED_FILE = "authorized.keys"
+"""A public key per line: of nodes that are in no mapping, and may be admitted."""
+NEWCOMER_SECRET = "newcomer.secret"
+LOOK_SECONDS = 1.0
+"""Least time between two readings of AUTHORIZED_FILE."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +40,43 @@ class Keyring:
 
     uid: int
     secret: bytes = field(repr=False)
-    public: Mapping[int, bytes]
+    public: dict[int, bytes]
+    """Those of newcomers are added as they are admitted, by the thread at the sockets."""
+    invited: Callable[[bytes], bool] = lambda _key: False
+    """Whether a key that is nobody's may ask to be admitted."""
 
     @property
     def uid_of(self) -> dict[bytes, int]:
         return {key: uid for uid, key in self.public.items()}
+
+
+class Invited:
+    """The keys of AUTHORIZED_FILE, which may grow while the run goes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._keys, self._read = folder / AUTHORIZED_FILE, frozenset[bytes](), -math.inf
+
+    def __call__(self, key: bytes) -> bool:
+        """Whether a key may ask. Where it is not known the file is read again; one that others may change, or that is
+        no list of keys, counts as empty, and the log says so."""
+        if key not in self._keys and clock.now() - self._read >= LOOK_SECONDS:
+            self._read = clock.now()
+            self._keys = self._found()
+        return key in self._keys
+
+    def _found(self) -> frozenset[bytes]:
+        if not self._path.exists():
+            return frozenset()
+        try:
+            lines = read_trusted(self._path, 0o022).decode("utf-8").splitlines()
+            words = [line.partition(" ")[0] for line in lines if line.strip() and not line.startswith("# ")]
+            wrong = [word for word in words if not _is_key(word)]
+            if wrong:
+                raise EnvironmentFault(f"{self._path}: must have a key per line, got {wrong[0][:80]!r}")
+            return frozenset(word.encode() for word in words)
+        except (EnvironmentFault, UnicodeDecodeError) as error:
+            logger.warning("nobody is admitted: %s", error)
+            return frozenset()
 
 
 def secret_path(folder: Path, uid: int) -> Path:
@@ -145,7 +186,32 @@ def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
         raise EnvironmentFault(f"{path}: not a secret key") from None
     if derived != public[uid]:
         raise EnvironmentFault(f"{path} does not belong to the key of node {uid} in {PUBLIC_FILE}")
-    return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)})
+    return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)}, Invited(folder))
+
+
+def write_newcomer(folder: Path) -> bytes:
+    """Make the key pair of a node that is in no mapping; the public key, for AUTHORIZED_FILE of every member. Raises
+    UsageError where there is one."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / NEWCOMER_SECRET
+    if path.exists():
+        raise UsageError(f"{path} is there already; remove it first, or choose another folder")
+    public, secret = zmq.curve_keypair()
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secret + b"\n")
+    return public
+
+
+def load_newcomer(folder: Path, uid: int = -1, seated: Mapping[int, bytes] | None = None) -> Keyring:
+    """The keys of a node that is in no mapping, whose folder has PUBLIC_FILE and its own secret. seated: the keys of
+    others that are in none. Raises EnvironmentFault as `load_keyring`."""
+    path = folder / NEWCOMER_SECRET
+    secret = read_trusted(path, 0o077).strip()
+    try:
+        own = zmq.curve_public(secret)
+    except (ValueError, zmq.ZMQError):
+        raise EnvironmentFault(f"{path}: not a secret key") from None
+    return Keyring(uid, secret, {**read_public(folder), **(seated or {}), uid: own}, Invited(folder))
 
 
 @dataclass(frozen=True)
@@ -159,6 +225,10 @@ class Security:
     @property
     def bulk_needs_credential(self) -> bool:
         return self.bulk != "curve"
+
+
+GUEST = b"guest "
+"""What libzmq says of a connection by which somebody may ask to be admitted, before the key; of others, the uid."""
 
 
 class Authenticator:
@@ -176,7 +246,7 @@ class Authenticator:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
-        self._uid_of, self._credentials, self._refused = keyring.uid_of, credentials, refused
+        self._keyring, self._credentials, self._refused = keyring, credentials, refused
 
     def answer(self) -> None:
         """Answer everything that was asked so far; not blocking."""
@@ -187,20 +257,23 @@ class Authenticator:
                 return
             version, request, _, address, _, mechanism, *credentials = frames
             uid, reason, detail = self._admitted(mechanism, credentials)
+            key = z85.encode(credentials[0]) if uid < 0 and not reason else b""
             if reason:
                 self._refused(reason, address.decode(errors="replace"), detail)
-            status, text, who = (b"400", b"unknown", b"") if reason else (b"200", b"", b"%d" % uid)
+            found = GUEST + key if key else b"%d" % uid
+            status, text, who = (b"400", b"unknown", b"") if reason else (b"200", b"", found)
             self.socket.send_multipart([version, request, status, text, who, b""])
 
     def _admitted(self, mechanism: bytes, credentials: list[bytes]) -> tuple[int, str, str]:
-        """(uid, why not or "", with what)."""
+        """(uid, or -1 of one who may ask to be admitted; why not or "", with what)."""
         if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             key = z85.encode(credentials[0])
-            uid = self._uid_of.get(key)
-            return (-1, "stranger", f"key {key.decode()}") if uid is None else (uid, "", "")
+            uid = self._keyring.uid_of.get(key, -1)
+            known = uid >= 0 or self._keyring.invited(key)
+            return (uid, "", "") if known else (-1, "stranger", f"key {key.decode()}")
         if mechanism == b"PLAIN" and len(credentials) == 2 and credentials[0].isdigit() and len(credentials[0]) < 8:
             uid = int(credentials[0])
-            known = self._credentials.get(uid)
-            reason = "stranger" if known is None else known.refusal(credentials[1])
+            given = self._credentials.get(uid)
+            reason = "stranger" if given is None else given.refusal(credentials[1])
             return uid, reason or "", f"bulk login as node {uid}"
         return -1, "stranger", mechanism.decode(errors="replace")

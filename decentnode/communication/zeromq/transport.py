@@ -20,7 +20,7 @@ from decentnode import clock, entropy, logs
 from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
-from decentnode.communication.parts import BindPlan, Collected, Endpoints, LinkFaults, Schema, TransportParts
+from decentnode.communication.parts import BindPlan, Collected, Endpoints, Growth, LinkFaults, Schema, TransportParts
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
@@ -39,13 +39,13 @@ from decentnode.communication.zeromq.link_state import CONTROL, MAX_PAYLOADS
 from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
 from decentnode.communication.zeromq.reconfigure import Reconfiguration
-from decentnode.communication.zeromq.security import Keyring, Security, load_keyring
+from decentnode.communication.zeromq.security import Keyring, Security, load_keyring, load_newcomer
 from decentnode.communication.zeromq.sender import Sender, to_be_published
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.config import component
 from decentnode.errors import AssemblyError, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
-from decentnode.wire.generation import Generation, Limits
+from decentnode.wire.generation import Generation, Limits, Seated
 from decentnode.wire.membership import Membership
 from decentnode.wire.session import Session
 
@@ -135,6 +135,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         limits: Limits | None = None,
         process: SharedProcess | None = None,
         faults: LinkFaults | None = None,
+        growth: Growth | None = None,
     ) -> None:
         """As `TransportParts`. keyring: the node's keys; required where the config is `secure`. Raises ValueError for
         cliques or edges that contradict the mapping."""
@@ -146,6 +147,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self.schemas = schemas
         self._plan = bind or BindPlan()
         self._machine_of = dict(machine_of)
+        self._growth, self._founders = growth, len(machine_of) if growth is None else growth.founders
         self._addresses = Addresses(uid, self._machine_of, self._plan)
         self.describe = self._addresses.describe
         for problem in config.routing(self._machine_of).problems():
@@ -157,7 +159,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             self._status.process = process
         run = run_id or (entropy.draw(8) if uid == 0 else None)
         software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
-        self._session = Session(uid, len(machine_of), digest, run, software=software, describe=self.describe)
+        self._session = Session(uid, len(machine_of), digest, run, software=software, describe=self.describe,
+                                founders=self._founders)  # fmt: skip
         if config.secure != (keyring is not None):
             raise ValueError("keyring must be given exactly when the config is secure")
         self._security = None if keyring is None else Security(keyring, config.bulk_security)
@@ -205,9 +208,30 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     def _reconfiguration(self, digest: str, limits: Limits | None) -> Reconfiguration | None:
         if limits is None:
             return None
+        growth = self._growth
         membership = Membership(self.uid, len(self._machine_of), limits, draw=entropy.draw, digest=digest,
-                                describe=self.describe)  # fmt: skip
-        return Reconfiguration(membership, self._links.sender, self._status, self.counters, self._status.wake)
+                                describe=self.describe, founders=self._founders,
+                                seat=b"" if growth is None else growth.token)  # fmt: skip
+        made = Reconfiguration(membership, self._links.sender, self._status, self.counters, self._status.wake)
+        if growth is not None:
+            made.seated, made.config_text = self._seated, growth.experiment
+            made.control_of = lambda uid: growth.control.get(uid, "")
+            membership.learn_seats(growth.seats)
+            if self._security is not None:
+                keys = self._security.keyring.public
+                made.founder_keys = frozenset(key.decode() for uid, key in keys.items() if uid < growth.founders)
+        return made
+
+    def _seated(self, seat: Seated) -> None:
+        """With `LinkDriver.lock` held: a node that is not in the mapping is at these endpoints."""
+        endpoints = seat.control, seat.bulk
+        self._addresses.add({seat.uid: endpoints})
+        for peers in self._maker.over_tcp:
+            peers.add(seat.uid)
+        if self._security is not None:
+            self._security.keyring.public[seat.uid] = seat.key.encode()
+        self._io.add_peer(seat.uid, endpoints)
+        self._links.sender.control_kind = self._maker.sum_kind(CONTROL, self._addresses.others)
 
     def _takes_again(self, uid: int) -> None:
         """With `LinkDriver.lock` held: a peer for which `max_payloads` waited takes payloads again."""
@@ -218,10 +242,15 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     @classmethod
     def make(cls, config: ZeroMQConfig, parts: TransportParts) -> Self:
         folder = config.key_folder
-        keyring = None if folder is None else load_keyring(parts.base_dir / folder, parts.uid, len(parts.machine_of))
+        growth, keyring = parts.growth, None
+        if folder is not None and growth is not None and growth.token:
+            keyring = load_newcomer(parts.base_dir / folder, parts.uid)
+        elif folder is not None:
+            founders = len(parts.machine_of) if growth is None else growth.founders
+            keyring = load_keyring(parts.base_dir / folder, parts.uid, founders)
         return cls(config, uid=parts.uid, machine_of=parts.machine_of, schemas=parts.schemas, digest=parts.digest,
                    run_id=parts.run_id, bind=parts.bind, keyring=keyring, device=parts.device,
-                   limits=parts.limits, process=parts.process, faults=parts.faults)  # fmt: skip
+                   limits=parts.limits, process=parts.process, faults=parts.faults, growth=growth)  # fmt: skip
 
     def _begin_generation(self) -> None:
         """What a generation needs before its paths are open; `GenerationPaths.open` makes the rest of it."""
@@ -252,7 +281,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._links.sender.control_kind = self._maker.sum_kind(CONTROL, self._addresses.others)
 
     def start(self, timeout_seconds: float) -> None:
-        absent = sorted(set(self._machine_of) - self._addresses.others.keys() - {self.uid})
+        absent = sorted(set(range(self._founders)) - self._addresses.others.keys() - {self.uid})
         if absent:
             raise ValueError(f"set_peers must name every uid, got none for {absent}")
         self._io.start()

@@ -27,6 +27,7 @@ from decentnode.experiment.crosschecks.graph import (
     graph_can_be_made,
     mapping_can_be_made,
     mapping_holds_the_graph,
+    newcomers_can_be_admitted,
 )
 from decentnode.experiment.crosschecks.model import model_can_be_trained
 from decentnode.experiment.crosschecks.parts import Check
@@ -84,6 +85,7 @@ CHECKS: tuple[Check, ...] = (
     edges_have_their_ways,
     generations_can_be_had,
     time_outs_follow_each_other,
+    newcomers_can_be_admitted,
     faults_can_be_planned,
     faults_can_come_about,
     what_comes_can_be_averaged,

@@ -73,7 +73,8 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
     """node.missing: regroup needs a transport that can, and a least number of nodes that there are."""
     node, graph, config = experiment.node, graph_of(experiment), experiment.communication
     if node.missing != "regroup":
-        keys = {"restarts": node.restarts, "min_nodes": node.min_nodes is not None, "orphans": node.orphans != "lost"}
+        keys = {"restarts": node.restarts, "min_nodes": node.min_nodes is not None, "orphans": node.orphans != "lost",
+                "newcomers": node.newcomers}
         for key in [key for key, given in keys.items() if given][:1]:
             message = f": {key} needs missing: regroup, got {node.missing}"
             yield Problem(("node", key), message, other=("node", "missing"))

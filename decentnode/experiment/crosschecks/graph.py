@@ -10,6 +10,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import fragment_path, graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
+from decentnode.graph.growing import check_growth
 
 
 def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
@@ -44,6 +45,36 @@ def fragment_graphs_can_be_made(experiment: Experiment) -> Iterator[Problem]:
         if graph.num_nodes != run.num_nodes:
             message = f": the fragment's graph has {graph.num_nodes} nodes but the run has {run.num_nodes}"
             yield Problem(path, message, other=("graph",))
+
+
+def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
+    """node.newcomers: a graph that grows, and members that machines outside of the mapping reach."""
+    most, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
+    if not most or graph is None or mapping is None:
+        return
+    path = ("node", "newcomers")
+    try:
+        check_growth(experiment.graph.name, graph, experiment.graph_of_size, most)
+    except UsageError as error:
+        yield Problem(path, f": with {most} of them, {error}", other=("graph",))
+    without = [uid for uid in range(mapping.num_nodes) if mapping.place(uid).port is None]
+    if without:
+        yield Problem(path, f": a newcomer reaches members at their ports, and node {without[0]} has none; set "
+                      "mapping.base_port", other=("mapping",))  # fmt: skip
+    if experiment.parameters is not None:
+        parts = experiment.parameters.parts(graph.num_nodes)
+        if any(part.graph is not None for part in parts):
+            yield Problem(path, ": fragments with graphs of their own do not grow", other=("parameters",))
+    if experiment.node.schedule not in ("sequential", "overlapped") or experiment.node.orphans != "lost":
+        key = "orphans" if experiment.node.orphans != "lost" else "schedule"
+        yield Problem(path, f": {key}: {getattr(experiment.node, key)} knows of nodes in the mapping alone",
+                      other=("node", key))  # fmt: skip
+    if experiment.faults:
+        yield Problem(path, ": the records of a run with faults are checked, and a newcomer's are elsewhere",
+                      other=("faults",))  # fmt: skip
+    if getattr(experiment.data, "shard_test", False):
+        yield Problem(path, ": each node tests on its part of the test set alone, and a newcomer has none",
+                      other=("data", "shard_test"))  # fmt: skip
 
 
 def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:

@@ -50,7 +50,7 @@ from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.shell import Shell, held
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import Slot
+from decentnode.wire.messages import Granted, Slot
 from decentnode.wire.session import Session
 
 LOOK_SECONDS = 0.02
@@ -122,6 +122,10 @@ class Place:
     """Of generations of members; None where there is but one."""
     compute_seconds: Callable[[int], float]
     """How long the local steps of a round take."""
+    founders: int | None = None
+    """How many of the uids begin the run; all when None."""
+    granted: Granted | None = None
+    """Of a node that is not in the mapping: what a member told it."""
 
 
 class SimulatedExchange(InboxExchange):
@@ -174,7 +178,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.config, self.schemas, self.place = config, schemas, place
         self.uid, self.counters, self.facts = place.uid, Counters(), Facts()
         run = entropy.draw(8) if place.uid == 0 else None
-        self.session = Session(place.uid, place.num_nodes, place.digest, run)
+        self.session = Session(place.uid, place.num_nodes, place.digest, run, founders=place.founders)
         sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
         self.shell = Shell(self.session, self.counters, place.network, sizes)
         self.links = self.shell.links
@@ -201,7 +205,12 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def _membership(self, limits: Limits) -> Membership:
         place = self.place
-        return Membership(place.uid, place.num_nodes, limits, draw=entropy.draw, digest=place.digest)
+        seat = b"" if place.granted is None else place.granted.seat
+        made = Membership(place.uid, place.num_nodes, limits, draw=entropy.draw, digest=place.digest,
+                          founders=place.founders, seat=seat)  # fmt: skip
+        if place.granted is not None:
+            made.learn_seats(place.granted.seats)
+        return made
 
     def _begin_generation(self) -> None:
         self.collectives = CollectiveState(self.session, self.config.chunk_bytes, self.facts, self.protocol)

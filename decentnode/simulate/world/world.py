@@ -35,7 +35,10 @@ from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.transport import Place, Simulated, Witness
 from decentnode.wire.generation import Limits
+from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Granted, Knock, Turned
 
+ASK_AGAIN_SECONDS = 0.5
+"""After which a node that was told so asks once more to be admitted."""
 MANY_ROUNDS = 10_000
 """Of a world that does not say how many there are: those in which faults may come about by chance."""
 MakeNode = Callable[[int, Callable[[tuple[Schema, ...]], Simulated]], Node]
@@ -55,6 +58,8 @@ class Setting:
     """Of what connections draw, and of ids."""
     compute_seconds: Callable[[int, int], float] = lambda _uid, _round: 0.0
     """(uid, round): how long the local steps take."""
+    newcomers: int = 0
+    """How many nodes beyond `num_nodes` may be admitted."""
     starts_within_seconds: float = 0.0
     """Processes begin at moments that are spread over so long."""
 
@@ -62,9 +67,10 @@ class Setting:
 class Process:
     """One life of a node: its parts, and how far it has come."""
 
-    def __init__(self, world: World, uid: int, life: int) -> None:
-        """life: 0, or how often it was started again."""
-        self.world, self.uid, self.life = world, uid, life
+    def __init__(self, world: World, uid: int, life: int, granted: Granted | None = None) -> None:
+        """life: 0, or how often it was started again. granted: of a node that is not in the mapping, what a member told
+        it."""
+        self.world, self.uid, self.life, self.granted = world, uid, life, granted
         self.heap = world.heap
         self.node = world.make_node(uid, self._transport)
         self.shell, self.facts = self.transport.shell, self.transport.facts
@@ -88,15 +94,17 @@ class Process:
     def _place(self) -> Place:
         world = self.world
         return Place(
-            uid=self.uid, num_nodes=world.setting.num_nodes, network=world.network, witness=world.witness,
+            uid=self.uid, num_nodes=world.setting.num_nodes + world.setting.newcomers, network=world.network,
+            witness=world.witness,
             digest="simulated", limits=world.setting.limits, compute_seconds=self._compute_seconds,
+            founders=world.setting.num_nodes, granted=self.granted,
         )  # fmt: skip
 
     def _compute_seconds(self, round: int) -> float:
         return self.world.setting.compute_seconds(self.uid, round) * self.world.slowness.get(self.uid, 1.0)
 
     def _life(self) -> Steps[None]:
-        if self.life:
+        if self.life or self.granted is not None:
             self.transport.join()
         else:
             yield from self.transport.start_steps(self.transport.config.start_timeout_seconds)
@@ -199,6 +207,8 @@ class World:
         """By uid: the one that began last."""
         self.happened: Counter[str] = Counter()
         """Faults of the plan that came about."""
+        self.turned_away: list[str] = []
+        """Why nodes that are not in the mapping were not admitted."""
         self.settled: Callable[[Process], None] = lambda _process: None
         """Called after everything that happens to a process."""
         self.began: Callable[[Process], None] = lambda _process: None
@@ -226,6 +236,35 @@ class World:
             if setting.faults.lossy_seconds is not None:
                 self.heap.at(setting.faults.lossy_seconds, self._heal)
             return self.heap.run(lambda: not any(each.alive for each in self.processes.values()), until_seconds)
+
+    def admit(self, ask: int, at: str) -> None:
+        """A node that is not in the mapping asks member `ask`, and whom it names, and begins once it has a uid; it asks
+        again every ASK_AGAIN_SECONDS. at: its host, an address by which members would know it again.
+
+        Questions and answers are instantaneous here, and never lost: over sockets they have a connection of their own.
+        """
+        process = self.processes[ask]
+        reconfiguration = process.transport.reconfiguration
+        assert reconfiguration is not None
+        knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, f"tcp://{at}:7000", f"tcp://{at}:7001")
+        answer: Granted | Turned | None = None
+        if process.alive and self.heap.now >= process.shell.thaws_at:
+            answer = reconfiguration.knocked(knock, "", self.heap.now)
+            process.shell.settle()
+        if isinstance(answer, Granted):
+            self.happened["admitted"] += 1
+            made = self.processes[answer.uid] = Process(self, answer.uid, 0, answer)
+            self.lives.append(made)
+            self.began(made)
+            made.begin()
+            return
+        if answer is not None and answer.final:
+            self.turned_away.append(answer.reason)
+        elif answer is not None and answer.uid != ask:
+            self.admit(answer.uid, at)
+        else:
+            follower = next(iter(uid for uid, each in self.processes.items() if each.alive), ask)
+            self.heap.after(ASK_AGAIN_SECONDS, lambda: self.admit(follower, at))
 
     def _process(self, uid: int, life: int) -> Process:
         return Process(self, uid, life)

@@ -35,6 +35,7 @@ class Follower:
         if name < state.promised or name[0] <= state.generation.number:
             state.say_promise(prepare.source)
             return
+        state.learn_seats(prepare.seats)
         if state.stage == "steady":
             state.end_generation(f"{state.describe(prepare.source)} prepares generation {prepare.generation}")
         if name > state.promised or not self.active:

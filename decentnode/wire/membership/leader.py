@@ -21,7 +21,7 @@ class Leader:
         state = self._state
         joiners = set() if state.stopping else state.joiners
         members = frozenset(state.counted_on() | joiners | {state.uid})
-        if not state.limits.suffice(members | state.left) and not state.stopping:
+        if not state.limits.suffice(state.in_mapping(members | state.left)) and not state.stopping:
             self._fall_short()
             return
         number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
@@ -115,7 +115,7 @@ class Leader:
         absent = (state.suspects | state.failed) - state.joiners
         state.change("too few")
         state.proposal = None
-        needs = f"a generation needs {state.limits.min_nodes} of {state.num_nodes} nodes (node.min_nodes)"
+        needs = f"a generation needs {state.limits.min_nodes} of {state.founders} nodes (node.min_nodes)"
         if servers := absent & state.limits.needed:
             needs = f"no round begins without {state.names(servers)}, which serves the others"
         state.reason = f"{state.names(absent) or 'who left'} does not answer, and {needs}"
@@ -128,7 +128,7 @@ class Leader:
         members, pending = bitmap(proposal.members, state.num_nodes), state.pending
         for uid in sorted(proposal.members - {state.uid}):
             if state.stage == "preparing":
-                state.say(uid, Prepare, proposal.name, members)
+                state.say(uid, Prepare, proposal.name, members, state.seats.encoded())
             elif pending is not None:
                 fresh = bitmap(pending.fresh, state.num_nodes)
                 state.say(uid, Commit, proposal.name, members, fresh, pending.first_round, int(pending.stopping))

@@ -11,6 +11,7 @@ from decentnode.wire.codec import bitmap, from_bitmap
 from decentnode.wire.generation import Generation, GenerationEvent, Going, JoinRefused, Limits
 from decentnode.wire.membership.follower import Follower
 from decentnode.wire.membership.leader import Leader
+from decentnode.wire.membership.seats import Seat, check
 from decentnode.wire.membership.stages import HEARD_BY_GUESTS, Cause
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import (
@@ -22,6 +23,7 @@ from decentnode.wire.messages import (
     Denied,
     Go,
     Join,
+    Knock,
     Message,
     Ping,
     Pong,
@@ -29,6 +31,7 @@ from decentnode.wire.messages import (
     Promise,
     Ready,
     Suspect,
+    Turned,
     fitting,
 )
 
@@ -50,8 +53,10 @@ class Membership(MemberState):
     def __init__(
         self, uid: int, num_nodes: int, limits: Limits, *, draw: Callable[[int], bytes], digest: str = "",
         run: bytes = NO_RUN, describe: Callable[[int], str] = lambda uid: f"node {uid}",
+        founders: int | None = None, seat: bytes = b"",
     ) -> None:
-        super().__init__(uid, num_nodes, limits, draw=draw, digest=digest, run=run, describe=describe)
+        super().__init__(uid, num_nodes, limits, draw=draw, digest=digest, run=run, describe=describe,
+                         founders=founders, seat=seat)  # fmt: skip
         self._leader, self._follower = Leader(self), Follower(self)
         self._repeat_at = math.inf
         """When what was not answered is repeated; infinite while the node waits for no answer."""
@@ -160,6 +165,8 @@ class Membership(MemberState):
         source = message.source
         if source >= self.num_nodes or source == self.uid:
             raise PeerFault("unknown_uid", str(source))
+        if source >= self.founders and source not in self.seats.known and not (self.guest and type(message) is Prepare):
+            raise PeerFault("unknown_uid", f"{source}, which nobody has")
         joining = isinstance(message, Join) or (self.stage == "outside" and self.run == NO_RUN)
         if message.run != self.run and not joining:
             raise PeerFault("wrong_run", f"{type(message).__name__} of run {message.run.hex()}")
@@ -197,6 +204,8 @@ class Membership(MemberState):
                 self._turn(now)
 
     def _on_join(self, join: Join, now: float) -> None:
+        if not self.seats.admits(join.source, join.seat):  # no answer: it would go to the node that has this uid
+            raise PeerFault("wrong_seat", str(join.source))
         reason = self._refusal(join)
         if reason:
             self.say(join.source, Denied, None, join.digest, fitting(reason))
@@ -272,13 +281,49 @@ class Membership(MemberState):
         if about not in (own, self.promised) or self.uid in members or self._follower.active:
             return
         self.highest_seen = max(self.highest_seen, name)
-        outvoted = current.steady and self.rivals.heard(name, current.source, now, own)
+        counts = current.steady and current.source < self.founders
+        outvoted = counts and self.rivals.heard(name, current.source, now, own)
         if outvoted or (self.stage == "short" and name > own):
             self.go_outside(now, f"the others went on without this node, in generation {current.generation}")
 
     def _on_denied(self, denied: Denied, now: float) -> None:  # noqa: ARG002
         if self.stage == "outside" and denied.digest == self.digest:
             self.events.append(JoinRefused(f"refused by {self.describe(denied.source)}: {denied.reason}"))
+
+    # -- nodes that are not in the mapping --------------------------------------------------------------------
+
+    def knock(self, knock: Knock, key: str, now: float) -> tuple[Seat, int] | Turned:
+        """Grant a newcomer a uid: (its seat, the uid). Else why not, and whom to ask; the owner adds where that one
+        listens. key: its public key, where connections prove one. Raises PeerFault for a malformed request.
+
+        Call `take_events` after it.
+        """
+        check(knock.control, knock.bulk, key)
+        leader = min(self.counted_on() | {self.uid})
+        if knock.version != PROTOCOL_VERSION:
+            return self._turned(f"it speaks protocol {knock.version}, the run speaks {PROTOCOL_VERSION}", final=True)
+        if self.seats.stop == self.seats.first:
+            return self._turned("the run admits nobody beyond its mapping (node.newcomers)", final=True)
+        if self.over():
+            return self._turned("the run is over", final=True)
+        if not self.steady or self.guest:
+            return self._turned("the members agree on a generation at this moment")
+        if leader != self.uid:
+            return self._turned(f"{self.describe(leader)} admits newcomers", ask=leader)
+        taken = {*self.generation.members, *self.joiners}
+        uid = self.seats.grant(knock.control, knock.bulk, key, taken, now, self._draw)
+        if uid is None:
+            return self._turned(f"all {self.seats.stop - self.seats.first} uids beyond the mapping are taken "
+                                "(node.newcomers)")  # fmt: skip
+        self.seated(uid)
+        return self.seats.known[uid], uid
+
+    def take_events(self, now: float) -> list[GenerationEvent]:
+        """What the owner is told of a knock."""
+        return self._take_events(now)
+
+    def _turned(self, reason: str, final: bool = False, ask: int | None = None) -> Turned:
+        return Turned(self.run, 0, self.uid, fitting(reason), int(final), self.uid if ask is None else ask, "")
 
     # -- who leads --------------------------------------------------------------------------------------------
 
@@ -356,9 +401,8 @@ class Membership(MemberState):
 
     def _request_join(self, now: float) -> None:
         if self.joining.due(now):
-            for uid in range(self.num_nodes):
-                if uid != self.uid:
-                    self.say_join(uid)
+            for uid in self.others():
+                self.say_join(uid)
 
     def _look_after(self, waiting_for: Iterable[int], waiting_since: float, now: float) -> None:
         """Ask the nodes that the training waits for whether they live."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from decentnode.wire.codec import bitmap
 from decentnode.wire.generation import (
@@ -13,11 +13,13 @@ from decentnode.wire.generation import (
     Limits,
     Name,
     Outside,
+    Seated,
     new_origin,
     proposer_of,
 )
 from decentnode.wire.membership.joining import JoinRequests
 from decentnode.wire.membership.proposal import Proposal, Rivals
+from decentnode.wire.membership.seats import Seats
 from decentnode.wire.membership.stages import Cause, Stage, next_stage
 from decentnode.wire.membership.watch import Watch
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Current, Join, Message, Ping, Promise
@@ -35,15 +37,21 @@ class MemberState:
     def __init__(
         self, uid: int, num_nodes: int, limits: Limits, *, draw: Callable[[int], bytes], digest: str = "",
         run: bytes = NO_RUN, describe: Callable[[int], str] = lambda uid: f"node {uid}",
+        founders: int | None = None, seat: bytes = b"",
     ) -> None:
-        """draw: returns so many random bytes (os.urandom), which keep apart what this node proposes before and after it
-        was started again. digest: of configuration and graph, compared with that of nodes that ask to join. describe: a
-        node's name in reasons."""
+        """num_nodes: uids that there can be. founders: how many of them are in the mapping, and begin the run; all when
+        None. seat: of a node that is not in the mapping, the token that its uid was granted with. draw: returns so many
+        random bytes (os.urandom), which keep apart what this node proposes before and after it was started again.
+        digest: of configuration and graph, compared with that of nodes that ask to join. describe: a node's name in
+        reasons.
+        """
         self.uid, self.num_nodes, self.limits = uid, num_nodes, limits
+        self.founders = num_nodes if founders is None else founders
+        self.seat, self.seats = seat, Seats(self.founders, num_nodes)
         self.run = run
         self._draw = draw
         self.digest, self.describe = digest, describe
-        self.generation = Generation(0, tuple(range(num_nodes)))
+        self.generation = Generation(0, tuple(range(self.founders)))
         """The one in force, or the last that was."""
         self.stage: Stage = "steady"
         self.outbox: list[tuple[int, Message]] = []
@@ -82,7 +90,7 @@ class MemberState:
         self.yields_until = 0.0
         """While suspecting, when not 0: until then another node may lead undisturbed."""
         self.watch = Watch(limits.suspect_seconds)
-        self.rivals = Rivals(num_nodes, limits)
+        self.rivals = Rivals(self.founders, limits)
         self.joining = JoinRequests(limits.suspect_seconds)
 
     @property
@@ -93,6 +101,26 @@ class MemberState:
     def belongs_to(self) -> Generation:
         """The generation of this node's messages: the one in force, or the one that it is ready for."""
         return self.pending if self.pending is not None and self.pending_ready else self.generation
+
+    def in_mapping(self, uids: Collection[int]) -> set[int]:
+        """Those that are in the mapping. Newcomers do not count toward `min_nodes`: were they counted, and what
+        counts as enough grew with them, two sides of a broken network that let in others could both go on."""
+        return {uid for uid in uids if uid < self.founders}
+
+    def others(self) -> list[int]:
+        """Every other node that there may be, ascending."""
+        return [uid for uid in (*range(self.founders), *sorted(self.seats.known)) if uid != self.uid]
+
+    def learn_seats(self, raw: bytes) -> None:
+        """Raises PeerFault as `Seats.learn`."""
+        for uid in self.seats.learn(raw):
+            self.seated(uid)
+
+    def seated(self, uid: int) -> None:
+        """Tell the owner where a newcomer is."""
+        seat = self.seats.known[uid]
+        if uid != self.uid:
+            self.events.append(Seated(uid, seat.control, seat.bulk, seat.key))
 
     def names(self, uids: set[int]) -> str:
         """"node 1, node 2" for reasons."""
@@ -106,7 +134,7 @@ class MemberState:
         counted = set(generation.members)
         if generation.first_round >= self.limits.rounds:
             counted |= self.left
-        return generation.stopping or self.limits.suffice(counted)
+        return generation.stopping or self.limits.suffice(self.in_mapping(counted))
 
     def over(self) -> bool:
         """Whether this node begins no further round, so that others of its generation may have finished."""
@@ -177,12 +205,11 @@ class MemberState:
             self.say(message.source, Current, None, members, int(self.steady), message.generation, message.origin)
 
     def say_join(self, to: int) -> None:
-        self.say(to, Join, self.joining.name_for(to), PROTOCOL_VERSION, self.digest, self.num_nodes)
+        self.say(to, Join, self.joining.name_for(to), PROTOCOL_VERSION, self.digest, self.num_nodes, self.seat)
 
     def ping_all(self) -> None:
-        for uid in range(self.num_nodes):
-            if uid != self.uid:
-                self.say(uid, Ping)
+        for uid in self.others():
+            self.say(uid, Ping)
 
 
 def name_of(message: Message) -> Name:

@@ -1,0 +1,124 @@
+"""`decentnode join`: a node that is in no mapping comes to a run that admits newcomers (`node.newcomers`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from decentnode.cli import start
+from decentnode.errors import UsageError
+
+if TYPE_CHECKING:
+    from decentnode.experiment import Experiment
+    from decentnode.mapping.newcomer import Newcomer
+    from decentnode.wire.messages import Granted
+
+
+@click.command()
+@click.option("--seed", "member", required=True, metavar="HOST:PORT",
+              help="Control port of any member: the first of its two in the mapping.")  # fmt: skip
+@click.option("--listen", required=True, metavar="ADDRESS:PORT",
+              help="Where members reach this node: an IP address, and the first of two ports.")  # fmt: skip
+@click.option("--keys", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="public.keys of the run, and newcomer.secret (decentnode keygen --newcomer).")  # fmt: skip
+@click.option("--seed-uid", type=int, default=0, show_default=True, metavar="N", help="With keys: who --seed is.")
+@click.option("--samples-of", type=int, metavar="N",
+              help="Train on the samples of node N of the mapping, such as one that is gone. Default: on none, or "
+                   "where data is private (a path has {uid}) on the own files.")  # fmt: skip
+@click.option("--run-dir", type=click.Path(path_type=Path), default="runs", show_default=True,
+              help="Folder of this node's runs.")  # fmt: skip
+@click.option("--timeout", type=float, default=60.0, show_default=True, metavar="SECONDS",
+              help="How long to ask for admission.")  # fmt: skip
+@click.option("--device", metavar="DEVICE", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads of this node. Default: all cores.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="A value of this machine, such as data.path=...; not one that changes the run.")  # fmt: skip
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+@click.pass_context
+def command(
+    ctx: click.Context, member: str, listen: str, keys: Path | None, seed_uid: int, samples_of: int | None,
+    run_dir: Path, timeout: float, device: str, threads: int | None, overrides: tuple[str, ...], quiet: bool,
+) -> None:
+    """Ask the run of which --seed is a member to admit this node, and take part until the run ends.
+
+    The node gets its uid, its neighbors, the experiment and the mean of the members' models from the run. It imports no
+    code and reads no file because the run says so: data is found by the paths of --set.
+    """
+    from decentnode.launch.admission import Request, admitted, checked_text
+
+    host, port = _address(listen, "--listen")
+    _address(member, "--seed")
+    request = Request(member, seed_uid, host, port, keys)
+    granted = admitted(request, timeout, lambda why: None if quiet else click.echo(f"asks again: {why}", err=True))
+    if not quiet:
+        click.echo(f"admitted as node {granted.uid}")
+    text = checked_text(granted.config)
+    ctx.exit(_take_part(granted, text, request_of(overrides, keys), (host, port), run_dir, samples_of,
+                        (device, threads), quiet))  # fmt: skip
+
+
+def request_of(overrides: tuple[str, ...], keys: Path | None) -> list[str]:
+    """The overrides of this machine."""
+    own = [] if keys is None else [f"communication.keys={keys.absolute()}"]
+    return [*overrides, *own]
+
+
+def _address(text: str, option: str) -> tuple[str, int]:
+    """Raises UsageError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65535:
+        raise UsageError(f"{option} must be HOST:PORT, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def _take_part(
+    granted: Granted, text: str, chosen: list[str], at: tuple[str, int], run_dir: Path, samples_of: int | None,
+    computes: tuple[str, int | None], quiet: bool,
+) -> int:
+    """Run the node to its end. Returns the exit code. Blocking."""
+    import os
+
+    from decentnode.cli.node import Teller, stop_on_signals
+    from decentnode.experiment import load
+    from decentnode.launch import messages
+    from decentnode.launch import run_dir as run_dirs
+    from decentnode.launch.messages import Task
+    from decentnode.launch.node_process import Link, run_node
+    from decentnode.launch.prepare import facts as facts_of
+    from decentnode.system import write_atomic
+
+    uid = granted.uid
+    directory = run_dirs.create(run_dir.absolute(), "joined", 0, [uid])
+    config = directory / "told.yaml"
+    write_atomic(config, text)
+    experiment = load(str(config), chosen, start.environ(), False)
+    newcomer = newcomer_of(experiment, granted, at, samples_of, computes)
+    request = messages.Request(str(config), chosen, start.environ(), 0, join=True)
+    told = Teller(uid, facts_of(experiment, request), quiet, join=True)
+    task = Task(
+        request=request, uids=[uid], machine=newcomer.place.machine, run_dir=str(directory),
+        threads=computes[1] or os.cpu_count() or 1, run_id="", in_process=False, progress_seconds=1.0, socket_dir="",
+        join=True,
+    )
+    code = run_node(task, Link(told.tell, stop_on_signals, dict), newcomer)
+    told.drain()
+    if not quiet:
+        click.echo(f"node {uid} ends with exit code {code}; its files are in {directory}")
+    return code
+
+
+def newcomer_of(
+    experiment: Experiment, granted: Granted, at: tuple[str, int], samples_of: int | None,
+    computes: tuple[str, int | None],
+) -> Newcomer:
+    """What the process of this node is told of itself. Raises UsageError."""
+    from decentnode.mapping.base import Place
+    from decentnode.mapping.newcomer import Newcomer, machine_of
+
+    mapping = experiment.make_mapping()
+    if samples_of is not None and not 0 <= samples_of < mapping.num_nodes:
+        raise UsageError(f"--samples-of must be a node of the mapping, below {mapping.num_nodes}, got {samples_of}")
+    place = Place(granted.uid, machine_of(granted.uid, mapping), 0, at[0], at[1], computes[0], at[0], computes[1])
+    return Newcomer(place, granted.seat, granted.seats, samples_of)

@@ -1,0 +1,75 @@
+"""A graph that grows with the generation: newcomers get the uids behind its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from decentnode.errors import GraphError
+from decentnode.graph.base import Graph
+
+KEPT_SIZES = 4
+"""Graphs of so many sizes are kept, those that were used last."""
+
+
+class Growing(Graph):
+    """The graph of a family, made for as many nodes as the generation has uids.
+
+    A generation in which the highest uid is u >= n has the edges that the family gives u + 1 nodes; one with nobody
+    but nodes of the mapping has those of the n that it was made for. It is a function of the members alone, so that
+    all of them compute the same without asking each other. Between two sizes every edge may be another.
+    """
+
+    def __init__(self, first: Graph, of_size: Callable[[int], Graph]) -> None:
+        """first: of the nodes in the mapping. of_size(count): the same family with more nodes; raises GraphError."""
+        self.first, self._of_size = first, of_size
+        self.num_nodes, self.directed = first.num_nodes, first.directed
+        self.period = 1 if first.period == 1 else None  # that of a sequence changes with the size
+        self.servers = first.servers
+        self._kept: dict[int, Graph] = {}
+        self._last: tuple[Collection[int] | None, Graph] = None, first
+
+    def among(self, members: Collection[int] | None) -> Graph:
+        """The graph of a generation with these members."""
+        if members is None:
+            return self.first
+        if self._last[0] is not members:
+            self._last = members, self._sized(max(members, default=0) + 1)
+        return self._last[1]
+
+    def _sized(self, count: int) -> Graph:
+        if count <= self.num_nodes:
+            return self.first
+        if count not in self._kept:
+            while len(self._kept) >= KEPT_SIZES:
+                del self._kept[next(iter(self._kept))]
+            self._kept[count] = self._of_size(count)
+        return self._kept[count]
+
+    def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
+        return self.among(members).neighbors(uid, round, members)
+
+    def sources(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
+        return self.among(members).sources(uid, round, members)
+
+    def weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
+        return self.among(members).weights(uid, round, members)
+
+    def out_weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
+        return self.among(members).out_weights(uid, round, members)
+
+    def partners(self, uid: int) -> frozenset[int] | None:  # noqa: ARG002
+        """Anybody: who comes may be a neighbor of any node."""
+        return None
+
+
+def check_growth(name: str, graph: Graph, of_size: Callable[[int], Graph], most: int) -> None:
+    """Raises GraphError, with the family's name, unless it can be made for each of the next `most` sizes and is static
+    in all of them or in none. It has no servers then: what role a newcomer has among those is not said."""
+    if graph.servers:
+        raise GraphError(f"graph {name} cannot grow: a newcomer would be neither a server nor the client of one")
+    for count in range(graph.num_nodes + 1, graph.num_nodes + most + 1):
+        made = of_size(count)
+        if made.num_nodes != count:
+            raise GraphError(f"graph {name} cannot grow: its number of nodes follows from its other keys")
+        if (graph.period == 1) != (made.period == 1):
+            raise GraphError(f"graph {name} cannot grow to {count} nodes: it would begin to change from round to round")

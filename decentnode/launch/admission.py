@@ -1,0 +1,136 @@
+"""How a node that is in no mapping comes to a run: it asks a member for a uid, and looks through what it is told."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+import zmq
+
+from decentnode import clock, entropy
+from decentnode.communication.zeromq.security import Keyring, load_newcomer
+from decentnode.errors import AssemblyError, PeerFault, UsageError
+from decentnode.mapping.hosts import endpoint
+from decentnode.wire import codec
+from decentnode.wire.membership.seats import ENDPOINT
+from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Granted, Knock, Turned
+
+ANSWER_SECONDS, ASK_AGAIN_SECONDS = 3.0, 0.5
+"""How long an answer is waited for, and the least time between two requests."""
+MAX_ANSWER_BYTES = 1 << 18
+MAX_DEPTH = 12
+"""Of the sections of an experiment."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a newcomer asks with."""
+
+    seed: str
+    """A member's control address, HOST:PORT."""
+    seed_uid: int
+    """With keys: whose public key that member has."""
+    host: str
+    """Where the newcomer listens, for all members: an address."""
+    port: int
+    """First of its two ports."""
+    keys: Path | None
+
+
+def admitted(request: Request, timeout_seconds: float, tell: Callable[[str], None] = lambda _: None) -> Granted:
+    """Ask until a member grants a uid. Blocking. tell: called with every new reason why none did so far.
+
+    Raises AssemblyError when it is refused for good, or after timeout_seconds; EnvironmentFault for broken keys.
+    """
+    keyring = None if request.keys is None else load_newcomer(request.keys)
+    seed = at, uid = f"tcp://{request.seed}", request.seed_uid
+    reason, deadline = "", clock.now() + timeout_seconds
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        while True:
+            answer = _asked(context, request, keyring, at, uid, deadline)
+            if isinstance(answer, Granted):
+                return answer
+            found = f"no answer from {at}" if answer is None else answer.reason
+            if answer is not None and answer.final:
+                raise AssemblyError(f"the run at {request.seed} refuses this node: {answer.reason}", [])
+            if found != reason:
+                tell(reason := found)
+            at, uid = seed if answer is None or not answer.at else (answer.at, answer.uid)
+            if clock.now() >= deadline:
+                raise AssemblyError(f"the run at {request.seed} admitted this node not within {timeout_seconds:g} s: "
+                                    f"{reason}; is --seed the control port of a member (mapping.base_port), and does "
+                                    "the run use the same keys?", [])  # fmt: skip
+            if answer is None or not answer.at:
+                clock.sleep(ASK_AGAIN_SECONDS)
+    finally:
+        context.destroy(linger=0)
+
+
+def _asked(
+    context: zmq.Context[zmq.Socket[bytes]], request: Request, keyring: Keyring | None, at: str, uid: int,
+    deadline: float,
+) -> Granted | Turned | None:
+    """One request to the member `uid` at an endpoint; its answer, or None without one."""
+    own = [endpoint(request.host, request.port + plane) for plane in (0, 1)]
+    if not all(ENDPOINT.fullmatch(each) for each in own):
+        raise UsageError(f"--listen must be ADDRESS:PORT with an IP address that members reach, got {own[0][6:]}")
+    socket = context.socket(zmq.DEALER)
+    socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_ANSWER_BYTES, "[" in at
+    socket.setsockopt(zmq.ROUTING_ID, b"newcomer" + entropy.draw(8))
+    if keyring is not None:
+        if uid not in keyring.public:
+            raise UsageError(f"public.keys in {request.keys} has no key of node {uid}; --seed-uid says who --seed is")
+        socket.curve_secretkey, socket.curve_publickey = keyring.secret, keyring.public[-1]
+        socket.curve_serverkey = keyring.public[uid]
+    try:
+        socket.connect(at)
+        socket.send(codec.encode(Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, *own)))
+        left = min(ANSWER_SECONDS, max(0.1, deadline - clock.now()))
+        if not socket.poll(math.ceil(1000 * left)):
+            return None
+        frames = socket.recv_multipart(zmq.NOBLOCK)
+        answer = codec.decode(frames[0]) if len(frames) == 1 else None
+    except zmq.ZMQError as error:
+        raise UsageError(f"--seed: cannot ask {at}: {error.strerror}") from error
+    except PeerFault as fault:
+        raise AssemblyError(f"{at} answers as no member of this version does: {fault}", []) from fault
+    finally:
+        socket.close(linger=0)
+    if isinstance(answer, Turned) and answer.at and not re.fullmatch(r"tcp://[\w.:\[\]-]{1,110}:\d{1,5}", answer.at):
+        raise AssemblyError(f"{at} names another member at {answer.at[:80]!r}", [])
+    return answer if isinstance(answer, Granted | Turned) else None
+
+
+def checked_text(text: bytes) -> str:
+    """The experiment that a member told, once it names nothing but components of this package: no module of the user's
+    own is imported, and no other file is read because the network says so. Raises AssemblyError."""
+    try:
+        plain = yaml.safe_load(text.decode("utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise AssemblyError(f"the experiment that the run told is not YAML: {str(error)[:200]}", []) from error
+    if not isinstance(plain, dict):
+        raise AssemblyError("the experiment that the run told has no sections", [])
+    _look(plain, "", 0)
+    return text.decode("utf-8")
+
+
+def _look(value: Any, at: str, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise AssemblyError(f"the experiment that the run told has sections within sections at {at}", [])
+    if isinstance(value, dict):
+        if "extends" in value and not at:
+            raise AssemblyError("the experiment that the run told extends another file", [])
+        for key, each in value.items():
+            _look(each, f"{at}.{key}".lstrip("."), depth + 1)
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            _look(each, f"{at}.{index}", depth + 1)
+    elif isinstance(value, str) and re.fullmatch(r"\s*[A-Za-z_][\w.]*:[A-Za-z_]\w*\s*", value):
+        raise AssemblyError(f"the run's experiment has code of its own, {at}: {value[:80]}, which a newcomer does not "
+                            "import because the network says so", [])  # fmt: skip

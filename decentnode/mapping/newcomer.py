@@ -1,0 +1,46 @@
+"""A node that is in no mapping, and its place beside the mapping's nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decentnode.mapping.base import Mapping, Place
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """What a node that is in no mapping was told when it was admitted, and what its own command says."""
+
+    place: Place
+    token: bytes
+    """Proves that the uid was granted to it."""
+    seats: bytes
+    """Who else came (wire/membership/seats.py)."""
+    samples_of: int | None = None
+    """The node of the mapping whose training samples it has; None where it has none, or private files."""
+
+
+class WithNewcomer(Mapping):
+    """A mapping with one place more, for the process of that node alone; the number of its nodes stays."""
+
+    def __init__(self, mapping: Mapping, place: Place) -> None:
+        self._mapping, self._place = mapping, place
+        self.num_nodes, self.num_machines = mapping.num_nodes, mapping.num_machines
+
+    def place(self, uid: int) -> Place:
+        return self._place if uid == self._place.uid else self._mapping.place(uid)
+
+    def uid(self, machine: int, rank: int) -> int:
+        own = self._place
+        return own.uid if (machine, rank) == (own.machine, own.rank) else self._mapping.uid(machine, rank)
+
+    def local(self, machine: int) -> tuple[int, ...]:
+        return (self._place.uid,) if machine == self._place.machine else self._mapping.local(machine)
+
+    def find_machine(self, names: set[str]) -> int:
+        return self._mapping.find_machine(names)
+
+
+def machine_of(uid: int, mapping: Mapping) -> int:
+    """The machine number of a node beyond the mapping: each is on one of its own."""
+    return mapping.num_machines + uid - mapping.num_nodes

@@ -1,0 +1,106 @@
+"""Uids beyond the mapping's: whom this node knows to have one, and who may get the next. No sockets.
+
+A *seat* is a uid at or above the number of nodes in the mapping. The node that leads grants seats, one at a time, and
+names all that it knows in every `Prepare`, so that the members of a generation know where each other listen before it
+is in force. Two leaders may grant one seat to two newcomers; the token that each seat is granted with tells them apart,
+and the one that no generation knows is never let in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from decentnode.errors import PeerFault
+from decentnode.wire.messages import MAX_SEATS, MAX_SEATS_BYTES, SEAT_TOKEN_BYTES
+
+RESERVED_SECONDS = 30.0
+"""How long a seat is kept for whom it was granted to, while that node is no member."""
+ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[0-9]{1,3}(\.[0-9]{1,3}){3}):[0-9]{1,5}")
+"""Addresses alone, no names: who looks a name up waits."""
+KEY = re.compile(r"[!-~]{40}")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Who has a uid beyond the mapping's, and where that node listens."""
+
+    token: bytes
+    control: str
+    bulk: str
+    key: str = ""
+    """Its public key (Z85); empty where nodes have none."""
+
+
+def check(control: str, bulk: str, key: str) -> None:
+    """Raises PeerFault unless these are two TCP endpoints of one host and a key, or no key."""
+    for at in (control, bulk):
+        if not ENDPOINT.fullmatch(at) or not 0 < int(at.rpartition(":")[2]) < 1 << 16:
+            raise PeerFault("malformed_header", f"endpoint {at[:80]!r}")
+    if control.rpartition(":")[0] != bulk.rpartition(":")[0] or (key and not KEY.fullmatch(key)):
+        raise PeerFault("malformed_header", f"endpoints {control} and {bulk}, or their key")
+
+
+class Seats:
+    """Those that one node knows of."""
+
+    def __init__(self, founders: int, num_nodes: int) -> None:
+        """founders: nodes of the mapping. num_nodes: uids that there can be."""
+        self.first, self.stop = founders, num_nodes
+        self.known: dict[int, Seat] = {}
+        self._granted: dict[int, float] = {}
+        """When this node granted them."""
+
+    def grant(
+        self, control: str, bulk: str, key: str, taken: Collection[int], now: float, draw: Callable[[int], bytes]
+    ) -> int | None:
+        """The uid of a newcomer, whose token is drawn anew; None where all are taken. taken: uids of members and of
+        those that ask to join. Who has a key, or else an address, that was granted a seat before gets the same again:
+        its old process is gone. Others get one that nobody had, before one that nobody has any more."""
+        at = () if key else (control, bulk)
+        again = [uid for uid, seat in self.known.items()
+                 if (seat.key, () if key else (seat.control, seat.bulk)) == (key, at)]
+        uid = again[0] if again else None
+        if uid is None:
+            free = [uid for uid in range(self.first, self.stop)
+                    if uid not in taken and now - self._granted.get(uid, -RESERVED_SECONDS) >= RESERVED_SECONDS]
+            if not free:
+                return None
+            uid = min(free, key=lambda uid: (uid in self.known, uid))
+        self._granted[uid] = now
+        self.known[uid] = Seat(draw(SEAT_TOKEN_BYTES), control, bulk, key)
+        return uid
+
+    def admits(self, uid: int, token: bytes) -> bool:
+        """Whether who asks to join as `uid` is who has that uid."""
+        return uid < self.first or (uid in self.known and self.known[uid].token == token)
+
+    def learn(self, raw: bytes) -> list[int]:
+        """Take over what a leader says of seats; the uids whose seats are new here or another node's now. Raises
+        PeerFault, and takes nothing, where it is malformed."""
+        found = self._parsed(raw)
+        new = [uid for uid, seat in found.items() if self.known.get(uid) != seat]
+        self.known.update(found)
+        return new
+
+    def encoded(self) -> bytes:
+        """What `learn` reads: a line per seat."""
+        return "".join(f"{uid} {seat.token.hex()} {seat.control} {seat.bulk} {seat.key or '-'}\n"
+                       for uid, seat in sorted(self.known.items())).encode()  # fmt: skip
+
+    def _parsed(self, raw: bytes) -> dict[int, Seat]:
+        found: dict[int, Seat] = {}
+        if len(raw) > MAX_SEATS_BYTES or not raw.isascii():
+            raise PeerFault("malformed_header", f"{len(raw)} bytes of seats")
+        for line in raw.decode().splitlines()[: MAX_SEATS + 1]:
+            words = line.split(" ")
+            if len(words) != 5 or not re.fullmatch("[0-9]{1,7} [0-9a-f]{16}", " ".join(words[:2])):
+                raise PeerFault("malformed_header", f"seat {line[:80]!r}")
+            key = "" if words[4] == "-" else words[4]
+            check(words[2], words[3], key)
+            uid = int(words[0])
+            if not self.first <= uid < self.stop or uid in found:
+                raise PeerFault("unknown_uid", f"seat {uid}")
+            found[uid] = Seat(bytes.fromhex(words[1]), words[2], words[3], key)
+        return found

@@ -1,0 +1,131 @@
+"""Nodes that are in no mapping, over real sockets on two loopback addresses: admitted, refused, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from decentnode.communication.parts import BindPlan, Growth
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.security import (
+    AUTHORIZED_FILE,
+    PUBLIC_FILE,
+    load_keyring,
+    load_newcomer,
+    write_keys,
+    write_newcomer,
+)
+from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.errors import AssemblyError
+from decentnode.launch.admission import Request, admitted
+from decentnode.wire.generation import Limits
+from decentnode.wire.messages import Granted
+from tests.communication.contract import flat_schema, together
+from tests.conftest import free_ports, wait_until
+
+TOLD = b"graph: {name: ring}\n"
+LIMITS = Limits(20.0, 60.0, 2)
+
+
+def made(uid: int, port: int, control: dict[int, str], keys: Path | None = None, granted: Granted | None = None,
+         newcomers: int = 1) -> ZeroMQ:  # fmt: skip
+    options = {} if keys is None else {"keys": keys, "bulk_security": "none"}
+    config = ZeroMQConfig.model_validate({"name": "zeromq", "start_timeout_seconds": 20, **options})
+    token, seats = (b"", b"") if granted is None else (granted.seat, granted.seats)
+    if keys is None:
+        keyring = None
+    else:
+        keyring = load_newcomer(keys, uid) if granted is not None else load_keyring(keys, uid, 2)
+    return ZeroMQ(
+        config, uid=uid, machine_of={each: each for each in range(2 + newcomers)}, schemas=flat_schema(8), digest="d",
+        bind=BindPlan(None, host="127.0.0.1" if uid < 2 else "127.0.0.2", port=port), keyring=keyring, limits=LIMITS,
+        growth=Growth(2, TOLD, control, token, seats),
+    )  # fmt: skip
+
+
+@contextmanager
+def run_of_two(keys: Path | None = None, newcomers: int = 1) -> Iterator[tuple[list[ZeroMQ], dict[int, str]]]:
+    ports = {uid: free_ports(2) for uid in range(2)}
+    control = {uid: f"tcp://127.0.0.1:{port}" for uid, port in ports.items()}
+    nodes = [made(uid, ports[uid], control, keys, newcomers=newcomers) for uid in range(2)]
+    try:
+        for node in nodes:
+            node.bind()
+            node.set_peers({uid: (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
+                            for uid, port in ports.items()})  # fmt: skip
+        together(nodes, lambda node: node.start(60))
+        yield nodes, control
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def asks(control: dict[int, str], uid: int, keys: Path | None = None, seconds: float = 20.0) -> tuple[Granted, int]:
+    port = free_ports(2)
+    request = Request(control[uid].removeprefix("tcp://"), uid, "127.0.0.2", port, keys)
+    return admitted(request, seconds), port
+
+
+def takes_part(nodes: list[ZeroMQ], control: dict[int, str], keys: Path | None = None) -> None:
+    """A node asks node 1, which sends it to node 0, and becomes a member."""
+    granted, port = asks(control, 1, keys)
+    assert granted.uid == 2 and granted.config == TOLD
+    guest = made(2, port, control, keys, granted)
+    nodes.append(guest)
+    guest.bind()
+    guest.set_peers({uid: (at, f"{at.rpartition(':')[0]}:{int(at.rpartition(':')[2]) + 1}")
+                     for uid, at in control.items()})  # fmt: skip
+    guest.join()
+    found: dict[int, tuple[int, ...]] = {}
+
+    def enter(node: ZeroMQ) -> None:
+        wait_until(lambda: bool(node._status.regrouping))
+        found[node.uid] = node.next_generation().members
+        node.barrier("all there", 20)
+
+    together(nodes, enter)
+    assert found == dict.fromkeys(range(3), (0, 1, 2))
+
+
+def test_a_newcomer_becomes_a_member_whomever_it_asks() -> None:
+    with run_of_two() as (nodes, control):
+        takes_part(nodes, control)
+
+
+def test_there_are_so_many_uids_and_no_more() -> None:
+    with run_of_two() as (_, control):
+        asks(control, 0)
+        with pytest.raises(AssemblyError, match=r"not within 0.1 s: all 1 uids beyond the mapping are taken"):
+            asks(control, 0, seconds=0.1)
+    with run_of_two(newcomers=0) as (_, control), pytest.raises(AssemblyError, match=r"admits nobody beyond"):
+        asks(control, 0)
+
+
+def keys_of(folder: Path, authorized: bool) -> tuple[Path, Path]:
+    members, own = folder / "members", folder / "own"
+    write_keys(members, range(2))
+    key = write_newcomer(own)
+    (own / PUBLIC_FILE).write_bytes((members / PUBLIC_FILE).read_bytes())
+    (own / PUBLIC_FILE).chmod(0o644)
+    if authorized:
+        (members / AUTHORIZED_FILE).write_bytes(key + b" who it is\n")
+        (members / AUTHORIZED_FILE).chmod(0o644)
+    return members, own
+
+
+def test_with_keys_an_authorized_key_gets_in(tmp_path: Path) -> None:
+    members, own = keys_of(tmp_path, authorized=True)
+    with run_of_two(members) as (nodes, control):
+        takes_part(nodes, control, own)
+
+
+def test_with_keys_a_stranger_is_refused_and_counted(tmp_path: Path) -> None:
+    members, own = keys_of(tmp_path, authorized=False)
+    with run_of_two(members) as (nodes, control):
+        with pytest.raises(AssemblyError, match="no answer"):
+            asks(control, 0, own, seconds=0.5)
+        wait_until(lambda: nodes[0].counters.faults.get("stranger", 0) > 0)
+        assert not nodes[0]._generations.reconfiguration.membership.seats.known  # type: ignore[union-attr]
