@@ -1,0 +1,49 @@
+"""What a newcomer takes from the run that admits it, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from decentnode.config.component import Config
+from decentnode.errors import AssemblyError, ConfigError, GraphError
+from decentnode.experiment import load
+from decentnode.graph import GRAPHS
+from decentnode.launch.admission import checked_text
+from tests.launch.faults import experiment
+
+ADMITS = {"node": {"missing": "regroup", "newcomers": 2}, "communication": "zeromq",
+          "mapping": {"name": "linear", "nodes_per_machine": 4, "base_port": 20000}}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["ring", "exponential", "complete", "{name: regular, degree: 2}"])
+def test_families_that_grow_are_taken(family: str) -> None:
+    found = load(None, [], {}, True, [{**experiment(), **ADMITS, "graph": graph_of(family)}])
+    assert found.make_run_graph().neighbors(5, 0, tuple(range(6)))
+    assert load(None, [], {}, False, [{"name": "a", **found.resolved()}]).digest() == found.digest()
+
+
+def graph_of(family: str) -> dict[str, object]:
+    return {"name": "regular", "degree": 2, "nodes": 4} if "regular" in family else {"name": family, "nodes": 4}
+
+
+@pytest.mark.parametrize("family", ["hypercube", "star"])
+def test_one_that_does_not_is_refused_by_name(family: str) -> None:
+    with pytest.raises((ConfigError, GraphError), match=rf"newcomers.*{family}"):
+        load(None, [], {}, True, [{**experiment(), **ADMITS, "graph": {"name": family, "nodes": 4}}])
+    assert family in GRAPHS and issubclass(Config, object)
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    ("model: {name: 'os:system'}\n", "code of its own, model.name: os:system"),
+    ("sharing:\n- {name: a.b.c:Class}\n", "code of its own, sharing.0.name"),
+    ("extends: /etc/passwd\n", "extends another file"), ("[1, 2]", "no sections"), ("a: [", "not YAML"),
+    ("a: !!python/object/apply:os.system [ls]", "not YAML"), ("[" * 40 + "]" * 40, "no sections"),
+    ("a: " + "[" * 40 + "]" * 40, "sections within sections"), ("\udcff", "not YAML"),
+])  # fmt: skip
+def test_nothing_in_the_experiment_is_trusted(text: str, why: str) -> None:
+    with pytest.raises(AssemblyError, match=why):
+        checked_text(text.encode("utf-8", "surrogateescape"))
+
+
+def test_what_names_components_of_this_package_is_taken() -> None:
+    assert checked_text(b"model: {name: mlp}\nseed: 1\n") == "model: {name: mlp}\nseed: 1\n"
