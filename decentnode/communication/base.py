@@ -15,7 +15,7 @@ from torch import Tensor
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import Hooks
 from decentnode.communication.parts import ConfigT
-from decentnode.communication.run_state import Steps, Wait, at_once
+from decentnode.communication.run_state import Quorum, Steps, Wait, at_once
 from decentnode.config.component import Component
 from decentnode.payload import Payload
 
@@ -139,6 +139,8 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
     goes_on: bool = False
     """Set before `start`: rounds go on without neighbors that are late. A neighbor that takes no payloads is then sent
     none after a moment; otherwise it is waited for as long as one of which none come."""
+    quorum: Quorum | None = None
+    """Set before `start`: when rounds go on without neighbors that are late, before the time-out; never when None."""
 
     fault_course: FaultCourse | None = None
     """None where nothing goes wrong with messages but what really does."""

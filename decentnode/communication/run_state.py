@@ -85,6 +85,20 @@ def _refuse(wait: Wait) -> None:
     raise RuntimeError(f"{type(wait).__name__} must be waited for by whoever steps the node")
 
 
+@dataclass(frozen=True)
+class Quorum:
+    """When an exchange goes on although neighbors are late."""
+
+    share: float
+    """Of those that payloads are expected of: so many must be there, rounded up."""
+    grace_seconds: float
+    """How long the others are waited for from then on."""
+
+    def tolerates(self, expected: int, alive: int) -> int:
+        """Returns how many may be missing of `alive` sources, of `expected` at first."""
+        return max(0, alive - math.ceil(self.share * expected - 1e-9))
+
+
 class PostponableWait(Wait, Protocol):
     """A wait whose time may be made longer."""
 
@@ -161,6 +175,8 @@ class RunFacts:
     """Of the round under way: how much of HOLD_UP_SECONDS is used up."""
     goes_on: bool = False
     """`Communication.goes_on`."""
+    quorum: Quorum | None = None
+    """`Communication.quorum`."""
     hurried: bool = False
     """Whether what is sent at this moment waits for nobody, as payloads of mailboxes do not."""
     exposed_since: float = 0.0

@@ -25,6 +25,16 @@ class EarlyStopConfig(BestConfig):
     """Evaluations up to this round do not count against the patience."""
 
 
+class QuorumConfig(Settings):
+    """When a round goes on without neighbors that are late."""
+
+    share: float = Field(0.5, gt=0, le=1)
+    """Of the neighbors that a payload is expected of: so many must be there, rounded up."""
+    grace_seconds: float = Field(0.1, ge=0)
+    """How long the others are waited for from then on, in seconds. Local steps that the exchange is hidden behind do
+    not count."""
+
+
 class NodeConfig(Settings):
     rounds: int = Field(60, ge=0)
     """Number of rounds. In each, a node makes its local steps and exchanges once with its neighbors."""
@@ -54,6 +64,10 @@ class NodeConfig(Settings):
     and add its weight to the node's own, for that round. regroup: the others agree on a generation of members without
     the node and go on from their present models, also when it died; a node that comes back is let in again. Sharing
     rules start anew in every generation."""
+    quorum: Annotated[QuorumConfig | None, ADDED] = None
+    """With return_weight: a round goes on as soon as the payloads of so many neighbors are there and a grace window
+    after that is over, long before the time-out. Who comes later is left out of this round, its weight returned to the
+    node itself. Default: all are waited for, up to the time-out."""
     min_nodes: int | None = Field(None, ge=1)
     """With regroup: the least number of nodes of a generation. Default: more than half of the run's nodes, so that of
     the two sides of a broken network at most one goes on. After the last round nodes that finished count too, and after
@@ -86,6 +100,10 @@ class NodeConfig(Settings):
     def _consistent(self) -> Self:
         if self.early_stop is not None and not self.evaluate_every:
             raise ValueError("early_stop needs evaluate_every of at least 1; otherwise nothing is measured in between")
+        if self.quorum is not None and self.missing != "return_weight":
+            raise ValueError("quorum needs missing: return_weight, by which rounds go on without neighbors")
+        if self.quorum is not None and self.schedule not in ("sequential", "overlapped"):
+            raise ValueError(f"quorum needs a schedule in which nodes wait for each other, got {self.schedule}")
         if self.mix_in_background and self.schedule != "overlapped":
             raise ValueError("mix_in_background: true needs schedule: overlapped; otherwise nothing is mixed meanwhile")
         if self.asynchronous is not None and self.schedule in ("sequential", "overlapped"):

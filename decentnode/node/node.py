@@ -17,7 +17,7 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.communication.counters import EVALUATION
-from decentnode.communication.run_state import Steps, without_waits
+from decentnode.communication.run_state import Quorum, Steps, without_waits
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph
 from decentnode.graph.base import parts as connected_parts
@@ -86,6 +86,8 @@ class Node:
         self.training = parts.training
         self.communication = parts.communication
         self.communication.goes_on = config.missing == "return_weight"
+        if config.quorum is not None:
+            self.communication.quorum = Quorum(config.quorum.share, config.quorum.grace_seconds)
         self.seed = seed
         self.record = record
         self.generation = Generation(0, tuple(range(self.graph.num_nodes)))

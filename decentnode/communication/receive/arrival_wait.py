@@ -92,16 +92,18 @@ class ArrivalWait:
     """
 
     __slots__ = (
-        "_began", "_chunk", "_inbox", "_key", "_left_out", "_patience", "_sources", "_timeout_seconds", "arrived",
-        "deadline", "missing",
+        "_began", "_chunk", "_inbox", "_key", "_left_out", "_patience", "_sources", "_timeout_seconds", "_tolerated",
+        "arrived", "deadline", "missing",
     )  # fmt: skip
 
     def __init__(
-        self, inbox: InboxState, key: ExchangeKey, chunk: int, sources: list[int], timeout_seconds: float
+        self, inbox: InboxState, key: ExchangeKey, chunk: int, sources: list[int], timeout_seconds: float,
+        tolerated: int = 0,
     ) -> None:
-        """chunk: or WHOLE. timeout_seconds: without anything arriving; all waits of a round share it."""
+        """chunk: or WHOLE. timeout_seconds: without anything arriving; all waits of a round share it. tolerated: once
+        no more than so many of the sources are missing, they are waited for as long as `RunFacts.quorum` says."""
         self._inbox, self._key, self._chunk, self._sources = inbox, key, chunk, sources
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._tolerated = timeout_seconds, tolerated
         self._began = -math.inf
         self._patience: Patience | None = None
         self._left_out = False
@@ -156,8 +158,8 @@ class ArrivalWait:
     def _begins_simply(self, missing: list[int], now: float) -> bool:
         """Whether nothing is to be looked at but the time, as in most waits, which are over with the next step."""
         inbox, status = self._inbox, self._inbox.status
-        if (status.waited_seconds or status.given_up or status.departed or inbox.skips or status.regrouping
-                or status.stopping or status.failure is not None):  # fmt: skip
+        if (self._tolerated or status.waited_seconds or status.given_up or status.departed or inbox.skips
+                or status.regrouping or status.stopping or status.failure is not None):  # fmt: skip
             return False
         self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS
         inbox.want(missing, self._key, self._chunk)
@@ -216,12 +218,30 @@ class ArrivalWait:
             if not self.missing or status.regrouping:
                 return False
         self.deadline = patience.next(self.missing)
-        inbox.want(self.missing, key, self._chunk)
+        spare = 0
+        if self._tolerated:
+            spare = self._tolerated - len(inbox.outstanding(key, self._chunk, self._sources)) + len(self.missing)
+            if len(self.missing) <= spare:
+                over = self._grace_ends(patience)
+                if now >= over:
+                    self._left_out = True
+                    return False
+                self.deadline = min(self.deadline, over)
+        inbox.want(self.missing, key, self._chunk, spare)
         if status.exposed_since <= now:
             status.wait_for(inbox.whom(key, self.missing), patience.since)
         else:
             status.waiting = None
         return True
+
+    def _grace_ends(self, patience: Patience) -> float:
+        """Until when those are waited for that the quorum does without: from when it is there, and this node waits."""
+        quorum, here = self._inbox.status.quorum, self._inbox.incoming.get(self._key, _NOTHING)
+        assert quorum is not None
+        outstanding = self._inbox.outstanding(self._key, self._chunk, self._sources)
+        came = sorted(here[source].arrived for source in self._sources if source not in outstanding)
+        needed = len(self._sources) - self._tolerated
+        return max(came[needed - 1] if needed else patience.since, patience.since) + quorum.grace_seconds
 
     def _note_arrivals(self, patience: Patience) -> None:
         inbox, status = self._inbox, self._inbox.status

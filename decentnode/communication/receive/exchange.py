@@ -79,7 +79,7 @@ class InboxExchange(Exchange):
         alive = list(self._expected)
         chunk, stop = 0, -1
         while stop < schema.elements:
-            wait = ArrivalWait(inbox, self._key, chunk, alive, timeout_seconds)
+            wait = ArrivalWait(inbox, self._key, chunk, alive, timeout_seconds, self._tolerated(len(alive)))
             yield wait
             arrived = wait.arrived
             if len(arrived) < len(alive):
@@ -101,13 +101,19 @@ class InboxExchange(Exchange):
         self._read_in_place = []
 
     def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
-        wait = ArrivalWait(self._state, self._key, WHOLE, list(self._expected), timeout_seconds)
+        tolerated = self._tolerated(len(self._expected))
+        wait = ArrivalWait(self._state, self._key, WHOLE, list(self._expected), timeout_seconds, tolerated)
         yield wait
         arrived = wait.arrived
         self._missing = frozenset(self._expected) - arrived.keys()
         in_slots = self._note(arrived)
         received = self._accepted({source: self._own(incoming) for source, incoming in arrived.items()}, in_slots)
         yield Arrival(0, schema.elements, received, self._missing)
+
+    def _tolerated(self, alive: int) -> int:
+        """How many of so many sources may be missing once a quorum is there."""
+        quorum = self._state.status.quorum
+        return 0 if quorum is None else quorum.tolerates(len(self._expected), alive)
 
     def _own(self, incoming: PartialPayload) -> Payload:
         """A whole payload on the device of the models. A rule that mixes whole payloads keeps a state that cannot be

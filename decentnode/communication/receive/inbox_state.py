@@ -89,6 +89,8 @@ class InboxState:
         self._finished: set[ExchangeKey] = set()
         self._wanted: set[int] = set()
         """Sources that are waited for."""
+        self._spare = 0
+        """Once no more than so many of them are missing, whoever waits is told of each that comes."""
         self._wanted_what: tuple[ExchangeKey, int] = ((-1, 0), 0)
         """(key, chunk) of them that is waited for; chunk may be WHOLE."""
         self._usual = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
@@ -270,7 +272,7 @@ class InboxState:
             what, chunk = self._wanted_what
             if key == what and (incoming.has(0, chunk) if chunk >= 0 else incoming.complete):
                 wanted.discard(source)
-                if not wanted:
+                if len(wanted) <= self._spare:
                     self._port.ready()
 
     # -- what is used ------------------------------------------------------------------------------------------
@@ -333,9 +335,10 @@ class InboxState:
             if waiting:
                 self._port.consumed(source, waiting)
 
-    def want(self, sources: Collection[int], key: ExchangeKey, chunk: int) -> None:
-        """`InboxPort.ready` is called once these have delivered `chunk`."""
-        self._wanted, self._wanted_what = set(sources), (key, chunk)
+    def want(self, sources: Collection[int], key: ExchangeKey, chunk: int, spare: int = 0) -> None:
+        """`InboxPort.ready` is called once these have delivered `chunk`, and before that for each that comes once no
+        more than `spare` are missing."""
+        self._wanted, self._wanted_what, self._spare = set(sources), (key, chunk), spare
 
     def comes_no_more(self, source: int, key: ExchangeKey) -> bool:
         """Whether nothing more of this exchange comes from a source: it departed, or says so, or comes together with a

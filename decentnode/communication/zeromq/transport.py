@@ -25,7 +25,7 @@ from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.mailbox import MailboxWait
-from decentnode.communication.run_state import GuardedWait, RunState, Steps
+from decentnode.communication.run_state import GuardedWait, Quorum, RunState, Steps
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.addresses import Addresses
 from decentnode.communication.zeromq.collective_state import CollectiveState, JoinWait
@@ -516,6 +516,14 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     @goes_on.setter
     def goes_on(self, value: bool) -> None:
         self._status.goes_on = value
+
+    @property
+    def quorum(self) -> Quorum | None:
+        return self._status.quorum
+
+    @quorum.setter
+    def quorum(self, value: Quorum | None) -> None:
+        self._status.quorum = value
 
     @property
     def ahead_bytes(self) -> float:

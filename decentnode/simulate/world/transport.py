@@ -24,7 +24,7 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.mailbox import MailboxWait
 from decentnode.communication.receive.staging import Leases
-from decentnode.communication.run_state import RunFacts, Steps, Wait, without_waits
+from decentnode.communication.run_state import Quorum, RunFacts, Steps, Wait, without_waits
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.zeromq.collective_state import (
     BarrierWait,
@@ -428,6 +428,14 @@ class Simulated(Communication[ZeroMQConfig]):
     @goes_on.setter
     def goes_on(self, value: bool) -> None:
         self.facts.goes_on = value
+
+    @property
+    def quorum(self) -> Quorum | None:
+        return self.facts.quorum
+
+    @quorum.setter
+    def quorum(self, value: Quorum | None) -> None:
+        self.facts.quorum = value
 
     def depart(self, rounds: int, neighbors: Collection[int]) -> None:
         self.inbox.end(rounds)
