@@ -23,11 +23,12 @@ class Watch:
     """Shortest silence that counts, however fast answers were: a process gets no core for a second now and then."""
     TIMES = 8
     """How many times as long as the longest of the last answers a silence has to last."""
-    ANSWERS = 64
-    """How many answers are remembered."""
+    ANSWERS, ENOUGH = 64, 8
+    """How many answers are remembered, and how many it takes to know anything: the first may come before models are on
+    their way, which fill the link."""
 
     def __init__(self, suspect_seconds: float) -> None:
-        """suspect_seconds: the longest silence that is borne, and the one that counts before there was an answer."""
+        """suspect_seconds: the longest silence that is borne, also while there were not enough answers."""
         self._longest = suspect_seconds
         self._took: deque[float] = deque(maxlen=self.ANSWERS)
         """Seconds until an answer came, and by which this process was late itself: the last ones."""
@@ -42,7 +43,7 @@ class Watch:
     @property
     def patience(self) -> float:
         """The silence, in seconds, after which a node counts as gone."""
-        if not self._took:
+        if len(self._took) < self.ENOUGH:
             return self._longest
         return min(self._longest, max(self.FLOOR_SECONDS, self.TIMES * max(self._took)))
 

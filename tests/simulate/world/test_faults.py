@@ -249,3 +249,15 @@ def test_on_a_busy_machine_nobody_is_suspected(jitter_seconds: float) -> None:
     busy = Pause(nodes="all", count=2, seconds=0.8, every_seconds=1.1, until_seconds=25)
     history, world = world_of_patience(busy, link=Link(latency_seconds=0.01, jitter_seconds=jitter_seconds), rounds=60)
     assert world.happened["pause"] > 15 and not history.events["suspected"] and not history.events["generation_over"]
+
+
+def test_nobody_is_suspected_whose_answers_wait_behind_models_in_a_full_link() -> None:
+    """A model takes four seconds on its way, and what is said meanwhile waits behind it."""
+    made = Made(make("complete", nodes=NODES), RULES["full"], rounds=8, missing="regroup", elements=6000)
+    config = ZeroMQConfig.model_validate({"name": "zeromq", "timeout_seconds": 60, "chunk_bytes": 1 << 16})
+    history = History()
+    world = made.world(history, config=config, limits=Limits(10.0, 30.0, 3, 8), compute_seconds=lambda _u, _r: 0.1,
+                       faults=Faults(links=Link(bytes_per_second=6e3)), seed=3)  # fmt: skip
+    history.watch(world)
+    assert world.run(LIMIT) and world.heap.now > 4 * 8 and not any(process.error for process in world.lives)
+    assert not history.events["suspected"] and not history.events["generation_over"]
