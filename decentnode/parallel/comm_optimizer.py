@@ -75,16 +75,17 @@ class CommOptimizer(Optimizer):
         values out of range, AssemblyError naming a rank that raised or has other parameters, another method or period
         than rank 0: then all ranks raise, and none waits.
         """
-        kind: Callable[..., DistOptimizer] = DIST_OPTIMIZERS.get(
-            str(dist_optim_name).upper(), partial(UnknownMethod, name=dist_optim_name)
-        )
         self.local_optimizer = optimizer
-        self.dist_optimizer = kind(
+        self.dist_optimizer = self._kind(dist_optim_name)(
             optimizer, world_size=world_size, dist_pulling_strength=dist_pulling_strength,
             local_pulling_strength=local_pulling_strength, comm_period=comm_period, overlap=overlap, **more,
         )  # fmt: skip
         self.defaults = optimizer.defaults
         self._share()
+
+    def _kind(self, name: str) -> Callable[..., DistOptimizer]:
+        """The class of a method."""
+        return DIST_OPTIMIZERS.get(str(name).upper(), partial(UnknownMethod, name=name))
 
     def _share(self) -> None:
         self.param_groups, self.state = self.local_optimizer.param_groups, self.local_optimizer.state

@@ -1,0 +1,163 @@
+"""SDTL's `CommOptimizer` by its arguments: scripts that import it from `DistOptimizers` import it from here instead.
+
+The methods are those of decentnode.parallel, which follow the papers. With `faithful=True` they do what SDTL does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decentnode import parallel
+from decentnode.parallel.methods.base import DistOptimizer
+from decentnode.parallel.process_group import num_ranks
+
+SMALLEST = 1e-8
+"""Added to running squares of gradients, by which EASGD+ weighs."""
+
+
+class SDTLMethod(DistOptimizer):
+    """What SDTL's methods have in common: forces after the gradient's step, and exchanges in the steps k (T - 1) for
+    k = 1, 2, 3 and so on, where T is `comm_period` (in all of them for T = 1)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.overlap:
+            raise ValueError("overlap must be False with faithful=True")
+        self.before = self.flat_params()
+        """[P] the parameters that the method has kept last."""
+
+    @property
+    def communicates(self) -> bool:
+        return (self.steps + 1) % max(1, self.comm_period - 1) == 0
+
+    def gradients(self) -> Tensor:
+        """[P] zero where a parameter has none."""
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self.params])
+
+    def follow(self, target: Tensor) -> None:
+        """x <- x + d, then x <- x + c (center - x), with d = c (target [P] - center), which the center takes too."""
+        change = (target - self.center).mul_(self.dist_pulling_strength)
+        self.center.add_(change)
+        self.pull(self.flat_params().add_(change), 1.0)
+        self.pull(self.center, self.dist_pulling_strength)
+        self.before = self.flat_params()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"before": self.before.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.before = state["before"].clone()
+
+
+class EASGD(SDTLMethod):
+    """x <- x - c/n (x - center), center <- center + c (mean of x - center)."""
+
+    def comm_train_step(self) -> None:
+        mean = self.mean(self.flat_params())
+        self.pull(self.center, self.dist_pulling_strength / self.world_size)
+        self.center.lerp_(mean, self.dist_pulling_strength)
+
+
+class EASGDPlus(SDTLMethod):
+    """The center goes from the mean after the exchange before towards a mean weighted by squares of gradients."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.squares = torch.zeros_like(self.center)
+
+    def dist_train_step(self, loss: float | None) -> None:
+        super().dist_train_step(loss)
+        self.squares.mul_(0.9).add_(self.gradients().square(), alpha=0.1)
+
+    def comm_train_step(self) -> None:
+        self.center = self.mean(self.before.clone())
+        weights = self.squares + SMALLEST
+        weighted = self.mean(self.flat_params().mul_(weights))
+        self.follow(weighted.div_(self.mean(weights)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"squares": self.squares.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.squares = state["squares"].clone()
+
+
+class LSGD(SDTLMethod):
+    """All go towards the rank whose running product of gradient and step is the smallest. One leader for all parameter
+    groups, where SDTL has one for each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.decrease = 0.0
+
+    def dist_train_step(self, loss: float | None) -> None:
+        super().dist_train_step(loss)
+        now = self.flat_params()
+        self.decrease = 0.9 * self.decrease + 0.1 * float((self.before - now) @ self.gradients())
+        self.before = now
+
+    def leader_model(self) -> Tensor:
+        """[P] the leader's parameters. Blocking."""
+        scores = self.gather_numbers(self.decrease).wait()
+        model = self.before.clone()
+        if self.world_size > 1:
+            dist.broadcast(model, scores.index(min(scores)))
+        return model
+
+    def comm_train_step(self) -> None:
+        self.pull(self.leader_model(), self.dist_pulling_strength)
+        self.before = self.flat_params()
+        self.center = self.before.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"decrease": self.decrease}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.decrease = float(state["decrease"])
+
+
+class LSGDPlus(LSGD):
+    """The center goes from the mean of all towards the leader, and all towards the center."""
+
+    def comm_train_step(self) -> None:
+        self.center = self.mean(self.before.clone())
+        self.follow(self.leader_model())
+
+
+METHODS: dict[str, type[DistOptimizer]] = {"EASGD": EASGD, "EASGD+": EASGDPlus, "LSGD": LSGD, "LSGD+": LSGDPlus}
+
+
+class CommOptimizer(parallel.CommOptimizer):
+    """decentnode.parallel.CommOptimizer with SDTL's arguments, in its order."""
+
+    def __init__(
+        self, local_optimizer: Optimizer, dist_optim_name: str = "LSGD", world_size: int | None = None,
+        local_pulling_strength: float = 0.0, dist_pulling_strength: float = 0.1, comm_period: int = 4, *,
+        faithful: bool = False, **more: Any,
+    ) -> None:
+        """world_size: the process group's when not given. faithful: EASGD pulls ranks by c / n and the center by c, all
+        methods exchange every comm_period - 1 steps and after the gradient's step, and LSGD follows as SDTL does; DDP
+        is the same. more: arguments of the method. Blocking, and raises, as the class that this one derives from.
+        """
+        self._faithful = faithful
+        super().__init__(
+            local_optimizer, "DDP" if dist_optim_name == "DataParallel" else dist_optim_name,
+            num_ranks() if world_size is None else world_size, comm_period, dist_pulling_strength,
+            local_pulling_strength, **more,
+        )  # fmt: skip
+
+    def _kind(self, name: str) -> Callable[..., DistOptimizer]:
+        found = METHODS.get(str(name).upper()) if self._faithful else None
+        return super()._kind(name) if found is None else found
+
+
+__all__ = ["EASGD", "LSGD", "CommOptimizer", "DistOptimizer", "EASGDPlus", "LSGDPlus"]

@@ -1,0 +1,49 @@
+"""Scripts of SDTL, after a change of the import."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decentnode.compat.sdtl import CommOptimizer
+from tests.compat import work_sdtl as work
+from tests.parallel.ranks import run_ranks
+
+
+def local() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+
+
+def test_arguments_by_position_by_name_and_without_the_number_of_ranks() -> None:
+    made = CommOptimizer(local(), "EASGD", 1, 0.05, 0.25, 7).dist_optimizer
+    assert (made.local_pulling_strength, made.dist_pulling_strength, made.comm_period) == (0.05, 0.25, 7)
+    named = CommOptimizer(
+        local_optimizer=local(), dist_optim_name="LSGD+", comm_period=3, dist_pulling_strength=0.5,
+        local_pulling_strength=0.0,
+    )  # fmt: skip
+    assert named.dist_optimizer.world_size == 1
+    assert type(CommOptimizer(local(), "DataParallel").dist_optimizer).__name__ == "GradientAveraging"
+    with pytest.raises(ValueError, match="dist_optim_name must be one of"):
+        CommOptimizer(local(), "SGD", faithful=True)
+    with pytest.raises(ValueError, match="overlap must be False"):
+        CommOptimizer(local(), "EASGD", faithful=True, overlap=True)
+
+
+@pytest.mark.parametrize(("faithful", "period", "steps"), [
+    (True, 4, [3, 6, 9, 12]), (False, 4, [4, 8, 12]), (True, 1, list(range(1, 13))), (True, 2, list(range(1, 13))),
+])  # fmt: skip
+def test_meeting_steps(faithful: bool, period: int, steps: list[int]) -> None:
+    made = CommOptimizer(local(), "EASGD", comm_period=period, faithful=faithful).dist_optimizer
+    found = []
+    for step in range(1, 13):
+        if made.communicates:
+            found.append(step)
+        made.steps += 1
+    assert found == steps
+
+
+def test_methods_as_there() -> None:
+    for rank, found in enumerate(run_ranks(3, work.train)):
+        for name, (whole, resumed) in found.items():
+            assert whole == pytest.approx(work.expected(name)[rank], abs=1e-5), name
+            assert whole == resumed, "a resume changes nothing"

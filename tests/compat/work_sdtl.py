@@ -1,0 +1,73 @@
+"""What ranks do in the tests of SDTL's face."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from decentnode.compat.sdtl import CommOptimizer
+
+GOALS = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, -1.0], [-2.0, 0.0, 4.0]])
+RATE, LOCAL, STRENGTH, PERIOD, STEPS = 0.1, 0.2, 0.3, 4, 10
+
+
+def train(rank: int, n: int) -> dict[str, Any]:
+    """Every method from zero towards each rank's goal, and once more from a state of its sixth step."""
+    found: dict[str, Any] = {}
+    for name in ("EASGD", "EASGD+", "LSGD", "LSGD+"):
+        ends = []
+        saved: Any = None
+        for resumed in (False, True):
+            x = torch.zeros(3, requires_grad=True)
+            local = torch.optim.SGD([x], lr=RATE)
+            comm = CommOptimizer(local, name, n, LOCAL, STRENGTH, PERIOD, faithful=True)
+            if resumed:
+                with torch.no_grad():
+                    x.copy_(saved[0])
+                comm.load_state_dict(saved[1])
+            for t in range(6 if resumed else 0, STEPS):
+                if t == 6 and not resumed:
+                    saved = x.detach().clone(), copy.deepcopy(comm.state_dict())
+                comm.zero_grad()
+                (0.5 * (x - GOALS[rank]).square().sum()).backward()
+                comm.step()
+            ends.append(x.detach().tolist())
+        found[name] = ends
+    return found
+
+
+def expected(name: str, n: int = 3) -> list[list[float]]:
+    """Independently, in one process and float64."""
+    goals = GOALS[:n].double()
+    xs = torch.zeros_like(goals)
+    centers, kept, squares = torch.zeros_like(goals), torch.zeros_like(goals), torch.zeros_like(goals)
+    scores = torch.zeros(n).double()
+    for t in range(1, STEPS + 1):
+        grads = xs - goals
+        xs = xs - RATE * grads
+        xs = xs + LOCAL / PERIOD * (centers - xs)
+        if name.startswith("LSGD"):
+            scores = 0.9 * scores + 0.1 * ((kept - xs) * grads).sum(1)
+            kept = xs.clone()
+        squares = 0.9 * squares + 0.1 * grads**2
+        if t % (PERIOD - 1):
+            continue
+        if name == "EASGD":
+            mean = xs.mean(0)
+            xs = xs + STRENGTH / n * (centers - xs)
+            centers = centers + STRENGTH * (mean - centers)
+            continue
+        weights = squares + 1e-8
+        target = (xs * weights).sum(0) / weights.sum(0) if name == "EASGD+" else xs[int(scores.argmin())]
+        if name == "LSGD":
+            xs = xs + STRENGTH * (target - xs)
+            centers = xs.clone()
+        else:
+            change = STRENGTH * (target - kept.mean(0))
+            centers = (kept.mean(0) + change).expand(n, -1).clone()
+            xs = xs + change
+            xs = xs + STRENGTH * (centers - xs)
+        kept = xs.clone()
+    return xs.tolist()
