@@ -44,7 +44,8 @@ def command(
     """Ask the run of which --seed is a member to admit this node, and take part until the run ends.
 
     The node gets its uid, its neighbors, the experiment and the mean of the members' models from the run. It imports no
-    code and reads no file because the run says so: data is found by the paths of --set.
+    code and reads no file because the run says so: data is found by the paths of --set. Ctrl-C or SIGTERM has it
+    finish its round and leave; the others go on at once without it.
     """
     from decentnode.launch.admission import Request, admitted, checked_text
 
@@ -80,7 +81,7 @@ def _take_part(
     """Run the node to its end. Returns the exit code. Blocking."""
     import os
 
-    from decentnode.cli.node import Teller, stop_on_signals
+    from decentnode.cli.node import Teller, leave_on_signals
     from decentnode.experiment import load
     from decentnode.launch import messages
     from decentnode.launch import run_dir as run_dirs
@@ -102,7 +103,7 @@ def _take_part(
         threads=computes[1] or os.cpu_count() or 1, run_id="", in_process=False, progress_seconds=1.0, socket_dir="",
         join=True,
     )
-    code = run_node(task, Link(told.tell, stop_on_signals, dict), newcomer)
+    code = run_node(task, Link(told.tell, leave_on_signals, dict), newcomer)
     told.drain()
     if not quiet:
         click.echo(f"node {uid} ends with exit code {code}; its files are in {directory}")

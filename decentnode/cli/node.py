@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,18 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
 
 
 def stop_on_signals(node: Node) -> None:
-    """Install handlers: a first signal finishes the round and writes, a second ends at once, Ctrl-Z does nothing."""
+    """Install handlers: a first signal has all nodes finish the round and write, a second ends this process at once,
+    Ctrl-Z does nothing."""
+    on_signals(node.ask_stop)
+
+
+def leave_on_signals(node: Node) -> None:
+    """The same, but a first signal has this node alone finish the round and leave."""
+    on_signals(node.ask_leave)
+
+
+def on_signals(ask: Callable[[], None]) -> None:
+    """Install handlers that ask for the end."""
     from decentnode.launch.signals import SUSPENDING
 
     seen: list[int] = []
@@ -105,7 +117,7 @@ def stop_on_signals(node: Node) -> None:
         seen.append(number)
         if len(seen) > 1:
             os._exit(128 + number)
-        node.ask_stop()
+        ask()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

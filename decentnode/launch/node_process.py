@@ -262,7 +262,7 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
         records.close()
         reports = {str(other): figures for other, figures in node.reports.items()}
         send(Finished(uid, node.figures(), stopped, reports, local_modules()))
-        return Interrupted.exit_code if stopped else 0
+        return Interrupted.exit_code if stopped and not node.left else 0
     except BaseException as error:
         if records is not None:
             records.failed(uid, error)
@@ -292,7 +292,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     errors of `Link.peers`."""
     transport, send = node.communication, link.send
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: node.ask_stop())
+        signal.signal(signal.SIGTERM, lambda *_: (node.ask_leave if experiment.newcomer else node.ask_stop)())
     bound = transport.bind()
     if bound is not None:
         send(Bound(node.uid, *bound))

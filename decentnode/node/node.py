@@ -130,7 +130,7 @@ class Node:
         """After how many rounds it was; -1 before the first."""
         self.doing = "joining"
         """What the node does now, in a few words, for status.json."""
-        self._stop_asked = self._ended = False
+        self._stop_asked = self._ended = self._leave_asked = False
         self._totals = RoundTotals(self.communication.counters)
 
     @property
@@ -172,6 +172,16 @@ class Node:
         """Ask every node to finish the round under way, then close. Any thread or signal handler may call it."""
         self._stop_asked = True
         self.communication.stop_asked()
+
+    def ask_leave(self) -> None:
+        """Have this node alone end after the round under way. With `node.missing: regroup` the others, which hear of it
+        when the communication is closed, go on at once without it. Any thread or signal handler may call it."""
+        self._leave_asked = True
+
+    @property
+    def left(self) -> bool:
+        """Whether this node ended before the others, because it was asked to."""
+        return self._leave_asked and not self.over and not self.communication.stopping
 
     def steps(self) -> Steps[None]:
         """Run as `run` does, but yield wherever another node has to act before this one can go on.
@@ -220,6 +230,10 @@ class Node:
         if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._stopping():
             yield from self.evaluate_between()
         while not self.over and not self._stopping():
+            if self._leave_asked:
+                logger.info("leaves after round %d", self.round)
+                self.schedule.abandon()
+                return
             if self.checkpoints is not None:
                 yield from self.checkpoints.between_rounds()
             self.communication.enter(self.round)

@@ -10,7 +10,7 @@ import torch
 from decentnode.errors import PeerLost
 from decentnode.faults import Faults, Kill, Link
 from decentnode.graph.growing import Growing
-from decentnode.simulate.world.world import World
+from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.sharing.contract import RULES
@@ -110,3 +110,24 @@ def test_who_was_granted_a_uid_by_a_leader_that_died_ends_and_may_ask_again() ->
     first, second = [process for process in world.lives if process.uid == 5]
     assert isinstance(first.error, PeerLost) and second.error is None and second.node.round == 200
     assert all(made.nodes[uid].round == 200 for uid in range(1, 5))
+
+
+@pytest.mark.parametrize("uid", [1, 4])
+def test_a_node_leaves_in_peace_and_nobody_has_to_find_out(uid: int) -> None:
+    """One of the mapping, and one that came."""
+    made, world = begun(rounds=80)
+    told: list[tuple[str, float, str]] = []
+
+    def began(process: Process) -> None:
+        process.transport.counters.on_event = lambda kind, _peer, detail: told.append((kind, world.heap.now, detail))
+
+    world.began = began
+    asks(world, 1.0, 0, "10.0.0.9")
+    world.heap.at(5.0, lambda: made.nodes[uid].ask_leave())
+    assert world.run(LIMIT) and not any(process.error for process in world.lives)
+    others = sorted({0, 1, 2, 3, 4} - {uid})
+    assert members(made)[-1] == others and all(made.nodes[each].round == 80 for each in others)
+    assert made.nodes[uid].left and 0 < made.nodes[uid].round < 80
+    over = [(at, detail) for kind, at, detail in told if kind == "generation_over" and "left before" in detail]
+    assert over and max(at for at, _ in over) < 6.0  # of virtual time: a round, not the 3 s of a suspicion
+    assert "suspected" not in {kind for kind, _, _ in told}
