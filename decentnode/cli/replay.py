@@ -143,18 +143,23 @@ def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, A
 def _compared_models(world: ReplayWorld, folder: Path) -> int:
     """How many nodes' models at the end of the run were compared with the replay's: no record has them after the last
     exchange. Raises Violation."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from decentnode.launch.node_files import model_path
-    from decentnode.simulate.world.records import must
+    from decentnode.simulate.world.records import Violation, must
 
     compared = 0
     for uid, process in world.processes.items():
         path = model_path(folder, uid)
         if not path.is_file() or not process.record.ended:
             continue
-        then, now = load_file(path), process.node.training.model.module.state_dict()
-        others = [name for name, value in now.items() if not then[name].equal(value)]
+        try:
+            then = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise Violation(f"{path.relative_to(folder)}: cannot be read: {error}") from error
+        now = process.node.training.model.module.state_dict()
+        others = [name for name, value in now.items() if name not in then or not then[name].equal(value)]
         must(not others, f"{path.relative_to(folder)}: node {uid} ended with another {', '.join(others)} in the run")
         compared += 1
     return compared

@@ -185,6 +185,9 @@ def test_other_models_at_the_end_are_a_difference(calm: Outcome, tmp_path: Path)
     save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
     found = replay(folder)
     assert found.exit_code == 1 and "models/002.safetensors: node 2 ended with another" in found.output
+    path.write_bytes(path.read_bytes()[:50])
+    found = replay(folder)
+    assert found.exit_code == 1 and "models/002.safetensors: cannot be read" in found.output
 
 
 @pytest.mark.parametrize(("change", "said"), [

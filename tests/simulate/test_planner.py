@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
+from decentnode.errors import UsageError
 from decentnode.experiment import load
 from decentnode.graph.spectrum import contraction, rounds_to_consensus
 from decentnode.simulate.planner import consensus
@@ -102,6 +103,10 @@ def test_what_cannot_run_is_left_out_with_its_reason() -> None:
     found, skipped = plan.predictions(Choices(("own", "{name: regular, degree: 20}"), ("own", "relaysgd")))
     assert [each.graph for each in found] == ["regular"]
     assert len(skipped) == 3 and all(each.reason for each in skipped)
+    found, skipped = plan.predictions(Choices(("rong",)))
+    assert not found and "graph.name must be one of" in skipped[0].reason  # and not the hint below it alone
+    with pytest.raises(UsageError, match="not valid YAML"):
+        plan.predictions(Choices(("{name: ringx",)))  # its last letter is no bracket
 
 
 def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:

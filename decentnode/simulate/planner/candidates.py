@@ -67,9 +67,11 @@ def usual_graphs(experiment: Experiment) -> tuple[str, ...]:
 
 
 def _section(text: str, more: str = "") -> str:
-    """Returns a name or a section as a section, with more keys."""
-    inside = text.strip()[1:-1] if text.strip().startswith("{") else f"name: {text.strip()}"
-    return f"{{{inside}{more}}}"
+    """Returns a name or a section as a section, with more keys. Raises UsageError."""
+    found = text.strip()
+    if found.startswith("{") and not found.endswith("}"):
+        raise UsageError(f"not valid YAML: a section ends with }}, got {found}")
+    return f"{{{found[1:-1] if found.startswith('{') else f'name: {found}'}{more}}}"
 
 
 def _label(text: str, own: str) -> str:
@@ -167,7 +169,8 @@ class Plan:
                                      target=self._target, module=self._module, overrides=overrides,
                                      labels=labels))  # fmt: skip
             except DecentnodeError as error:
-                skipped.append(Skipped(name, str(error).splitlines()[-1].strip(": ")))
+                said = [line for line in str(error).splitlines() if line.strip() and not line.startswith(" ")]
+                skipped.append(Skipped(name, said[-1].strip(": ")))  # without the hints below it
         return found, skipped
 
 
