@@ -167,7 +167,7 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
         named = {name for entry in entries for name in re.findall(r"``([\w./-]+)``", entry)}
         missing = {name for name in named if not (folder / "runs" / "quickstart" / "latest" / name).exists()}
         # no module of its own, no transport that has events, and it is over
-        absent = {"code/", "checkpoints/", "nodes/000/events.jsonl", "supervisor.json"}
+        absent = {"code/", "checkpoints/", "nodes/000/events.jsonl", "faults.jsonl", "supervisor.json"}
         assert len(named) > 10 and missing <= absent, missing
 
 
