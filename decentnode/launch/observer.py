@@ -108,7 +108,11 @@ def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     """Returns the sentence for a record of kind "generation"."""
     members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))
     changes = [f"without node {names(left)}"] if left else []
-    changes += [f"with node {names(joined)} again"] if joined else []
+    back, new = [uid for uid in joined if uid < num_nodes], [uid for uid in joined if uid >= num_nodes]
+    changes += [f"with node {names(back)} again"] if back else []
+    changes += [f"with node {names(new)}, which no mapping has"] if new else []
     number = record.get("generation", 0)
-    what = f"generation {number}: {len(members)} of {num_nodes} nodes go on from round {record['round']}"
+    more = sum(uid >= num_nodes for uid in members)
+    count = f"{len(members) - more} of {num_nodes} nodes{f' and {more} more' if more else ''}"
+    what = f"generation {number}: {count} go on from round {record['round']}"
     return " ".join([what, *changes])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from decentnode.launch.messages import NodesAbsent
-from decentnode.launch.observer import names, waiting_for
+from decentnode.launch.observer import generation_notice, names, waiting_for
 from tests.launch.facts import FACTS
 
 
@@ -16,3 +16,9 @@ def test_waiting_names_machines_and_nodes() -> None:
     assert waiting_for(FACTS, "joining", [0], NodesAbsent([], {}), 4.0).startswith("the word to start")
     assert "node 0-1 to load" in waiting_for(FACTS, "starting", [0, 1], None, 4.0)
     assert "machine 0 (10.0.0.1)" in waiting_for(replace(FACTS, machine=1), "joining", [2], None, 4.0)
+
+
+def test_newcomers_are_told_apart_from_nodes_that_come_back() -> None:
+    record = {"generation": 3, "round": 9, "members": [0, 1, 2, 4], "left": [], "joined": [2, 4]}
+    told = "3 of 3 nodes and 1 more go on from round 9 with node 2 again with node 4, which no mapping has"
+    assert generation_notice(record, 3) == f"generation 3: {told}"
