@@ -1,0 +1,155 @@
+"""Training loops that make the calls of Decent-DP's experiments and of SDTL's main script, on tiny data of one kind."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
+
+import decentnode.compat.decent_dp as package
+from decentnode.compat.sdtl import CommOptimizer
+from tests.parallel.work.models import flat
+
+EPOCHS, BATCHES, CLASSES = 2, 12, 4
+
+
+def draw(rank: int, epoch: int, kind: str) -> list[tuple[Tensor, Tensor]]:
+    """Batches of which a small model learns something in two epochs."""
+    made = []
+    for number in range(BATCHES):
+        generator = torch.Generator().manual_seed(1000 * epoch + 10 * number + rank)
+        y = torch.randint(CLASSES, (16,), generator=generator)
+        if kind == "cnn":
+            made.append((torch.randn(16, 3, 8, 8, generator=generator) * 0.3 + y.view(-1, 1, 1, 1), y))
+        else:  # sequences that repeat one token
+            made.append((y.view(-1, 1).repeat(1, 6), y.view(-1, 1).repeat(1, 6)))
+    return made
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Any:
+        logits = self.head(self.block(self.embed(x)))
+        return logits if target is None else (logits, F.cross_entropy(logits.flatten(0, 1), target.flatten()))
+
+
+def network(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Language() if kind != "cnn" else nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+
+
+def groups(params: list[tuple[str, Tensor]], decay: float) -> list[dict[str, Any]]:
+    return [{"params": [p for _, p in params if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for _, p in params if p.dim() >= 2], "weight_decay": decay}]  # fmt: skip
+
+
+def schedule(optimizer: torch.optim.Optimizer, kind: str) -> LRScheduler:
+    if kind == "transformer":
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    warm, cosine = LinearLR(optimizer, 0.5, total_iters=3), CosineAnnealingLR(optimizer, 40, eta_min=1e-5)
+    return SequentialLR(optimizer, [warm, cosine], [3])
+
+
+def wrap(kind: str) -> Any:
+    """By the names of the package itself, as scripts import them."""
+    sys.modules["decent_dp"] = package
+    from decent_dp.ddp import DecentralizedDataParallel as DecentDP  # type: ignore[import-not-found]
+    from decent_dp.optim import AccumAdam, AccumAdamW  # type: ignore[import-not-found]
+
+    def make(params: list[tuple[str, Tensor]], lr: float) -> torch.optim.Optimizer:
+        if kind == "cnn":
+            return torch.optim.SGD(groups(params, 1e-4), lr=lr, momentum=0.9)
+        if kind == "transformer":
+            return AccumAdam([p for _, p in params], lr=lr, betas=(0.9, 0.98), eps=1e-9, accum_iter=2)
+        return AccumAdamW(groups(params, 0.1), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, accum_iter=2)
+
+    more: dict[str, Any] = {
+        "cnn": {"grad_clip_norm": 1.0, "sync_buffer_in_global_avg": True},
+        "transformer": {}, "gpt2": {"grad_clip_norm": 1.0, "bucket_size_in_mb": 100},
+    }[kind]  # fmt: skip
+    return DecentDP(network(kind), optim_fn=partial(make, lr=0.02), lr_scheduler_fn=partial(schedule, kind=kind),
+                    topology="ring", scaler=torch.GradScaler("cpu", enabled=False), **more)  # fmt: skip
+
+
+def epoch_of(model: Any, kind: str, rank: int, epoch: int) -> list[float]:
+    """One epoch, as the script of `kind` has it."""
+    scaler, losses = torch.GradScaler("cpu", enabled=False), []
+    model.train()
+    for x, y in draw(rank, epoch, kind):
+        if kind == "gpt2":
+            _, loss = model(x, y)
+        else:
+            logits = model(x.contiguous(memory_format=torch.channels_last) if kind == "cnn" else x)
+            loss = F.cross_entropy(logits.reshape(-1, CLASSES), y.flatten(), label_smoothing=0.05)
+        scaler.scale(loss).backward()
+        losses.append(loss.item())
+        rate = model._lr_schedulers[0].get_last_lr()[0] if kind == "cnn" else model._optims[0].param_groups[0]["lr"]
+        assert rate > 0
+    if kind != "cnn":
+        model.global_avg()  # training goes on from it
+    with torch.no_grad():
+        model.eval()
+        model(x)
+    return losses
+
+
+def decent(rank: int, n: int, kind: str) -> tuple[list[list[float]], bool]:
+    """Trains for two epochs; saves after the first and does the second once more. (losses by epoch, same bits)."""
+    model = wrap(kind)
+    losses = [epoch_of(model, kind, rank, 0)]
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizers": [each.state_dict() for each in model._optims],
+                           "lr_schedulers": [each.state_dict() for each in model._lr_schedulers]})  # fmt: skip
+    full = copy.deepcopy(model.full_state_dict())
+    losses.append(epoch_of(model, kind, rank, 1))
+    again = wrap(kind)
+    again.load_state_dict(full)
+    assert all(torch.equal(full[name], value) for name, value in saved["model"].items())
+    same = epoch_of(again, kind, rank, 1) == losses[1] and torch.equal(flat(again._model), flat(model._model))
+    return losses, same
+
+
+def sdtl(rank: int, n: int, name: str) -> tuple[list[list[float]], bool]:
+    """SDTL's main loop, with the state of its optimizers saved after the first epoch."""
+    def train(model: nn.Module, optimizer: Any, scheduler: Any, epoch: int) -> list[float]:
+        losses = []
+        model.train()
+        for data, target in draw(rank, epoch, "cnn"):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(data), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+        return losses
+
+    def made() -> tuple[nn.Module, Any, Any]:
+        model = network("cnn")
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+            p.data.div_(n)
+        local = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4, nesterov=True)
+        scheduler = MultiStepLR(local, milestones=[5], gamma=0.1)
+        return model, CommOptimizer(local, dist_optim_name=name, world_size=n, comm_period=4,
+                                    dist_pulling_strength=0.1, local_pulling_strength=0.1), scheduler  # fmt: skip
+
+    model, optimizer, scheduler = made()
+    losses = [train(model, optimizer, scheduler, 0)]
+    saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, scheduler)])
+    losses.append(train(model, optimizer, scheduler, 1))
+    others = made()
+    for each, state in zip(others, saved, strict=True):
+        each.load_state_dict(state)
+    return losses, train(*others, 1) == losses[1]
