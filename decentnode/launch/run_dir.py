@@ -96,7 +96,8 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
     for candidate in candidates:
         if (candidate / "nodes").is_dir():
             return candidate.resolve()
-    raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'")
+    there = "" if given.exists() or given.suffix not in (".yaml", ".yml") else ", and there is no such file"
+    raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'{there}")
 
 
 def home_of(run: Path) -> Path | None:

@@ -132,3 +132,8 @@ def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:
 def test_rounds_with_a_server_are_not_predicted_and_the_reason_is_said() -> None:
     _, skipped = Plan(ROOT / "configs" / "federated.yaml").predictions(Choices(graphs=("own",)))
     assert skipped and all("clients train between two exchanges" in each.reason for each in skipped)
+
+
+def test_schedules_in_which_nobody_waits_are_not_predicted() -> None:
+    _, skipped = Plan(ROOT / "configs" / "asynchronous.yaml").predictions(Choices(graphs=("own",)))
+    assert skipped and all("gossip_async, in which nodes are in different rounds" in each.reason for each in skipped)

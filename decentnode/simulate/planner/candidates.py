@@ -21,6 +21,7 @@ from decentnode.experiment.crosschecks.sharing import (
 )
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.virtual_time import LinksConfig
+from decentnode.node.schedules import SCHEDULES
 from decentnode.simulate.planner.predict import Prediction, predict
 from decentnode.simulate.virtual import local_steps, measured_step_seconds
 
@@ -158,6 +159,9 @@ class Plan:
                 problems = [each for check in CHECKS for each in check(experiment)]
                 if problems:
                     raise UsageError(problems[0].message)
+                if SCHEDULES[experiment.node.schedule].asynchronous:
+                    raise UsageError(f"schedule {experiment.node.schedule}, in which nodes are in different rounds, is "
+                                     "not predicted")  # fmt: skip
                 if experiment.servers():
                     raise UsageError(f"rounds of {experiment.sharing.name}, whose clients train between two exchanges, "
                                      "are not predicted")  # fmt: skip
