@@ -26,8 +26,9 @@ from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
 from decentnode.experiment.loading import RENAMED
+from decentnode.experiment.records import RunConfig
 from decentnode.experiment.simulation import SimulateConfig
-from decentnode.experiment.tree import Experiment, RunConfig
+from decentnode.experiment.tree import Experiment
 from decentnode.faults import FAULTS, Fault
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.mapping import MAPPINGS

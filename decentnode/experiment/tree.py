@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 import yaml
@@ -23,13 +23,13 @@ from decentnode.config.yaml_source import Item, Location
 from decentnode.data import DATASETS
 from decentnode.data.opened import OpenedData
 from decentnode.errors import GraphError, UsageError
+from decentnode.experiment.records import RunConfig
 from decentnode.experiment.simulation import SimulateConfig
 from decentnode.faults import AnyFault, Plan, resolve
 from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
 from decentnode.graph.growing import Growing
-from decentnode.logs import Level
 from decentnode.mapping import MAPPINGS
 from decentnode.mapping.base import Mapping as NodeMapping
 from decentnode.mapping.newcomer import Newcomer, WithNewcomer
@@ -64,36 +64,6 @@ def _file_safe(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError("must be at most 100 letters, digits, '.', '_' or '-' (it names a folder)")
     return name
-
-
-class ProfileConfig(Settings):
-    """Which round of which node torch's profiler looks at. It slows that round down."""
-
-    round: int = Field(ge=0)
-    """Counted from 0. The first rounds are not typical."""
-    uid: int = Field(0, ge=0)
-    """The node."""
-
-
-class RunConfig(Settings):
-    """Where the results of a run go."""
-
-    dir: Path = Path("runs")
-    """Folder in which every run makes its own. A path in the YAML is relative to the YAML, one on the command line to
-    the current directory."""
-    log_level: Annotated[Level, ADDED] = "info"
-    """Which lines nodes write to their log.txt: those of this level and above. Machines of one run may differ in it."""
-    record: Annotated[Literal["auto"] | bool, ADDED] = "auto"
-    """Whether nodes write to events.jsonl what they do with models: a digest of every payload that is sent or mixed,
-    generations that they enter and leave. `decentnode replay` repeats a run from it. auto: where rounds may go on
-    without a node (`node.missing`), and models are in the host's memory; and where the experiment has `faults`. Nodes
-    that all run in one process are recorded with true, or with faults, alone."""
-    trace: Annotated[int, Field(ge=0), ADDED] = 0
-    """Every so many rounds nodes write to trace.jsonl when they trained, sent, waited and mixed, and when they
-    evaluated; `decentnode trace` makes a time line of it. 0: never."""
-    profile: Annotated[ProfileConfig | None, ADDED] = None
-    """Of which round of which node torch's profiler writes profile_round_<round>.json into the node's folder, for
-    Perfetto and chrome://tracing; of none when not given."""
 
 
 class Experiment(Settings):

@@ -17,7 +17,7 @@ import decentnode
 from decentnode import clock
 from decentnode.errors import Diverged, EnvironmentFault, PeerLost
 from decentnode.experiment import Experiment
-from decentnode.experiment.tree import RunConfig
+from decentnode.experiment.records import RunConfig
 from decentnode.launch.messages import ChildMessage, Progress
 from decentnode.launch.run_dir import node_dir
 from decentnode.metrics.events import EventLog

@@ -2,6 +2,8 @@
 
 No lock, no clock, no thread: `receive/inbox.py` lets one thread in at a time and blocks. now: seconds of any monotonic
 clock.
+
+One file: whatever comes, and whoever waits, changes the one state; payloads and waits have files of their own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Two planes with their own sockets, control and bulk. A node listens on one ROUTER per plane and sends on one DEALER
 per plane and peer; frames only ever go from a DEALER to a ROUTER. One thread at a time is at the sockets: the node's
 own (io_thread.py), or that of all nodes of its process (process_io.py).
+
+One file: sockets are made, used, renewed and released by one owner, in this order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`Membership`: one node's side of agreeing on generations. Messages and ticks in, messages and events out."""
+"""`Membership`: one node's side of agreeing on generations. Messages and ticks in, messages and events out.
+
+One file: each message may change the one state of the node in it; who follows and who leads have files of their own.
+"""
 
 from __future__ import annotations
 
