@@ -72,7 +72,7 @@ class Supervised(Training):
         if config.evaluate_train is not None:
             self.evaluated += (EvaluatedSplit("train", TRAIN.prefix, shared=False),)
         self.num_samples = len(self._splits["train"][1])
-        self._own_sampler = self._make_sampler() if data.trains else None
+        self._sampler = self._make_sampler() if data.trains else None
         self.members: tuple[int, ...] | None = None
         self.dealt: list[Dealt] = [Dealt(0, 0, self._usable, 0)]
         self._deal_among = data.deal_among
@@ -111,7 +111,7 @@ class Supervised(Training):
 
     @property
     def _usable(self) -> int:
-        return 0 if self._own_sampler is None else self._own_sampler.usable
+        return 0 if self._sampler is None else self._sampler.usable
 
     def _make_sampler(self, purpose: str = "order of samples") -> Sampler:
         """purpose: of the random streams of the orders."""
@@ -166,9 +166,9 @@ class Supervised(Training):
     @property
     def sampler(self) -> Sampler:
         """The order of the training samples, and the place in it. Raises DataError of a node without any."""
-        if self._own_sampler is None:
+        if self._sampler is None:
             raise DataError(f"node {self._uid} serves others and has no training samples")
-        return self._own_sampler
+        return self._sampler
 
     # -- local steps ------------------------------------------------------------------------------------------
 
@@ -250,13 +250,13 @@ class Supervised(Training):
         source = Source(self._deal_again(epoch), self.model.device)
         self._splits["train"] = (source, torch.arange(len(source), device=self.model.device))
         self.num_samples = len(source)
-        self._own_sampler = self._make_sampler()
-        self._own_sampler.epoch = epoch
+        self._sampler = self._make_sampler()
+        self._sampler.epoch = epoch
 
     def deal_among(self, members: tuple[int, ...], generation: int, first_round: int) -> None:
         """As the contract. Raises DataError where the samples of others cannot be read here."""
         adopted, first = 0, self.members is None and not generation and not first_round
-        if self._own_sampler is not None and not first:  # the share that it has is that of all nodes
+        if self._sampler is not None and not first:  # the share that it has is that of all nodes
             if self._deal_among is None:
                 raise DataError(f"node {self._uid} cannot read the samples of other nodes, and adopts none")
             samples, adopted = self._deal_among(members)
@@ -264,7 +264,7 @@ class Supervised(Training):
             self._splits["train"] = (source, torch.arange(len(source), device=self.model.device))
             self.num_samples = len(source)
             named = f", generation {generation} from round {first_round}" if generation or first_round else ""
-            self._own_sampler = self._make_sampler(f"order of samples{named}")
+            self._sampler = self._make_sampler(f"order of samples{named}")
         self.members = members
         last = Dealt(generation, first_round, self._usable, adopted)
         self.dealt = [*(each for each in self.dealt[-KEPT_DEALT:] if each.trained), last]
@@ -337,10 +337,10 @@ class Supervised(Training):
 
     def skip_to(self, round: int) -> None:
         total = 0
-        if self._own_sampler is not None:
+        if self._sampler is not None:
             self._deal(0)
-            self._own_sampler.epoch, self._own_sampler.cursor = 0, 0
-        for _ in range(round if self._own_sampler is not None else 0):
+            self._sampler.epoch, self._sampler.cursor = 0, 0
+        for _ in range(round if self._sampler is not None else 0):
             self._deal(self.sampler.upcoming)
             steps = self.steps_per_round
             total += steps
@@ -355,8 +355,8 @@ class Supervised(Training):
         """Returns the state; its tensors are not copies, and the next round changes them."""
         return {
             "optimizer": self._optimizer.state_dict(), "ticks": self._schedule.ticks,
-            **({} if self._own_sampler is None
-               else {"epoch": self._own_sampler.epoch, "cursor": self._own_sampler.cursor}),
+            **({} if self._sampler is None
+               else {"epoch": self._sampler.epoch, "cursor": self._sampler.cursor}),
             **({} if self.members is None
                else {"members": list(self.members), "dealt": [list(astuple(each)) for each in self.dealt]}),
             **self._gradients.state_dict(),
@@ -376,7 +376,7 @@ class Supervised(Training):
                 dealt = [Dealt(*each) for each in state["dealt"]]
                 self.deal_among(tuple(state["members"]), dealt[-1].generation, dealt[-1].first_round)
                 self.dealt = dealt
-            if self._own_sampler is not None:
+            if self._sampler is not None:
                 self._deal(int(state["epoch"]))
                 self.sampler.epoch, self.sampler.cursor = int(state["epoch"]), int(state["cursor"])
         except (KeyError, ValueError, TypeError) as error:
