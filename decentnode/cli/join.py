@@ -44,8 +44,9 @@ def command(
     """Ask the run of which --seed is a member to admit this node, and take part until the run ends.
 
     The node gets its uid, its neighbors, the experiment and the mean of the members' models from the run. It imports no
-    code and reads no file because the run says so: data is found by the paths of --set. Ctrl-C or SIGTERM has it
-    finish its round and leave; the others go on at once without it.
+    code because the run says so. Where the experiment has paths of data, those files are read on this machine, as the
+    members read theirs, unless --set gives others. Ctrl-C or SIGTERM has it finish its round and leave; the others go
+    on at once without it.
     """
     from decentnode.launch.admission import Request, admitted, checked_text
 

@@ -109,8 +109,11 @@ def _asked(
 
 def checked_text(text: bytes) -> str:
     """The experiment that a member told, once it names nothing but components of this package: no module of the user's
-    own is imported, and no other file is read because the network says so. Raises AssemblyError."""
+    own is imported, and no other YAML is read because the network says so. Raises AssemblyError."""
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text.decode("utf-8"), yaml.SafeLoader)):
+            # a few lines of them stand for more than memory holds
+            raise AssemblyError("the experiment that the run told refers to parts of itself", [])
         plain = yaml.safe_load(text.decode("utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise AssemblyError(f"the experiment that the run told is not YAML: {str(error)[:200]}", []) from error

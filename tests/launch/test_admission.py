@@ -39,6 +39,7 @@ def test_one_that_does_not_is_refused_by_name(family: str) -> None:
     ("extends: /etc/passwd\n", "extends another file"), ("[1, 2]", "no sections"), ("a: [", "not YAML"),
     ("a: !!python/object/apply:os.system [ls]", "not YAML"), ("[" * 40 + "]" * 40, "no sections"),
     ("a: " + "[" * 40 + "]" * 40, "sections within sections"), ("\udcff", "not YAML"),
+    ("a: &a [1]\nb: [*a, *a]\n", "refers to parts of itself"),
 ])  # fmt: skip
 def test_nothing_in_the_experiment_is_trusted(text: str, why: str) -> None:
     with pytest.raises(AssemblyError, match=why):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import decentnode
 from decentnode import clock
 from decentnode.cli import main
 from decentnode.errors import ConfigError
@@ -19,7 +20,7 @@ from decentnode.node.fragment_exchange import RoundTimes
 from decentnode.node.trace import NodeTrace, TracedTimes
 from tests.report.test_runs import fake_run
 
-QUICKSTART = "decentnode/quickstart.yaml"
+QUICKSTART = str(Path(decentnode.__file__).with_name("quickstart.yaml"))
 
 
 def traced(path: Path) -> dict[str, Any]:

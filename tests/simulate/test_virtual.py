@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
+from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.report.runs import axes_of, lines
 from decentnode.simulate.links_file import read_links
@@ -111,3 +112,9 @@ def test_steps_are_measured_where_nobody_says() -> None:
     virtual = VirtualTime(make_clock(experiment, step_seconds=0.5))
     assert virtual.finished(0) == 0 and virtual.finished(3) == pytest.approx(7.5)
     assert virtual.finished(1, uid=2) == pytest.approx(2.5)
+
+
+def test_rounds_that_go_on_with_a_quorum_have_no_virtual_time() -> None:
+    with pytest.raises(ConfigError, match="not known of rounds that go on with a quorum"):
+        load(QUICKSTART, ["node.missing=return_weight", "simulate.links={node_mbit_per_second: 100}",
+                          "node.quorum={share: 0.5, grace_seconds: 0.1}"])  # fmt: skip

@@ -83,11 +83,16 @@ def steps_suit_control_variates(experiment: Experiment) -> Iterator[Problem]:
 
 
 def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
-    """Virtual seconds are those of rounds that begin with the local steps."""
+    """Virtual seconds are those of rounds that begin with the local steps, and in which all neighbors are waited
+    for."""
     rule: Any = load_class(experiment.sharing.name, SHARINGS, "sharing")
-    if not (isinstance(rule, type) and issubclass(rule, Federated)):
-        return
+    serves = isinstance(rule, type) and issubclass(rule, Federated)
     for key in ("compute", "links"):
-        if getattr(experiment.simulate, key) is not None:
+        if getattr(experiment.simulate, key) is None:
+            continue
+        if serves:
             yield Problem(("simulate", key), f": virtual seconds are not known of {experiment.sharing.name}, whose "
                           "clients train between two exchanges; leave it out", other=("sharing",))  # fmt: skip
+        if experiment.node.quorum is not None:
+            yield Problem(("simulate", key), ": virtual seconds are not known of rounds that go on with a quorum; "
+                          "leave it out", other=("node", "quorum"))  # fmt: skip
