@@ -150,7 +150,9 @@ def _own_file(path: str) -> str:
     every node of a process asks."""
     real = os.path.realpath(path)
     folders = real.split(os.sep)
-    installed = real.startswith(_elsewhere()) or "site-packages" in folders or "dist-packages" in folders
+    # As it is named, too: Debian's sitecustomize.py lies in Python's folder, as a link to /etc.
+    installed = any(each.startswith(_elsewhere()) for each in (real, os.path.abspath(path)))
+    installed = installed or "site-packages" in folders or "dist-packages" in folders
     return "" if installed else real
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,13 @@ def test_where_a_module_lies_is_looked_up_once_per_process(monkeypatch: pytest.M
     looked: list[str] = []
     monkeypatch.setattr(provenance.os.path, "realpath", looked.append)
     assert provenance.local_modules() == before and not looked
+
+
+def test_a_file_that_pythons_folder_links_to_is_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "etc" / "site.py").write_text("")
+    (tmp_path / "lib" / "site.py").symlink_to(tmp_path / "etc" / "site.py")
+    monkeypatch.setattr(provenance, "_elsewhere", lambda: (f"{tmp_path / 'lib'}{os.sep}",))
+    assert provenance._own_file(str(tmp_path / "lib" / "site.py")) == ""
+    assert provenance._own_file(str(tmp_path / "etc" / "site.py")) == str((tmp_path / "etc" / "site.py").resolve())
