@@ -70,13 +70,7 @@ def run_nodes(
     struck: list[NodeFaults] = []
     try:
         logs.set_level(experiment.run.log_level)
-        virtual = VirtualTime(make_clock(experiment)) if task.request.simulate and is_described(experiment) else None
-        if virtual is not None and SCHEDULES[experiment.node.schedule].asynchronous:
-            raise UsageError(
-                "simulate.compute and simulate.links must be left out with an asynchronous schedule, got "
-                f"{experiment.node.schedule}: a simulation steps all nodes round by round, while in virtual time they "
-                "would be in different ones; decentnode timeline says in which, decentnode run learns in real time"
-            )
+        virtual = _virtual_time(experiment) if task.request.simulate else None
         if task.request.simulate:
             choice = choose(experiment, resume=task.resume is not None)
             send(Engine(choice.name, choice.reason))
@@ -126,6 +120,19 @@ def run_nodes(
             each.close()
         for reporter in reporters.values():
             reporter.close()
+
+
+def _virtual_time(experiment: Experiment) -> VirtualTime | None:
+    """Of a simulation in a described world, else None. Raises UsageError for a schedule that it cannot be told of."""
+    if not is_described(experiment):
+        return None
+    if SCHEDULES[experiment.node.schedule].asynchronous:
+        raise UsageError(
+            "simulate.compute and simulate.links must be left out with an asynchronous schedule, got "
+            f"{experiment.node.schedule}: a simulation steps all nodes round by round, while in virtual time they "
+            "would be in different ones; decentnode timeline says in which, decentnode run learns in real time"
+        )
+    return VirtualTime(make_clock(experiment))
 
 
 def run_task(task: Task, channel: Pipe) -> int:

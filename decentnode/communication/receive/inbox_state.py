@@ -108,7 +108,7 @@ class InboxState:
 
     def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
         """Take one chunk; the buffer is kept. Raises PeerFault when it does not fit the schema or the moment."""
-        plan = self._plan(message, buffer)
+        self._check_schema(message, buffer)
         key = (message.round, message.phase)
         self.status.silent.discard(message.source)
         if self.mailbox.keeps(message.phase):
@@ -124,16 +124,9 @@ class InboxState:
         incoming = sources.get(message.source)
         if incoming is None:
             incoming = sources[message.source] = ChunkedPayload(tensors)
-        if not isinstance(incoming, ChunkedPayload) or incoming.has(message.tensor, message.chunk):
+        if not isinstance(incoming, ChunkedPayload):
             raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
-        known = incoming.totals[message.tensor]
-        if known is not None and known != message.total:
-            raise PeerFault("wrong_shape", f"{plan.name} of {message.total} elements after {known}")
-        incoming.totals[message.tensor] = message.total
-        incoming.buffers[message.tensor][message.chunk] = buffer
-        incoming.arrived = now
-        if message.scalars:
-            incoming.scalars = message.scalars
+        incoming.put(message, buffer, now)
         if not self.schemas[message.phase].elementwise:
             self._absorb(key, message.source, incoming)
         self._wake(key, message.source, incoming)
@@ -244,7 +237,7 @@ class InboxState:
             raise PeerFault("wrong_shape", f"slot of {lengths} elements")
         return [cut(tensor, 0, length) for tensor, length in zip(tensors, lengths, strict=True)]
 
-    def _plan(self, message: Chunk, buffer: memoryview) -> TensorPlan:
+    def _check_schema(self, message: Chunk, buffer: memoryview) -> None:
         if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):
             raise PeerFault("wrong_shape", f"tensor {message.tensor} of phase {message.phase}")
         plan = self.plans[message.phase][message.tensor]
@@ -253,7 +246,6 @@ class InboxState:
         start, stop = plan.bounds(message.chunk, message.total)
         if buffer.nbytes != (stop - start) * plan.spec.dtype.itemsize:
             raise PeerFault("wrong_size", f"{plan.name}: {buffer.nbytes} bytes for {stop - start} elements")
-        return plan
 
     def _absorb(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
         """Whole payloads are put together as they come, for this round and the next; later rounds wait."""

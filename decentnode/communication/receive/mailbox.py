@@ -92,16 +92,9 @@ class Mailbox:
             if not self._begins(entry, key, source, coming):
                 self._consumed(source, size)
                 return False
-        if not isinstance(coming, ChunkedPayload) or coming.has(message.tensor, message.chunk):
+        if not isinstance(coming, ChunkedPayload):
             raise PeerFault("duplicate_chunk", f"round {message.round} from {source}")
-        known = coming.totals[message.tensor]
-        if known is not None and known != message.total:
-            raise PeerFault("wrong_shape", f"{message.total} elements after {known}")
-        coming.totals[message.tensor] = message.total
-        coming.buffers[message.tensor][message.chunk] = buffer
-        coming.arrived = now
-        if message.scalars:
-            coming.scalars = message.scalars
+        coming.put(message, buffer, now)
         freed = coming.assemble()
         if freed:
             self._consumed(source, freed)

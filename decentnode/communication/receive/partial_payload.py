@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, from_buffer
+from decentnode.errors import PeerFault
 from decentnode.payload import Payload
-from decentnode.wire.messages import Scalars
+from decentnode.wire.messages import Chunk, Scalars
 
 SLOTS = 2
 """Payloads of one phase that a neighbor may hold in memory that others read: one is read while the next is written."""
@@ -118,6 +119,21 @@ class ChunkedPayload(PartialPayload):
         self.totals = [plan.expected for plan in plans]
         """Elements of each tensor as far as they are known."""
         self.assembled: list[Tensor] | None = None
+
+    def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
+        """Take one chunk, whose buffer is kept. Raises PeerFault for one that is here already, or that contradicts
+        another."""
+        if self.has(message.tensor, message.chunk):
+            raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
+        known = self.totals[message.tensor]
+        if known is not None and known != message.total:
+            name = self._plans[message.tensor].name
+            raise PeerFault("wrong_shape", f"{name} of {message.total} elements after {known}")
+        self.totals[message.tensor] = message.total
+        self.buffers[message.tensor][message.chunk] = buffer
+        self.arrived = now
+        if message.scalars:
+            self.scalars = message.scalars
 
     def has(self, tensor: int, chunk: int) -> bool:
         return chunk in self.buffers[tensor] or chunk in self.copied[tensor]

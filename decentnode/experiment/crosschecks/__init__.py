@@ -20,7 +20,6 @@ from decentnode.experiment.crosschecks.federated import (
     clients_suit_the_servers,
     models_suit_a_server,
     steps_suit_control_variates,
-    virtual_time_is_told,
 )
 from decentnode.experiment.crosschecks.graph import (
     fragment_graphs_can_be_made,
@@ -31,7 +30,7 @@ from decentnode.experiment.crosschecks.graph import (
 )
 from decentnode.experiment.crosschecks.model import model_can_be_trained
 from decentnode.experiment.crosschecks.parts import Check
-from decentnode.experiment.crosschecks.run import profile_is_of_the_run
+from decentnode.experiment.crosschecks.run import profile_is_of_the_run, virtual_time_is_told
 from decentnode.experiment.crosschecks.sharing import (
     everybody_hears_of_everybody,
     groups_suit_the_graph,

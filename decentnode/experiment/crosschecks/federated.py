@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, spec_of
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
-from decentnode.sharing import SHARINGS
-from decentnode.sharing.federated.rounds import Federated, FederatedConfig
+from decentnode.sharing.federated.rounds import FederatedConfig
 from decentnode.sharing.federated.scaffold import ScaffoldConfig
 from decentnode.training.supervised_config import SupervisedConfig
 
@@ -80,19 +77,3 @@ def steps_suit_control_variates(experiment: Experiment) -> Iterator[Problem]:
     if schedule.every == "step" and schedule.name != "constant":
         yield Problem(("training", "lr_schedule", "every"), f"must be round with {config.name}, whose steps of a round "
                       "have one learning rate, got step", other=("sharing",))  # fmt: skip
-
-
-def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
-    """Virtual seconds are those of rounds that begin with the local steps, and in which all neighbors are waited
-    for."""
-    rule: Any = load_class(experiment.sharing.name, SHARINGS, "sharing")
-    serves = isinstance(rule, type) and issubclass(rule, Federated)
-    for key in ("compute", "links"):
-        if getattr(experiment.simulate, key) is None:
-            continue
-        if serves:
-            yield Problem(("simulate", key), f": virtual seconds are not known of {experiment.sharing.name}, whose "
-                          "clients train between two exchanges; leave it out", other=("sharing",))  # fmt: skip
-        if experiment.node.quorum is not None:
-            yield Problem(("simulate", key), ": virtual seconds are not known of rounds that go on with a quorum; "
-                          "leave it out", other=("node", "quorum"))  # fmt: skip

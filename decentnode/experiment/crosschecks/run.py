@@ -1,12 +1,16 @@
-"""Whether what is asked of the records of a run fits its rounds and nodes."""
+"""Whether what is asked to be kept and told of a run fits its rounds and nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
 from decentnode.experiment.crosschecks.parts import graph_of
 from decentnode.experiment.tree import Experiment
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.federated.rounds import Federated
 
 
 def profile_is_of_the_run(experiment: Experiment) -> Iterator[Problem]:
@@ -20,3 +24,19 @@ def profile_is_of_the_run(experiment: Experiment) -> Iterator[Problem]:
     if graph is not None and profile.uid >= graph.num_nodes:
         yield Problem(("run", "profile", "uid"), f": the run has nodes 0 to {graph.num_nodes - 1}, got {profile.uid}",
                       other=("graph",))  # fmt: skip
+
+
+def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
+    """Virtual seconds are those of rounds that begin with the local steps, and in which all neighbors are waited
+    for."""
+    rule: Any = load_class(experiment.sharing.name, SHARINGS, "sharing")
+    serves = isinstance(rule, type) and issubclass(rule, Federated)
+    for key in ("compute", "links"):
+        if getattr(experiment.simulate, key) is None:
+            continue
+        if serves:
+            yield Problem(("simulate", key), f": virtual seconds are not known of {experiment.sharing.name}, whose "
+                          "clients train between two exchanges; leave it out", other=("sharing",))  # fmt: skip
+        if experiment.node.quorum is not None:
+            yield Problem(("simulate", key), ": virtual seconds are not known of rounds that go on with a quorum; "
+                          "leave it out", other=("node", "quorum"))  # fmt: skip
