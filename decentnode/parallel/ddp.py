@@ -1,6 +1,6 @@
 """DecentralizedDataParallel: data parallel training of any module by gossip instead of all-reduce.
 
-One file: it is one module of torch; buckets, plan, exchange and steps of the optimizer have files of their own.
+It is one module of torch; buckets, plan, exchange, steps of the optimizer and averages have files of their own.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from decentnode.graph.base import Graph
-from decentnode.optim.functions import DECAYED
-from decentnode.optim.parts import divided, divisible, restricted
-from decentnode.parallel.advance import AdamSteps
+from decentnode.optim.parts import divisible
+from decentnode.parallel.agreement import check_all_alike, tag_parameters
+from decentnode.parallel.averages import GlobalAverage, consensus_distance
 from decentnode.parallel.backward import BackwardWatch, tensors_in
 from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.copies import DetachedModel
-from decentnode.parallel.exchange import BucketExchange, mean_over_ranks
+from decentnode.parallel.exchange import BucketExchange
+from decentnode.parallel.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
 from decentnode.parallel.process_group import (
     broadcast_all,
@@ -35,19 +36,14 @@ from decentnode.parallel.process_group import (
     together,
 )
 from decentnode.parallel.refusals import check_optimizer, check_parameters, refuse_compiled_autograd
-from decentnode.parallel.resume import recut
+from decentnode.parallel.resume import layout, recut, renamed_entries
 from decentnode.parallel.shared_memory import SharedMemoryExchange, usable
 from decentnode.parallel.shutdown import close_at_exit, keep
 from decentnode.parallel.topology_names import TopologyLike, make_topology
 
 logger = logging.getLogger(__name__)
 
-EXTRA = "_extra_state"
-"""The entry of `state_dict` that holds everything but the module."""
-
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
-
-_NORMS = (torch.nn.modules.batchnorm._NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm)
 
 
 class _IdleHook(JoinHook):
@@ -134,10 +130,10 @@ class DecentralizedDataParallel(Module, Joinable):
                               else optimizer([p for _, p in self._named]))  # type: ignore[misc]  # fmt: skip
             self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
             check_optimizer(self.optimizer, self.lr_scheduler)
-        self._scaler, self._clip, self._average_buffers = scaler, grad_clip_norm, sync_buffer_in_global_avg
-        self._index_parts(param_as_bucket_view)
-        self._factor = 1.0
-        self._backup: list[Tensor] | None = None
+        self._scaler, self._clip, self._factor = scaler, grad_clip_norm, 1.0
+        self._part_steps = PartSteps(self._buckets) if suit_part_by_part(self._buckets) else None
+        """None where steps are taken of all parameters at once."""
+        self._average = GlobalAverage(model, [p for _, p in self._named], sync_buffer_in_global_avg)
         self._told_revert = False
         self.steps = 0
         """Steps taken: the round of the topology that the next exchange has."""
@@ -157,19 +153,10 @@ class DecentralizedDataParallel(Module, Joinable):
             check_parameters(self._named)
             graph = self._make_topology(topology, local_world_size)
             plan = Plan(graph, sharing_named(sharing), self.rank)
-        self._check_all_alike(model, graph, plan, self._named[0][1].device)
+        check_all_alike(model, plan, self._named[0][1].device)
         broadcast_all([*model.parameters(), *model.buffers()])
-        self._tag_parameters()
+        tag_parameters(model)
         return plan
-
-    def _index_parts(self, param_as_bucket_view: bool) -> None:
-        """Notes which part of a bucket each parameter is in, and whether steps may be taken part by part."""
-        parts = [part for bucket in self._buckets for part in bucket.parts]
-        self._part_of: dict[Tensor, int] = {p: number for number, part in enumerate(parts) for p in part.params}
-        self._adam = {part: AdamSteps(part.params) for part in parts if part.even}
-        self._part_by_part = param_as_bucket_view and all(
-            bucket.flat.device.type == "cpu" and not bucket.rule.requirements.sequential for bucket in self._buckets
-        )
 
     def _begin(self) -> None:
         """Watches backward passes from now on, and starts the exchange of the initial parameters."""
@@ -182,18 +169,6 @@ class DecentralizedDataParallel(Module, Joinable):
         self._launch(0)
         for bucket in self._buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
-
-    def _check_all_alike(self, model: Module, graph: Graph, plan: Plan, device: torch.device) -> None:
-        """Blocking. Raises AssemblyError naming a rank with other parameters, another topology or rule."""
-        rows = [f"{self.world_size} ranks"] + [
-            f"round {r}: {source}->{uid} {weight:.12g}" for r in range(min(graph.period or 4, 32))
-            for uid in range(min(self.world_size, 64)) for source, weight in graph.weights(uid, r).items()
-        ]  # fmt: skip
-        words = {True: "trained", False: "frozen"}
-        parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
-        check_alike("list of parameters", parameters, device)
-        check_alike("topology", rows, device)
-        check_alike("sharing rule", [plan.describe()], device)
 
     def _make_exchange(self, transport: str, timeout_seconds: float, device: torch.device) -> BucketExchange:
         """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
@@ -217,16 +192,10 @@ class DecentralizedDataParallel(Module, Joinable):
         if hasattr(self, "_watch"):
             self.close()
 
-    def _tag_parameters(self) -> None:
-        """Marks the parameters that weight decay applies to: all but those of norms, and biases."""
-        for module in self.module.modules():
-            for name, p in module.named_parameters(recurse=False):
-                setattr(p, DECAYED, not isinstance(module, _NORMS) and not name.endswith("bias") and p.dim() >= 2)
-
     # -- training ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._backup is not None and self.training and torch.is_grad_enabled():
+        if self._average.local is not None and self.training and torch.is_grad_enabled():
             self._train_on_after_average()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -251,8 +220,8 @@ class DecentralizedDataParallel(Module, Joinable):
         Join.notify_join_context(self)
         if self._scaler is None and self._clip > 0:
             self._clip_gradients()
-        if self._scaler is None and self._part_by_part and divisible(self.optimizer):
-            self._step_by_parts()
+        if self._scaler is None and self._part_steps is not None and divisible(self.optimizer):
+            self._part_steps.take(self.optimizer, self._exchange, self._round(self.steps + 1), self._factor)
         else:
             self._step_at_once()
         self.optimizer.zero_grad(set_to_none=True)
@@ -300,36 +269,6 @@ class DecentralizedDataParallel(Module, Joinable):
             self.optimizer.step()
         self._launch(self.steps + 1)
 
-    def _step_by_parts(self) -> None:
-        """Mixes, updates and sends one part of a bucket after the other, while the cache holds it."""
-        groups = iter(divided(self.optimizer, self._part_of, sum(len(bucket.parts) for bucket in self._buckets)))
-        exchange = self._exchange
-        exchange.begin(self._round(self.steps + 1))
-        for bucket in self._buckets:
-            bucket.gather()
-            flight = exchange.arrive(bucket)
-            one_pass = exchange.one_pass(bucket, flight)
-            for part in bucket.parts:
-                mine = next(groups)
-                adam = self._adam.get(part) if one_pass else None
-                rows = adam.take(self.optimizer, mine) if adam is not None else None
-                if rows is not None:
-                    exchange.advance(bucket, part, flight, self._factor, rows)
-                    continue
-                if flight is not None:
-                    exchange.mix(bucket, part, flight, self._factor, part.small)
-                self._update(mine)
-                exchange.snapshot(bucket, part, part.small)
-            if flight is not None:
-                exchange.release(bucket)
-            exchange.depart(bucket)
-        self._update(next(groups))
-
-    def _update(self, groups: list[dict[str, Any]]) -> None:
-        if groups:
-            with restricted(self.optimizer, groups):
-                self.optimizer.step()
-
     def _clip_gradients(self) -> None:
         torch.nn.utils.clip_grad_norm_([p for _, p in self._named], self._clip)
 
@@ -371,39 +310,25 @@ class DecentralizedDataParallel(Module, Joinable):
 
     # -- the average model ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         """Blocking: replaces every rank's model by the mean of all; all ranks have to call it.
 
         will_revert: keeps the local model, which `revert_global_avg` or the next training step restores.
         return_d2c: returns the distance of this rank's parameters to the mean, 0 if they are the mean already.
         """
-        if self._backup is not None:
+        if self._average.local is not None:
             return 0.0 if return_d2c else None
-        tensors = self._averaged_tensors()
-        if will_revert:
-            self._backup = [tensor.detach().clone() for tensor in tensors]
-        else:
+        if not will_revert:
             self._exchange.drain()
-        square = 0.0
         with self._exchange.average("global_avg"):
-            for number, tensor in enumerate(tensors):
-                mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
-                if return_d2c and number < len(self._named):
-                    square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
-                tensor.detach().copy_(mean)
+            distance = self._average.take(keep=will_revert, measure=return_d2c)
         if not will_revert:
             self._launch(self.steps)
-        return square**0.5 if return_d2c else None
+        return distance if return_d2c else None
 
-    @torch.no_grad()
     def revert_global_avg(self) -> None:
         """Restores the local model, if `global_avg` kept one."""
-        if self._backup is None:
-            return
-        for tensor, kept in zip(self._averaged_tensors(), self._backup, strict=True):
-            tensor.detach().copy_(kept)
-        self._backup = None
+        self._average.revert()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -414,24 +339,12 @@ class DecentralizedDataParallel(Module, Joinable):
         finally:
             self.revert_global_avg()
 
-    def _averaged_tensors(self) -> list[Tensor]:
-        floats = [b for b in self.module.buffers() if b.is_floating_point()] if self._average_buffers else []
-        return [p for _, p in self._named] + floats
-
     # -- metrics ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def consensus_distance(self) -> float:
         """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||; blocking, all ranks have to call it."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self._buckets[0].flat.device)
         with self._exchange.average("consensus_distance"):
-            for bucket in self._buckets:
-                bucket.gather()
-                mean = mean_over_ranks(bucket.flat.clone())
-                sums[0] += (bucket.flat.double() - mean.double()).square().sum()
-                sums[1] += mean.double().square().sum()
-            mean_over_ranks(sums)
-        return float((sums[0] / sums[1].clamp_min(1e-300)).sqrt())
+            return consensus_distance(self._buckets)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -453,16 +366,13 @@ class DecentralizedDataParallel(Module, Joinable):
             "learning_rate": self._learning_rate,
             "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "sharing": [bucket.rule.state_dict() for bucket in self._buckets], "layout": self._layout(),
+            "sharing": [bucket.rule.state_dict() for bucket in self._buckets],
+            "layout": layout(self._buckets, self._named),
         }  # fmt: skip
-
-    def _layout(self) -> list[list[tuple[str, int]]]:
-        names = {p: name for name, p in self._named}
-        return [[(names[p], p.numel()) for p in bucket.params] for bucket in self._buckets]
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError, having loaded nothing, for a sharing rule's state that does not fit these buckets."""
-        kept = recut(state["sharing"], state.get("layout"), self._layout())
+        kept = recut(state["sharing"], state.get("layout"), layout(self._buckets, self._named))
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
@@ -475,12 +385,7 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a state by the names that this object gives them."""
-        found = dict(state_dict)
-        if found and not any(name.startswith("module.") for name in found):  # the module's own
-            found = {name if name == EXTRA else f"module.{name}": value for name, value in found.items()}
-        if EXTRA not in found:  # as in files of torch's DistributedDataParallel
-            found[EXTRA] = self.get_extra_state()
-        return found
+        return renamed_entries(state_dict, self.get_extra_state)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state and starts a new exchange. Blocking: all ranks have to load, each its own or all the same.
@@ -493,7 +398,7 @@ class DecentralizedDataParallel(Module, Joinable):
         if assign:
             raise ValueError("assign=True would take the parameters out of their buckets")
         self._exchange.drain()
-        self._backup = None
+        self._average.local = None
         with self._exchange.average("load_state_dict"):
             with together("load the state"):
                 result = super().load_state_dict(self._known_names(state_dict), strict=strict, assign=assign)

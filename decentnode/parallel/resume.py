@@ -1,33 +1,55 @@
-"""What sharing rules keep per bucket, cut anew where a saved run had other buckets."""
+"""States of other runs, as this one can load them: entries by its names, and what sharing rules keep, cut anew."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decentnode.parallel.buckets import Bucket
+
+EXTRA = "_extra_state"
+"""The entry of `state_dict` that holds everything but the module."""
+
 Layout = list[list[tuple[str, int]]]
 """[bucket]: its parameters in order, each with its number of elements."""
 
 
-def recut(states: Sequence[Any], saved: Layout | None, layout: Layout) -> list[Any]:
-    """The states of the rules of the buckets of `layout`, from those of the buckets of `saved`.
+def layout(buckets: Sequence[Bucket], named: Sequence[tuple[str, Tensor]]) -> Layout:
+    """Which parameters are in which bucket; named: all of them, with their names."""
+    names = {p: name for name, p in named}
+    return [[(names[p], p.numel()) for p in bucket.params] for bucket in buckets]
+
+
+def renamed_entries(state_dict: Mapping[str, Any], extra: Callable[[], Any]) -> dict[str, Any]:
+    """The entries of a state by the names that the wrapper gives them. extra: makes the entry EXTRA, where it has
+    none."""
+    found = dict(state_dict)
+    if found and not any(name.startswith("module.") for name in found):  # the module's own
+        found = {name if name == EXTRA else f"module.{name}": value for name, value in found.items()}
+    if EXTRA not in found:  # as in files of torch's DistributedDataParallel
+        found[EXTRA] = extra()
+    return found
+
+
+def recut(states: Sequence[Any], saved: Layout | None, wanted: Layout) -> list[Any]:
+    """The states of the rules of the buckets of `wanted`, from those of the buckets of `saved`.
 
     saved: None in files that do not tell it. Tensors with one value per element of a bucket are cut at the parameters;
     all else must be the same in every bucket. Raises ValueError where that is not so, or a parameter is missing.
     """
-    if saved is None and len(states) == len(layout):
+    if saved is None and len(states) == len(wanted):
         return list(states)
     if not any(states):
-        return [{} for _ in layout]
+        return [{} for _ in wanted]
     if saved is None:
-        raise ValueError(f"the state of the sharing rule must be of {len(layout)} buckets, got {len(states)}")
+        raise ValueError(f"the state of the sharing rule must be of {len(wanted)} buckets, got {len(states)}")
     told = [[(name, int(size)) for name, size in bucket] for bucket in saved]
-    if told == layout:
+    if told == wanted:
         return list(states)
-    return [_rebuilt(list(states), told, bucket, "sharing") for bucket in layout]
+    return [_rebuilt(list(states), told, bucket, "sharing") for bucket in wanted]
 
 
 def _rebuilt(values: list[Any], saved: Layout, bucket: list[tuple[str, int]], where: str) -> Any:

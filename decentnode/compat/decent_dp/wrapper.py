@@ -176,8 +176,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             self._launch(self.steps + 1)
             self.steps += 1
             return
-        if self._backup is not None and not self._average_reverts:
-            self._backup = None  # training goes on from the average: it is what the ranks exchange
+        if self._average.local is not None and not self._average_reverts:
+            self._average.local = None  # training goes on from the average: it is what the ranks exchange
             self._exchange.drain()
             self._launch(self.steps)
         super()._step()
@@ -200,7 +200,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         hooked = [each for each in optimizers if hasattr(each, "pre_average_hook")]
         if hooked:
             self._hooked = HookedMixing(self._buckets, hooked)
-            self._part_by_part = False
+            self._part_steps = None
 
     def _mix(self) -> None:
         if self._hooked is None:
@@ -213,18 +213,18 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     @torch.no_grad()
     def _put_average_aside(self) -> None:
         """Decent-DP takes the gradient at the average and mixes what was sent before it (faithful)."""
-        if self._backup is None:
+        if self._average.local is None:
             return
         view = self._plan.view(self._round(self.steps))
         share = (1 - view.weights[self.rank]) / max(1, len(view.sources))
         kept = 1 - self._factor + self._factor * (view.weights[self.rank] - share)
-        for p, local in zip(self._params, self._backup, strict=False):
+        for p, local in zip(self._params, self._average.local, strict=False):
             p.detach().sub_(local).mul_(kept).add_(local)
-        self._backup = None
+        self._average.local = None
 
     def revert_global_avg(self) -> None:
         """Restores the local model. Raises RuntimeError if `global_avg` kept none since the last step."""
-        if self._backup is None:
+        if self._average.local is None:
             raise RuntimeError("revert_global_avg needs a global_avg(will_revert=True) since the last step")
         super().revert_global_avg()
 
@@ -234,7 +234,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         try:
             yield
         finally:
-            if self._backup is not None:
+            if self._average.local is not None:
                 self.revert_global_avg()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

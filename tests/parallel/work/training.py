@@ -93,14 +93,14 @@ def by_parts(rank: int, n: int, name: str, transport: str, compiled: bool) -> tu
             model(), optimizer=OPTIMIZERS[name], topology="exp", grad_clip_norm=1.0, lr_scheduler_fn=schedule,
             transport=transport,  # type: ignore[arg-type]
         ))  # fmt: skip
-        update = made[way]._update if way == 0 else made[way].optimizer.step
+        update = made[way]._part_steps.update if way == 0 else made[way].optimizer.step
 
         def counted(*args: Any, way: int = way, update: Any = update) -> None:
             calls[way] += 1
             update(*args)
 
         if way == 0:
-            made[way]._update = counted  # type: ignore[method-assign]
+            made[way]._part_steps.update = counted  # type: ignore[method-assign]
         else:
             made[way].optimizer.step = counted  # type: ignore[method-assign]
     for t in range(5):

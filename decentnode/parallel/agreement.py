@@ -1,0 +1,34 @@
+"""What all ranks of a wrapper must have alike before they train: parameters, topology and sharing rule."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import GroupNorm, LayerNorm, Module
+from torch.nn.modules.batchnorm import _NormBase
+
+from decentnode.optim.functions import DECAYED
+from decentnode.parallel.plan import Plan
+from decentnode.parallel.process_group import check_alike
+
+_NORMS = (_NormBase, LayerNorm, GroupNorm)
+
+
+def check_all_alike(model: Module, plan: Plan, device: torch.device) -> None:
+    """Blocking. Raises AssemblyError naming a rank with other parameters, another topology or rule."""
+    graph = plan.graph
+    rows = [f"{graph.num_nodes} ranks"] + [
+        f"round {r}: {source}->{uid} {weight:.12g}" for r in range(min(graph.period or 4, 32))
+        for uid in range(min(graph.num_nodes, 64)) for source, weight in graph.weights(uid, r).items()
+    ]  # fmt: skip
+    words = {True: "trained", False: "frozen"}
+    parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
+    check_alike("list of parameters", parameters, device)
+    check_alike("topology", rows, device)
+    check_alike("sharing rule", [plan.describe()], device)
+
+
+def tag_parameters(model: Module) -> None:
+    """Marks the parameters that weight decay applies to: all but those of norms, and biases."""
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(p, DECAYED, not isinstance(module, _NORMS) and not name.endswith("bias") and p.dim() >= 2)

@@ -1,0 +1,65 @@
+"""Averages over all ranks: the mean model in place of the local one, and how far the ranks are from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.exchange import mean_over_ranks
+
+
+class GlobalAverage:
+    """Replaces a rank's model by the mean of all ranks' models, and brings the local model back."""
+
+    def __init__(self, module: Module, params: Sequence[Tensor], buffers: bool) -> None:
+        """params: of the module, those that are averaged. buffers: whether its floating-point buffers are, too."""
+        self._module, self._params, self._buffers = module, list(params), buffers
+        self.local: list[Tensor] | None = None
+        """The values that the local model had, while the module has the mean and may be brought back."""
+
+    @torch.no_grad()
+    def take(self, keep: bool, measure: bool) -> float:
+        """Blocking, on all ranks: replaces the values by their means over the ranks; keep: remembers those of this one.
+
+        Returns the distance of this rank's parameters to the mean, if `measure`; 0 otherwise.
+        """
+        tensors = self._tensors()
+        if keep:
+            self.local = [tensor.detach().clone() for tensor in tensors]
+        square = 0.0
+        for number, tensor in enumerate(tensors):
+            mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
+            if measure and number < len(self._params):
+                square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
+            tensor.detach().copy_(mean)
+        return square**0.5
+
+    @torch.no_grad()
+    def revert(self) -> None:
+        """Restores the local model, if one is remembered."""
+        if self.local is None:
+            return
+        for tensor, kept in zip(self._tensors(), self.local, strict=True):
+            tensor.detach().copy_(kept)
+        self.local = None
+
+    def _tensors(self) -> list[Tensor]:
+        buffers = self._module.buffers() if self._buffers else []
+        return self._params + [buffer for buffer in buffers if buffer.is_floating_point()]
+
+
+@torch.no_grad()
+def consensus_distance(buckets: Sequence[Bucket]) -> float:
+    """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||, of what the buckets hold; blocking, on all ranks."""
+    sums = torch.zeros(2, dtype=torch.float64, device=buckets[0].flat.device)
+    for bucket in buckets:
+        bucket.gather()
+        mean = mean_over_ranks(bucket.flat.clone())
+        sums[0] += (bucket.flat.double() - mean.double()).square().sum()
+        sums[1] += mean.double().square().sum()
+    mean_over_ranks(sums)
+    return float((sums[0] / sums[1].clamp_min(1e-300)).sqrt())
