@@ -82,7 +82,7 @@ def _take_part(
     """Run the node to its end. Returns the exit code. Blocking."""
     import os
 
-    from decentnode.cli.node import Teller, leave_on_signals
+    from decentnode.cli.node import Teller, leavable, leave_on_signals
     from decentnode.experiment import load
     from decentnode.launch import messages
     from decentnode.launch import run_dir as run_dirs
@@ -104,7 +104,8 @@ def _take_part(
         threads=computes[1] or os.cpu_count() or 1, run_id="", in_process=False, progress_seconds=1.0, socket_dir="",
         join=True,
     )
-    code = run_node(task, Link(told.tell, leave_on_signals, dict), newcomer)
+    with leavable(directory, uid, leave_on_signals) as attach:
+        code = run_node(task, Link(told.tell, attach, dict), newcomer)
     told.drain()
     if not quiet:
         click.echo(f"node {uid} ends with exit code {code}; its files are in {directory}")

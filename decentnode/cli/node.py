@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,8 @@ def command(
         told.tell(message)
         _keep(ledger, message)
 
-    code = run_node(task, Link(send, stop_on_signals, dict))
+    with leavable(directory, uid, stop_on_signals) as attach:
+        code = run_node(task, Link(send, attach, dict))
     if uid == 0:
         wall = clock.now() - started
         _summarize(facts, ledger, code, directory, told, Durations(told.joined_after(started), wall), as_json)
@@ -105,6 +106,36 @@ def stop_on_signals(node: Node) -> None:
 def leave_on_signals(node: Node) -> None:
     """The same, but a first signal has this node alone finish the round and leave."""
     on_signals(node.ask_leave)
+
+
+@contextlib.contextmanager
+def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iterator[Callable[[Node], None]]:
+    """While entered, `decentnode leave` reaches the node of this process that is given to the function that comes;
+    signals: takes it, too."""
+    from decentnode.launch import supervisor_file
+    from decentnode.launch.leaving import Watch
+    from decentnode.launch.run_dir import node_dir
+
+    nodes: list[Node] = []
+
+    def attach(node: Node) -> None:
+        signals(node)
+        nodes.append(node)
+
+    def leave() -> str:
+        refusal = nodes[0].refusal_to_leave() if nodes else "it takes part in no round yet"
+        if not refusal:
+            nodes[0].ask_leave()
+        return refusal
+
+    folder = node_dir(directory, uid)
+    supervisor_file.write(folder)
+    watch = Watch(directory, uid, leave)
+    try:
+        yield attach
+    finally:
+        watch.close()
+        supervisor_file.remove(folder)
 
 
 def on_signals(ask: Callable[[], None]) -> None:

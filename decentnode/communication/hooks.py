@@ -173,6 +173,10 @@ class Hooks(Generic[ConfigT]):
     def stop_asked(self) -> None:
         """Any thread: this node is to stop; it waits for nobody who could make up a generation with it any more."""
 
+    def refusal_to_leave(self, others: Collection[int] = ()) -> str:  # noqa: ARG002
+        """Any thread: returns why the others could not go on without this node (and `others`), "" where they can."""
+        return "the others would wait for it: node.missing is not regroup"
+
     def join(self) -> None:
         """Instead of `start`: this process comes to a run that has begun. Not blocking; `regroup` follows."""
         raise NotImplementedError(f"{type(self).__name__} has no generations of members")

@@ -183,6 +183,8 @@ class Finished:
     """From the lowest uid: the closing figures of every node."""
     modules: dict[str, str] = field(default_factory=dict)
     """Modules of the user's own that the node had imported in the end: name -> path."""
+    left: bool = False
+    """Whether this node alone was asked to leave before its last round, and the others go on."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,23 @@ class StopRun:
 
 
 @dataclass(frozen=True)
+class LeaveRun:
+    """This node alone is to end after the round under way; the answer is a LeaveAnswer."""
+
+    uid: int
+    others: list[int] = field(default_factory=list)
+    """Nodes of this machine that were asked before, and may not have left yet."""
+
+
+@dataclass(frozen=True)
+class LeaveAnswer:
+    """The node leaves after its round, or stays for this reason."""
+
+    uid: int
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class PeerFailure:
     """Another node of this machine failed."""
 
@@ -237,13 +256,13 @@ class PeerFailure:
 
 ChildMessage = (
     Facts | Header | Bound | NodeJoined | Engine | NodesAbsent | Progress | Finished | Failed | Closed | FaultDue |
-    Peers | StopRun | PeerFailure
+    Peers | StopRun | LeaveRun | LeaveAnswer | PeerFailure
 )
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Facts, Header, Bound, NodeJoined, Engine, NodesAbsent, Progress, Finished, Failed, Closed, Peers),
-        *(FaultDue, StopRun, PeerFailure),
+        *(FaultDue, StopRun, LeaveRun, LeaveAnswer, PeerFailure),
     )
 }

@@ -113,7 +113,7 @@ class StatusWriter(threading.Thread):
                     write_atomic(path, encode(found).decode())
 
     def close(self, ends: Mapping[int, str]) -> None:
-        """Write once more, with what each node's end was (finished, stopped, failed), by uid, and end the thread.
+        """Write once more, with what each node's end was (finished, stopped, left, failed), by uid, and end the thread.
         Blocking for 5 s at most."""
         self._ends = dict(ends)
         self._over.set()
@@ -164,13 +164,13 @@ class NodeRecords:
             self._events[uid]("joined")
 
     def over(self, node: Node, stopped: bool) -> None:
-        """This node's last round is over, or the last before a stop."""
-        end = self._ends[node.uid] = "stopped" if stopped else "finished"
+        """This node's last round is over, or the last before a stop, or before it left."""
+        end = self._ends[node.uid] = "left" if node.left else "stopped" if stopped else "finished"
         if node.uid in self._events:
             course = node.communication.fault_course
             for kind, count in sorted(course.touched.items() if course is not None else ()):
                 self._events[node.uid]("fault", None, f"{kind}: {count} messages")
-            self._events[node.uid](end, None, f"{node.round} rounds")
+            self._events[node.uid]("left_run" if node.left else end, None, f"{node.round} rounds")
 
     def failed(self, uid: int, error: BaseException, *, alone: bool = False) -> None:
         """Node `uid` raised: it failed, and, unless it did so alone, the others of this process lost it."""

@@ -35,6 +35,8 @@ from decentnode.launch.messages import (
     Failed,
     FaultDue,
     Finished,
+    LeaveAnswer,
+    LeaveRun,
     NodeJoined,
     NodesAbsent,
     PeerFailure,
@@ -93,6 +95,17 @@ class Commands:
                     self._early.append(message)
                 for node in self._nodes.values():
                     self._obey(node, message)
+                if isinstance(message, LeaveRun):
+                    self._leave(message)
+
+    def _leave(self, asked: LeaveRun) -> None:
+        """Have a node leave, or say why it stays. A full pipe costs the answer alone."""
+        node = self._nodes.get(asked.uid)
+        refusal = "it takes part in no round yet" if node is None else node.refusal_to_leave(asked.others)
+        if node is not None and not refusal:
+            node.ask_leave()
+        with contextlib.suppress(OSError):
+            self._channel.send(LeaveAnswer(asked.uid, refusal))
 
     @staticmethod
     def _obey(node: Node, message: ChildMessage) -> None:
@@ -257,12 +270,12 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
         if node.faults is not None:
             node.faults.close()
         reporter.close()
-        stopped = not node.over
+        stopped = not node.over and not node.left
         records.over(node, stopped)
         records.close()
         reports = {str(other): figures for other, figures in node.reports.items()}
-        send(Finished(uid, node.figures(), stopped, reports, local_modules()))
-        return Interrupted.exit_code if stopped and not node.left else 0
+        send(Finished(uid, node.figures(), stopped, reports, local_modules(), node.left))
+        return Interrupted.exit_code if stopped else 0
     except BaseException as error:
         if records is not None:
             records.failed(uid, error)

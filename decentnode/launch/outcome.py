@@ -68,6 +68,8 @@ class Ledger:
     failures: list[Failed] = field(default_factory=list)
     lost: dict[int, Failed] = field(default_factory=dict)
     """Local nodes that the others went on without."""
+    left: dict[int, Finished] = field(default_factory=dict)
+    """Local nodes that left in peace, because they were asked to."""
     restarts: dict[int, int] = field(default_factory=dict)
     """How often each node was started again."""
     resumed: Mapping[str, Any] | None = None
@@ -91,7 +93,7 @@ class Ledger:
 
     def catch_up(self) -> None:
         """Take from their files the last figures of nodes that have not reported closing ones."""
-        for uid in self.latest.keys() - self.finished.keys():
+        for uid in self.latest.keys() - self.finished.keys() - self.left.keys():
             self._catch_up(uid)
 
     def _catch_up(self, uid: int) -> int:
@@ -115,7 +117,7 @@ class Ledger:
         """Returns last known bytes that are in no node's closing figures: of earlier processes, and of nodes that
         left."""
         told, found = self.figures(), Counter(self._earlier)
-        for uid, figures in self.latest.items():
+        for uid, figures in (self.latest | {uid: each.figures for uid, each in self.left.items()}).items():
             if uid not in told:
                 found.update({key: figures[key] for key in BYTES if key in figures})
         return found
@@ -141,7 +143,7 @@ class Ledger:
 
     def figures(self) -> dict[int, Figures]:
         """Returns by uid the closing figures of every node that has reported them, else the last known ones."""
-        found = dict(self.latest)
+        found = self.latest | {uid: each.figures for uid, each in self.left.items()}
         for uid, finished in self.finished.items():
             found[uid] = finished.figures
         for finished in self.finished.values():
@@ -231,11 +233,14 @@ def summary(
         "task": facts.task,
         **summaries.combine(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.bytes_beside()),
     }
-    if ledger.lost or ledger.members:
-        members = ledger.members or [uid for uid in range(facts.num_nodes) if uid not in ledger.lost]
+    if ledger.lost or ledger.left or ledger.members:
+        gone = {*ledger.lost, *ledger.left}
+        members = ledger.members or [uid for uid in range(facts.num_nodes) if uid not in gone]
         found["lost"] = {str(uid): failed.title for uid, failed in sorted(ledger.lost.items())}
         found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
         found["members"] = members
+    if ledger.left:
+        found["left"] = {str(uid): each.figures.get("rounds", 0) for uid, each in sorted(ledger.left.items())}
     if samples := ledger.samples():
         found["samples"] = samples
     if ledger.engine is not None:

@@ -23,6 +23,7 @@ from decentnode.errors import (
     UsageError,
 )
 from decentnode.launch.checked import check_run
+from decentnode.launch.leaving import Leaving
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
@@ -33,6 +34,7 @@ from decentnode.launch.messages import (
     FaultDue,
     Finished,
     Header,
+    LeaveAnswer,
     NodeJoined,
     NodesAbsent,
     PeerFailure,
@@ -110,6 +112,7 @@ class Run:
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
         self._sockets = SocketDir()
         self._strikes = Strikes(facts.faults, facts.local, self.directory)
+        self._leaving = Leaving(facts, self.directory)
         self._phase_since = self._noticed = clock.now()
 
     # -- starting ---------------------------------------------------------------------------------------------
@@ -157,6 +160,7 @@ class Run:
             patience = min(TICK_SECONDS, max(0.0, self._strikes.next - clock.now()))
             ready = set(wait(list(sources), timeout=patience))
             self._strikes.tick(clock.now(), self)
+            self._leaving.tick(clock.now(), self)
             if self.signals.fileno() in ready:
                 self.signals.clear()
             self._on_signals()
@@ -209,24 +213,41 @@ class Run:
             self.observer.notice(engine_notice(message))
         elif isinstance(message, FaultDue):
             self._strikes.strike(message.uid, message.index, self)
+        elif isinstance(message, LeaveAnswer):
+            self._leaving.answered(message, self)
         elif isinstance(message, Finished):
-            self._strikes.stop()
+            self._leaving.ended(message)
             worker.finished.add(message.uid)
-            self.ledger.finished[message.uid] = message
             if self.records is not None:
                 self.records.keep_modules(message.modules)
             self.ledger.lost.pop(message.uid, None)
+            if message.left:
+                self._on_left(worker, message)
+                return
+            self._strikes.stop()
+            self.ledger.finished[message.uid] = message
             self._first_finish = self._first_finish or clock.now()
             worker.leaving_since = clock.now() if worker.over else None
             if message.stopped:
                 # also where another machine was asked: a node that is on its way back into the run hears it here
                 self._tell_all(StopRun())
         elif isinstance(message, Failed):
+            self._leaving.ended(message)
             worker.failed.add(message.uid)
             worker.leaving_since = clock.now() if worker.over else None
             self._on_death(message)
         elif isinstance(message, Closed) and not worker.over:
             self._start_apart(worker, message.uid)
+
+    def _on_left(self, worker: Worker, message: Finished) -> None:
+        """A node left in peace: the others go on, and its end is not that of the run."""
+        self.ledger.left[message.uid] = message
+        worker.leaving_since = clock.now() if worker.over else None
+        self.notice(f"node {message.uid} left after round {message.figures.get('rounds', 0)}: the others go on")
+
+    def notice(self, text: str) -> None:
+        """As `LeavingRun.notice`."""
+        self.observer.notice(text)
 
     def _on_all_joined(self) -> None:
         self._enter("running")
@@ -444,6 +465,7 @@ class Run:
     def close(self) -> None:
         """Kill and reap every child, and remove the socket folder. Idempotent."""
         end_all(self.workers)
+        self._leaving.close()
         self._sockets.remove()
 
     def conclude(self) -> Outcome:
@@ -452,13 +474,14 @@ class Run:
         if not self._killed_by_user:
             checked = check_run(self.directory, self.facts, self.ledger, self.observer)
         self._tell_cause()
-        if self.ledger.lost and not self.ledger.finished:  # nobody was left to go on
+        if self.ledger.lost and not self.ledger.finished and not self.ledger.left:  # nobody was left to go on
             lost = self.ledger.lost.values()
             self.ledger.failures += [failed for failed in lost if failed.exit_code != Interrupted.exit_code]
             self._tell_cause()
         cause = first_cause(self.ledger.failures)
-        gone = {*self.ledger.finished, *self.ledger.lost}
-        done = bool(self.ledger.finished) and gone.issuperset(self.facts.local) and not self.ledger.stopped
+        gone = {*self.ledger.finished, *self.ledger.lost, *self.ledger.left}
+        ended = bool(self.ledger.finished or self.ledger.left)
+        done = ended and gone.issuperset(self.facts.local) and not self.ledger.stopped
         if self._killed_by_user:
             exit_code = self.signals.exit_code
         elif cause is not None:
@@ -478,6 +501,6 @@ class Run:
             for notice in self.records.notices:
                 self.observer.notice(notice)
         together = {each.uid for each in self.ledger.failures if cause is not None and each.title == cause.title}
-        ended = {*together, *self.ledger.finished}
-        followers = tuple(uid for uid in self.facts.local if uid not in ended) if cause else ()
+        told = {*together, *self.ledger.finished, *self.ledger.left}
+        followers = tuple(uid for uid in self.facts.local if uid not in told) if cause else ()
         return Outcome(exit_code, self.directory, found, cause, followers, tuple(self.silent))

@@ -194,7 +194,7 @@ class _SeveralNodes:
         except BaseException as reason:
             self._fail(hosted, reason)
             return
-        hosted.stopped = not node.over
+        hosted.stopped = not node.over and not node.left
         self._commands.detach(uid)
         self._leave(uid, functools.partial(self._finish, hosted))
 
@@ -206,7 +206,7 @@ class _SeveralNodes:
         self._records.over(node, hosted.stopped)
         reports = {str(other): figures for other, figures in node.reports.items()}
         with contextlib.suppress(OSError):
-            self._send(Finished(node.uid, node.figures(), hosted.stopped, reports, self._modules()))
+            self._send(Finished(node.uid, node.figures(), hosted.stopped, reports, self._modules(), node.left))
 
     def _modules(self) -> dict[str, str]:
         """Those of the user's own: looked for again only where more were imported since, as a look takes

@@ -52,12 +52,25 @@ def remove(run: Path) -> None:
 
 def died(run: Path) -> str:
     """Returns a sentence when the run's supervisor was killed before it could end the run, else ""."""
+    found = _of(run)
+    if found is None or not found.gone:
+        return ""
+    return f"the run ended without a word: its supervisor, process {found.pid}, is gone"
+
+
+def ended(run: Path, node: Path) -> str:
+    """Returns a sentence when nothing runs a node of a run any more, else "". node: its folder, which has the file
+    where the node has no supervisor but itself."""
+    there = [folder for folder in (node, run) if (folder / FILE).exists()]
+    return died(there[0]) if there else "the run is over"
+
+
+def _of(run: Path) -> Supervisor | None:
     try:
         fields = json.loads((run / FILE).read_text(encoding="utf-8"))
-        found = Supervisor(int(fields["pid"]), str(fields["began"]), str(fields["host"]), str(fields["boot"]))
+        return Supervisor(int(fields["pid"]), str(fields["began"]), str(fields["host"]), str(fields["boot"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return f"the run ended without a word: its supervisor, process {found.pid}, is gone" if found.gone else ""
+        return None
 
 
 def _runs(pid: int) -> bool:

@@ -20,6 +20,7 @@ EVENTS: dict[str, str] = {
     "joined": "the node joined the run",
     "stopped": "the node stopped before its last round, because it was asked to",
     "finished": "the node finished its last round",
+    "left_run": "the node left before its last round, because it alone was asked to",
     "failed": "the node failed",
     "peer_lost": "a peer did not answer in time, or failed",
     "diverged": "the model held NaN or infinity",

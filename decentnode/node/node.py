@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -177,6 +177,12 @@ class Node:
         """Have this node alone end after the round under way. With `node.missing: regroup` the others, which hear of it
         when the communication is closed, go on at once without it. Any thread or signal handler may call it."""
         self._leave_asked = True
+
+    def refusal_to_leave(self, others: Collection[int] = ()) -> str:
+        """Any thread: returns why this node may not leave, or "". others: who leaves, too."""
+        if self.over or self.communication.stopping:
+            return "the run ends at this moment"
+        return self.communication.refusal_to_leave(others)
 
     @property
     def left(self) -> bool:

@@ -31,7 +31,14 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     others = ("evaluation", "protocol", "control")
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}" for purpose in others)
     found = [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
-    return [*found, *_losses(summary), *_checkpoints(summary)]
+    return [*found, *_left(summary), *_losses(summary), *_checkpoints(summary)]
+
+
+def _left(summary: Mapping[str, Any]) -> list[str]:
+    """Of nodes of this machine that were asked to leave."""
+    told = [f"node {uid} after round {after}" for uid, after in summary.get("left", {}).items()]
+    more = f" and {plural(len(told) - MOST_NAMED, 'other')}" if len(told) > MOST_NAMED else ""
+    return [f"left     {', '.join(told[:MOST_NAMED])}{more}, as asked"] if told else []
 
 
 def _main_metric(summary: Mapping[str, Any]) -> str:

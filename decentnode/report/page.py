@@ -37,7 +37,7 @@ MOST_PAIRS, MOST_EVENTS, MOST_GRAPH_NODES, MOST_WAITING_NODES = 12, 60, 400, 256
 waits."""
 EVENTS_IN_ORDER = frozenset({
     "joined", "failed", "peer_lost", "diverged", "generation", "generation_over", "refused", "outside", "stopped",
-    "stranger", "wrong_identity",
+    "left_run", "stranger", "wrong_identity",
 })  # fmt: skip
 """Kinds of events that are told one by one; all others are counted."""
 PURPOSES = {

@@ -14,6 +14,8 @@ from rich.text import Text
 from decentnode import clock
 from decentnode.words import duration, size
 
+ENDS = ("finished", "stopped", "left", "failed")
+"""What a node says that it did when it has ended."""
 SILENT_SECONDS = 5.0
 """A node on this machine that has not written for so long and whose process is gone has died."""
 
@@ -32,14 +34,14 @@ def read(run: Path) -> dict[int, dict[str, Any]]:
 
 def going(statuses: dict[int, dict[str, Any]]) -> bool:
     """Returns whether a node has not ended yet."""
-    return any(state_of(status) not in ("finished", "stopped", "failed", "gone") for status in statuses.values())
+    return any(state_of(status) not in (*ENDS, "gone") for status in statuses.values())
 
 
 def state_of(status: dict[str, Any]) -> str:
     """Returns the activity of a node; "gone" when its process died without a final status."""
     doing = str(status.get("doing", ""))
     silent = clock.wall() - float(status.get("time", 0)) > SILENT_SECONDS
-    if doing in ("finished", "stopped", "failed") or not silent:
+    if doing in ENDS or not silent:
         return doing
     return doing if os.path.exists(f"/proc/{status.get('pid')}") or not os.path.exists("/proc/self") else "gone"
 

@@ -9,6 +9,8 @@ from decentnode.launch.messages import (
     ChildMessage,
     Failed,
     Header,
+    LeaveAnswer,
+    LeaveRun,
     NodeJoined,
     NodesAbsent,
     PeerFailure,
@@ -22,7 +24,7 @@ from tests.launch.facts import FACTS, FINISHED
 MESSAGES: list[ChildMessage] = [
     FACTS, Header([["graph", "ring"]]), Bound(1, "ipc://a", "ipc://b"), NodeJoined(1), NodesAbsent([2], {"2": "late"}),
     Progress(1, {"kind": "round", "loss": None}), FINISHED, Failed(1, 8, "title", "text", True),
-    Peers({"0": ["a", "b"]}), StopRun(), PeerFailure(1, "gone"),
+    Peers({"0": ["a", "b"]}), StopRun(), LeaveRun(1, [2]), LeaveAnswer(1, "too few"), PeerFailure(1, "gone"),
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -196,3 +197,14 @@ def test_of_a_long_refusal_as_much_is_told_as_a_message_holds(length: int) -> No
     ((_, denied),) = member.outbox
     whole = f"{who} asks to join with another config or graph (digest other, the run has d)"
     assert isinstance(denied, Denied) and denied.reason == whole[:512]
+
+
+def test_a_node_without_which_too_few_are_left_is_told_so() -> None:
+    world = World(5, min_nodes=3)
+    membership = world.processes[4].membership
+    assert membership.refusal_to_leave() == "" == membership.refusal_to_leave([0])
+    assert "2 of 5 nodes would be left, and a generation needs 3" in membership.refusal_to_leave([0, 1])
+    membership.limits = replace(membership.limits, needed=frozenset({4}))
+    assert "no round begins without node 4, which serves the others" in membership.refusal_to_leave()
+    membership.stopping = True
+    assert membership.refusal_to_leave([0, 1]) == ""

@@ -448,6 +448,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if self._generations is not None:
             self._generations.stop()
 
+    def refusal_to_leave(self, others: Collection[int] = ()) -> str:
+        if self._generations is None:
+            return super().refusal_to_leave(others)
+        with self._driver.lock:
+            return self._generations.reconfiguration.membership.refusal_to_leave(others)
+
     def join(self) -> None:
         if self._generations is None:
             super().join()

@@ -164,7 +164,7 @@ def _read(path: Path, uid: int) -> list[Life]:
             kind = found.pop("kind")
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a process was killed while it wrote
-        if kind in ("finished", "stopped") and lives:
+        if kind in ("finished", "stopped", "left_run") and lives:
             lives[-1].ended = True
         if kind not in HISTORY:
             continue

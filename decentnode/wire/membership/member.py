@@ -90,6 +90,18 @@ class Membership(MemberState):
             self._turn(now)
         return self._take_events(now)
 
+    def refusal_to_leave(self, others: Collection[int] = ()) -> str:
+        """Why no generation could be made without this node and `others`; "" where one can, as always without a
+        newcomer."""
+        members = set(self.belongs_to.members)
+        rest = self.in_mapping(members - {self.uid, *others})
+        if self.uid >= self.founders or self.over() or self.limits.suffice(rest):
+            return ""
+        if servers := set(self.limits.needed - rest):
+            return f"no round begins without {self.names(servers)}, which serves the others"
+        return (f"{len(rest)} of {self.founders} nodes would be left, and a generation needs "
+                f"{self.limits.min_nodes} (node.min_nodes)")  # fmt: skip
+
     def fail(self) -> None:
         """Tell every member that this process ends, so that none has to wait for its silence."""
         generation = self.belongs_to

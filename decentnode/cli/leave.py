@@ -1,0 +1,49 @@
+"""`decentnode leave`: a node of a run ends in peace while the others go on."""
+
+from __future__ import annotations
+
+import click
+
+from decentnode.errors import UsageError
+
+
+@click.command()
+@click.argument("run", default="latest")
+@click.option("--node", "-n", "nodes", metavar="NODES",
+              help="Which of this machine: a uid (2), several (0,3,5) or a range (4-7). Default: the only one."
+)  # fmt: skip
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=10.0, show_default=True, metavar="SECONDS",
+              help="How long to wait for each node's answer.")  # fmt: skip
+def command(run: str, nodes: str | None, timeout: float) -> None:
+    """Have nodes of RUN on this machine leave after the round that they are in.
+
+    Each finishes its round, saves its model, says goodbye and ends with exit code 0; the others go on at once without
+    it (node.missing: regroup). RUN is a run directory, the folder of an experiment (its latest run) or latest; for a
+    node that came with `decentnode join`, the folder that it printed. A node without which too few would be left stays.
+    """
+    from decentnode.launch.leaving import ask
+    from decentnode.launch.run_dir import node_dir, resolve
+    from decentnode.launch.supervisor_file import ended
+
+    path = resolve(run)
+    here = sorted(int(each.name) for each in (path / "nodes").iterdir() if each.name.isdigit())
+    if nodes is None and len(here) != 1:
+        raise UsageError(f"{path} has {len(here)} nodes: say with --node which of them leave")
+    asked = here if nodes is None else _uids(nodes)
+    if wrong := [uid for uid in asked if uid not in here]:
+        raise UsageError(f"{path} has no node {', '.join(map(str, wrong[:5]))} on this machine")
+    for uid in asked:
+        if over := ended(path, node_dir(path, uid)):
+            raise UsageError(f"node {uid} cannot leave {path}: {over}")
+        ask(path, uid, timeout)
+        click.echo(f"node {uid} leaves after its round")
+
+
+def _uids(text: str) -> list[int]:
+    """Raises UsageError."""
+    from decentnode.cli.keygen import parse_uids
+
+    try:
+        return parse_uids(f"{text}," if text.isdigit() else text)
+    except UsageError:
+        raise UsageError(f"--node must be a uid (2), different uids (0,3,5) or a range (4-7), got {text!r}") from None

@@ -1,0 +1,184 @@
+"""Requests that single nodes leave a run in peace: small files in its folder, between `decentnode leave` and whoever
+runs the nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from decentnode import clock
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.launch import supervisor_file
+from decentnode.launch.messages import Facts, Failed, Finished, LeaveAnswer, LeaveRun
+from decentnode.launch.observer import names
+from decentnode.launch.run_dir import node_dir
+from decentnode.launch.workers import Worker
+from decentnode.system import write_atomic
+
+LOOK_SECONDS = 0.25
+"""How often the folder is looked into."""
+POLL_SECONDS = 0.05
+"""How often whoever asked looks for the answer."""
+MAX_ANSWER_BYTES = 4096
+REQUEST = re.compile(r"leave-([0-9]{1,7})\.request")
+
+
+def _request(run: Path, uid: int) -> Path:
+    return run / f"leave-{uid}.request"
+
+
+def _answer(run: Path, uid: int) -> Path:
+    return run / f"leave-{uid}.answer"
+
+
+def ask(run: Path, uid: int, timeout_seconds: float) -> None:
+    """Ask that node `uid` of a run folder leaves after its round. Blocking until it agreed.
+
+    Raises UsageError where nobody runs the run any more, and with the reason where the node stays; EnvironmentFault
+    where the folder cannot be written, or nobody answers within timeout_seconds.
+    """
+    deadline = clock.now() + timeout_seconds
+    try:
+        _answer(run, uid).unlink(missing_ok=True)
+        write_atomic(_request(run, uid), "{}\n")
+        while True:
+            if (found := _read(_answer(run, uid))) is not None:
+                _answer(run, uid).unlink(missing_ok=True)
+                break
+            if gone := supervisor_file.ended(run, node_dir(run, uid)):
+                _request(run, uid).unlink(missing_ok=True)
+                raise UsageError(f"node {uid} of {run} cannot be asked: {gone}")
+            if clock.now() >= deadline:
+                taken = not _request(run, uid).exists()
+                _request(run, uid).unlink(missing_ok=True)
+                later = "; it may still leave, as it was asked" if taken else ""
+                raise EnvironmentFault(f"no answer from node {uid} within {timeout_seconds:g} s{later}")
+            clock.sleep(POLL_SECONDS)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot ask in {run}: {error.strerror}") from error
+    if found:
+        raise UsageError(f"node {uid} stays: {found}")
+
+
+def _read(path: Path) -> str | None:
+    """The reason in an answer, "" where the node leaves; None without an answer."""
+    try:
+        with open(path, "rb") as file:
+            return str(json.loads(file.read(MAX_ANSWER_BYTES))["refusal"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class Requests:
+    """Those in one run folder, for whoever runs its nodes."""
+
+    def __init__(self, run: Path | None, uid: int | None = None) -> None:
+        """run: None where nothing is written, and nobody can ask. uid: requests to this node alone."""
+        self._run, self._uid, self._next = run, uid, 0.0
+
+    def taken(self, now: float) -> list[int]:
+        """Returns the uids that were asked for since the last call, ascending; looks every LOOK_SECONDS at most."""
+        if self._run is None or now < self._next:
+            return []
+        self._next = now + LOOK_SECONDS
+        found = []
+        with contextlib.suppress(OSError):
+            for path in self._run.iterdir():
+                asked = REQUEST.fullmatch(path.name)
+                if asked and self._uid in (None, int(asked[1])):
+                    path.unlink(missing_ok=True)
+                    found.append(int(asked[1]))
+        return sorted(found)
+
+    def answer(self, uid: int, refusal: str) -> None:
+        """Say that the node leaves, or (refusal) why it stays. A disk that refuses costs the answer alone."""
+        if self._run is not None:
+            with contextlib.suppress(OSError):
+                write_atomic(_answer(self._run, uid), json.dumps({"refusal": refusal}) + "\n")
+
+    def clear(self) -> None:
+        """The run is over: refuse what nobody takes any more."""
+        self._next = 0.0
+        for uid in self.taken(0.0):
+            self.answer(uid, "the run is over")
+
+
+class LeavingRun(Protocol):
+    """What `Leaving` needs of a machine's share of a run."""
+
+    @property
+    def phase(self) -> str:
+        """starting, joining or running."""
+
+    def worker_of(self, uid: int) -> Worker | None:
+        """The process of a node; None where it has ended."""
+
+    def notice(self, text: str) -> None:
+        """Tell the user."""
+
+
+class Leaving:
+    """Which nodes of this machine were asked to leave, and which have left."""
+
+    def __init__(self, facts: Facts, run: Path | None) -> None:
+        self._facts, self._requests = facts, Requests(run)
+        self._asked: set[int] = set()
+
+    def tick(self, now: float, run: LeavingRun) -> None:
+        """Pass on what was asked."""
+        for uid in self._requests.taken(now):
+            refusal = self._refusal(uid, run)
+            worker = run.worker_of(uid)
+            if refusal or worker is None:
+                self._requests.answer(uid, refusal or "it has ended already")
+            else:
+                worker.send(LeaveRun(uid, sorted(self._asked - {uid})))
+
+    def _refusal(self, uid: int, run: LeavingRun) -> str:
+        if uid not in self._facts.local:
+            return f"it is not on this machine, which has node {names(self._facts.local)}"
+        if not self._facts.regroup:
+            return "the others would wait for it: node.missing is not regroup"
+        return "" if run.phase == "running" else "the run has not begun"
+
+    def answered(self, answer: LeaveAnswer, run: LeavingRun) -> None:
+        """A node said whether it leaves."""
+        self._requests.answer(answer.uid, answer.refusal)
+        if not answer.refusal:
+            self._asked.add(answer.uid)
+            run.notice(f"node {answer.uid} leaves after its round, as asked")
+
+    def ended(self, message: Finished | Failed) -> None:
+        """A node ended."""
+        self._asked.discard(message.uid)
+
+    def close(self) -> None:
+        """Nobody is asked any more."""
+        self._requests.clear()
+
+
+class Watch:
+    """Passes requests to the node that runs in this very process, in a thread of its own."""
+
+    def __init__(self, run: Path, uid: int, leave: Callable[[], str]) -> None:
+        """leave(): has the node leave after its round, or returns why it stays."""
+        self._requests, self._leave = Requests(run, uid), leave
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="leaving", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            for uid in self._requests.taken(clock.now()):
+                self._requests.answer(uid, self._leave())
+
+    def close(self) -> None:
+        """End the thread. Blocking for a moment."""
+        self._over.set()
+        self._thread.join(2 * LOOK_SECONDS)
+        self._requests.clear()
