@@ -131,7 +131,7 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
     machines = experiment.make_mapping().nodes_by_machine()
     graphs, parameters = experiment.make_fragment_graphs(), experiment.parameters
     run_graph, whole = run_graph or experiment.make_graph(), experiment.make_graph()
-    graphs = tuple(run_graph if graph is whole else graph for graph in graphs)
+    graphs = tuple(run_graph if graph is whole else experiment.repaired(graph) for graph in graphs)
     fragments: tuple[Fragment, ...] = ()
     if parameters is None:
         model = FlatModel(module)

@@ -30,6 +30,7 @@ from decentnode.graph import GRAPHS, WEIGHTS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
 from decentnode.graph.growing import Growing
+from decentnode.graph.repaired import Repaired
 from decentnode.mapping import MAPPINGS
 from decentnode.mapping.base import Mapping as NodeMapping
 from decentnode.mapping.newcomer import Newcomer, WithNewcomer
@@ -162,8 +163,19 @@ class Experiment(Settings):
         return build_graph(self.graph.model_copy(update={"nodes": count}), self.weights, self.seed, self._base_dir)
 
     def make_run_graph(self) -> Graph:
-        """The graph that nodes run with, made anew: with `node.newcomers` it grows with them. Raises GraphError."""
-        return Growing(self.make_graph(), self.graph_of_size) if self.node.newcomers else self.make_graph()
+        """The graph that nodes run with, made anew: with `node.newcomers` it grows with them, and with `node.repair`
+        its members are joined whoever is absent. Raises GraphError."""
+        return self.repaired(
+            Growing(self.make_graph(), self.graph_of_size) if self.node.newcomers else self.make_graph()
+        )
+
+    def repaired(self, graph: Graph) -> Graph:
+        """A graph of the run, or of a fragment, as `node.repair` has it."""
+        if self.node.repair == "none":
+            return graph
+        needs = getattr(load_class(self.sharing.name, SHARINGS, "sharing"), "requirements", None)
+        bound = getattr(needs, "smallest_eigenvalue", None) is not None
+        return Repaired(graph, self.node.repair, self.seed, keeps_eigenvalues=bound)
 
     def make_fragment_graphs(self) -> tuple[Graph, ...]:
         """The graph of every fragment of the parameters, made once: the run's where a fragment names none. The first

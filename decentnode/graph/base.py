@@ -170,19 +170,39 @@ class RoundView:
 
 
 def parts(graph: Graph, members: Collection[int], rounds: int) -> list[set[int]]:
-    """The sets of members that do not hear of each other, not even by others, from rounds 0 .. rounds - 1."""
-    left, found = set(members), []
-    while left:
-        part, edge = set(), {min(left)}
+    """The sets of members that hear of each other, over other members perhaps, in rounds 0 .. rounds - 1 and their
+    repetitions; the one with the lowest uid first. In a directed graph a node may hear of another set, but not both of
+    each other (strongly connected components; Sharir 1981)."""
+    to: dict[int, set[int]] = {uid: set() for uid in sorted(members)}
+    of: dict[int, set[int]] = {uid: set() for uid in to}
+    for uid in to:
+        for round in range(rounds):
+            for other in graph.neighbors(uid, round, members):
+                to[uid].add(other)
+                of[other].add(uid)
+    finished: list[int] = []
+    seen: set[int] = set()
+    for start in to:
+        path = [] if start in seen else [(start, iter(to[start]))]
+        seen.add(start)
+        while path:
+            uid, ahead = path[-1]
+            following = next((other for other in ahead if other not in seen), None)
+            if following is None:
+                finished.append(path.pop()[0])
+            else:
+                seen.add(following)
+                path.append((following, iter(to[following])))
+    found = []
+    for start in reversed(finished):
+        part, edge = set(), {start} & seen
         while edge:
             part |= edge
-            edge = {
-                other for uid in edge for round in range(rounds)
-                for other in (*graph.neighbors(uid, round, members), *graph.sources(uid, round, members))
-            } - part
-        found.append(part)
-        left -= part
-    return found
+            seen -= edge
+            edge = {other for uid in edge for other in of[uid]} & seen
+        if part:
+            found.append(part)
+    return sorted(found, key=min)
 
 
 def view(

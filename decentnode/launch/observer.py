@@ -104,6 +104,16 @@ def resumed_notice(record: Mapping[str, Any]) -> str:
            "the sharing rule begins anew"  # fmt: skip
 
 
+def apart_notice(record: Mapping[str, Any]) -> str:
+    """Returns the sentence for a record of kind "apart"."""
+    parts, edges = record.get("parts", []), record.get("edges", [])
+    told = f"generation {record.get('generation', 0)}: without the absent nodes the graph falls apart into nodes " \
+           + " and ".join(names(part) for part in parts)  # fmt: skip
+    if not edges:
+        return f"{told}, which go on apart; node.repair would join them"
+    return f"{told}; edges added: {', '.join(f'{i} - {j}' for i, j in edges)}"
+
+
 def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     """Returns the sentence for a record of kind "generation"."""
     members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))

@@ -44,7 +44,15 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
-from decentnode.launch.observer import Observer, engine_notice, generation_notice, names, resumed_notice, waiting_for
+from decentnode.launch.observer import (
+    Observer,
+    apart_notice,
+    engine_notice,
+    generation_notice,
+    names,
+    resumed_notice,
+    waiting_for,
+)
 from decentnode.launch.outcome import Durations, Ledger, Outcome, first_cause, summary
 from decentnode.launch.provenance import usable_cores
 from decentnode.launch.run_dir import Records, node_dir
@@ -191,6 +199,8 @@ class Run:
             self.observer.progress(message.uid, message.record)
             if message.record.get("kind") == "generation":
                 self._on_generation(message.record)
+            elif message.record.get("kind") == "apart":
+                self.observer.notice(apart_notice(message.record))
             elif message.record.get("kind") == "resumed":
                 self._on_resumed(message.uid, message.record)
         elif isinstance(message, Bound):

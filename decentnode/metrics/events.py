@@ -50,6 +50,7 @@ EVENTS: dict[str, str] = {
     "wrong_config": "a node with another config or graph asked to join",
     "generation_over": "the generation of members ended, and why",
     "generation": "a generation of members is in force",
+    "apart": "without the absent nodes the graph falls apart; into which parts, and which edges join them again",
     "refused": "the run that the node asked to join can never let it in, and why",
     "outside": "the node belongs to no generation, and why",
     "wrong_acknowledgement": "an acknowledgement of what was never sent",

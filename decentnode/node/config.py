@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from decentnode.checkpoint.config import BestConfig, CheckpointConfig, of_figure
 from decentnode.config.component import ADDED, Config, Settings, section
+from decentnode.graph.repaired import Repair
 from decentnode.node.asynchronous.config import AsynchronousConfig
 from decentnode.samplers import SAMPLERS
 from decentnode.wire.messages import MAX_SEATS
@@ -76,6 +77,12 @@ class NodeConfig(Settings):
     """With regroup: what becomes of the training samples of nodes that are not members. lost: nobody trains on them
     until the node is back. adopted: the data's partition deals them to the members, and they go back when the node
     does. Every change of members then begins an epoch on all nodes, so that no sample is trained on twice in one."""
+    repair: Annotated[Repair, ADDED] = "none"
+    """With regroup: what becomes of a graph that without the absent nodes falls apart into parts that do not hear of
+    each other. none: the run says so, and the parts go on apart until somebody comes back. ring: edges are added that
+    join the parts in a ring. random: edges are added that join them in a tree, drawn with the run's seed. Added edges
+    go both ways and take their weight from their own ends' weights for themselves. Which are added follows from the
+    members alone, and they are gone once the graph joins the members by itself."""
     restarts: int = Field(0, ge=0)
     """With regroup: how many times each node that died is started again by its machine."""
     newcomers: Annotated[int, ADDED] = Field(0, ge=0, le=MAX_SEATS)

@@ -20,8 +20,8 @@ from decentnode.communication.counters import EVALUATION
 from decentnode.communication.run_state import Quorum, Steps, without_waits
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph
-from decentnode.graph.base import parts as connected_parts
 from decentnode.metrics.dealt import packed
+from decentnode.node.apart import fallen_apart
 from decentnode.node.buffers import BufferExchange
 from decentnode.node.config import NodeConfig
 from decentnode.node.course import Course
@@ -342,9 +342,11 @@ class Node:
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), self.round)
         if self.uid == generation.members[0]:
-            for graph in {id(each.graph): each.graph for each in self._fragments}.values():
-                for part in connected_parts(graph, generation.members, min(graph.period or 16, 16))[1:]:
-                    logger.warning("the graph no longer joins nodes %s to the others", sorted(part))
+            for apart in fallen_apart((each.graph for each in self._fragments), generation.members):
+                self.record({"kind": "apart", "generation": generation.number, "round": self.round,
+                             "time": clock.wall(), **asdict(apart)})  # fmt: skip
+                self.communication.counters.on_event("apart", None, str(apart))
+                logger.warning("%s", apart)
 
     def deal_samples(self, first_round: int) -> None:
         """With `orphans: adopted`: deal the samples of nodes that are not members of the generation to those that are,

@@ -13,7 +13,9 @@ from decentnode.build import schemas_of
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import CommunicationConfig
 from decentnode.config.component import load_class
-from decentnode.graph.topology import Topology
+from decentnode.graph.base import Graph
+from decentnode.graph.repaired import Repair, Repaired
+from decentnode.graph.weights import Laplacian, LaplacianConfig
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
 from decentnode.sharing import AMONG_EQUALS
@@ -28,7 +30,7 @@ class Run:
     """Nodes in one process, some of which are stepped no more, or again."""
 
     def __init__(
-        self, graph: Topology, rounds: int = 10, lr: float = 0.0, rule: str = "full", **options: object
+        self, graph: Graph, rounds: int = 10, lr: float = 0.0, rule: str = "full", **options: object
     ) -> None:
         self.graph, self.lr = graph, lr
         fixed = {"rounds": rounds, "evaluate_every": 4, "missing": "regroup"}
@@ -184,7 +186,28 @@ def test_survivors_that_the_graph_no_longer_joins_are_named(caplog: pytest.LogCa
     run.lose(1)
     run.lose(4)
     run.end()
-    assert "no longer joins nodes [2, 3]" in caplog.text
+    assert "no longer joins nodes 2, 3 to the others; they go on apart" in caplog.text
+    (told,) = [each for each in run.records if each["kind"] == "apart"]
+    assert told["parts"] == [[0, 5], [2, 3]] and told["edges"] == [] and told["uid"] == 0
+
+
+@pytest.mark.parametrize("how", ["ring", "random"])
+@pytest.mark.parametrize("rule", ["full", "push_sum", "choco", "d2", "gradient_tracking"])
+def test_survivors_are_joined_again(how: Repair, rule: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Parts of a ring come to one model, their mean, and the edges are gone once the absent nodes are back."""
+    graph = make("ring", nodes=6, weights=Laplacian(LaplacianConfig(step=0.3)))
+    run = Run(Repaired(graph, how, seed=2, keeps_eigenvalues=rule == "d2"), rounds=300, rule=rule)
+    run.step(4)
+    run.lose(1)
+    run.lose(4)
+    while any(node.generation.number == 0 for node in run.nodes.values()):
+        run.step(1)
+    mean = run.models().mean(0)
+    run.end()
+    np.testing.assert_allclose(run.models(), np.tile(mean, (4, 1)), atol=2e-3)
+    (told,) = [each for each in run.records if each["kind"] == "apart"]
+    assert told["parts"] == [[0, 5], [2, 3]] and told["edges"]
+    assert "edges added: " in caplog.text
 
 
 def test_training_goes_on_to_the_target_of_the_survivors() -> None:

@@ -12,6 +12,8 @@ from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
+from decentnode.sharing import SHARINGS
+from decentnode.sharing.requirements import Requirements
 from decentnode.wire.membership.watch import Watch
 
 
@@ -74,14 +76,34 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
     node, graph, config = experiment.node, graph_of(experiment), experiment.communication
     if node.missing != "regroup":
         keys = {"restarts": node.restarts, "min_nodes": node.min_nodes is not None, "orphans": node.orphans != "lost",
-                "newcomers": node.newcomers}
+                "newcomers": node.newcomers, "repair": node.repair != "none"}
         for key in [key for key, given in keys.items() if given][:1]:
             message = f": {key} needs missing: regroup, got {node.missing}"
             yield Problem(("node", key), message, other=("node", "missing"))
         return
+    yield from _graph_can_be_repaired(experiment)
     if not config.has_generations:
         yield Problem(("node", "missing"), f": {config.name} has no generations of members; auto, zeromq, "
                       "shared_memory and collective have", other=("communication", "name"))  # fmt: skip
     if graph is not None and node.min_nodes is not None and node.min_nodes > graph.num_nodes:
         yield Problem(("node", "min_nodes"), f"must be at most the number of nodes, {graph.num_nodes}, "
                       f"got {node.min_nodes}", other=("graph",))  # fmt: skip
+
+
+def _graph_can_be_repaired(experiment: Experiment) -> Iterator[Problem]:
+    """node.repair: a rule that bears edges which the graph does not have."""
+    node, sharing = experiment.node, experiment.sharing
+    if node.repair == "none":
+        return
+    needs = getattr(load_class(sharing.name, SHARINGS, "sharing"), "requirements", Requirements())
+    reasons = {
+        "has servers, without which no round begins": needs.star,
+        "has neighbors of its own": needs.overrides_topology,
+        "needs a graph that treats all nodes of a group alike": needs.groups,
+        "needs a tree, and a ring of parts is none; random would do": needs.tree and node.repair == "ring",
+    }
+    for reason in [reason for reason, found in reasons.items() if found][:1]:
+        yield Problem(("node", "repair"), f": {sharing.name} {reason}, got {node.repair}", other=("sharing",))
+    if node.sampler is not None:
+        yield Problem(("node", "repair"), f": the sampler finds whom a node sends to, and not the graph, got "
+                      f"{node.repair}", other=("node", "sampler"))  # fmt: skip

@@ -1,0 +1,39 @@
+"""What a run says where its graph falls apart without the absent nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from decentnode.graph.base import Graph, parts
+from decentnode.graph.repaired import Edge, Repaired, rounds_looked_at
+
+
+@dataclass(frozen=True)
+class Apart:
+    """One graph of which the members do not all hear of each other by themselves."""
+
+    parts: list[list[int]]
+    """The members that do, the part with the lowest uid first."""
+    edges: list[Edge]
+    """What is added so that all hear of each other; empty where the parts go on apart."""
+
+    def __str__(self) -> str:
+        others = " and ".join(f"nodes {', '.join(map(str, part))}" for part in self.parts[1:])
+        told = f"the graph no longer joins {others} to the others"
+        if not self.edges:
+            return f"{told}; they go on apart (node.repair: none)"
+        return f"{told}; edges added: {', '.join(f'{i} - {j}' for i, j in self.edges)}"
+
+
+def fallen_apart(graphs: Iterable[Graph], members: Sequence[int]) -> Iterator[Apart]:
+    """Yields what is to be said of those of the graphs, each counted once, that have fallen apart."""
+    for graph in {id(graph): graph for graph in graphs}.values():
+        edges, whole = [], graph
+        if isinstance(graph, Repaired):
+            edges, whole = graph.edges(members), graph.graph
+            if not edges:
+                continue
+        found = [sorted(part) for part in parts(whole, members, rounds_looked_at(whole))]
+        if len(found) > 1:
+            yield Apart(found, edges)
