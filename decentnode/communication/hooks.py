@@ -156,6 +156,9 @@ class Hooks(Generic[ConfigT]):
     def enter(self, round: int) -> None:
         """A round begins here. Raises Regrouping when the generation has ended."""
 
+    def raise_if_over(self) -> None:
+        """Raises Regrouping when the generation has ended, and what every wait raises once the run has failed."""
+
     def suspect(self, uids: Collection[int], reason: str) -> None:
         """Any thread: these members failed or do not answer; the others go on without them."""
         raise NotImplementedError(f"{type(self).__name__} has no generations of members ({reason}: {sorted(uids)})")

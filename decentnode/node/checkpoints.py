@@ -339,8 +339,9 @@ class Checkpoints:
         self._mark_best(found.cut)
 
     def take_own(self, first_round: int) -> bool:
-        """After the node's process was started again: take the model and the training's state of the newest checkpoint
-        of this run, where it is recent enough for a node that goes on in `first_round`. Returns whether it was."""
+        """After the node's process was started again: take the state of the newest checkpoint of this run, the model's,
+        the training's, and the sharing rule's for what outlives a generation of it, where it is recent enough for a
+        node that goes on in `first_round`. Returns whether it was."""
         if not self.enabled:
             return False
         run, history = self.node.communication.run_id.hex(), self.node.communication.history
@@ -352,6 +353,7 @@ class Checkpoints:
                 restored = Restored.read(manifest)
                 digest = "" if history is None else restored.digest(*OF_MODELS)
                 restored.put_training(self.node)
+                restored.put_rule(self.node)
             except CheckpointError as error:
                 logger.warning("%s", error)
                 continue

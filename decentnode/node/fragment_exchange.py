@@ -242,6 +242,9 @@ class FragmentExchange:
                         record.spoiled(exchange.missing - known, a)
                         known = exchange.missing
             else:
+                if arrival.missing and self.rule.requirements.star:
+                    # a server takes no step by the answers that a round had when it was broken off
+                    self._communication.raise_if_over()
                 received = self._unpacked(arrival.received)
                 yield Slice(arrival.start, arrival.stop, received, now.without(self._refused), exchange)
             waiting = clock.now()

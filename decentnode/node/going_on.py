@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decentnode.communication.run_state import Steps
-from decentnode.node.handover import agree_on_course, give_models
+from decentnode.node.handover import agree_on_course, begin_rules_anew, give_models
 from decentnode.node.resumable import Resumable
 from decentnode.node.snapshot import Restored
 
 logger = logging.getLogger(__name__)
 
-OF_MODELS = ("model", "training")
-"""Parts of a checkpoint that a node takes over which comes back."""
-OF_RUNS = (*OF_MODELS, "sharing")
-"""Likewise, and that models depend on, of a run that goes on."""
+OF_MODELS = ("model", "training", "sharing")
+"""Parts of a checkpoint that models depend on. A node that comes back to a run takes them over, too: of the sharing
+rule's state it keeps what outlives a generation."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,16 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
     already, in the folder `cut`; None where it is one of `where.without`, and takes the mean of the others' models."""
     history = node.communication.history
     if history is not None:
-        digest = "" if restored is None else restored.digest(*OF_RUNS)
+        digest = "" if restored is None else restored.digest(*OF_MODELS)
         history.resumed(where.round, where.evaluated, where.without, cut, digest)
     if where.without:
         if node.uid in where.without:
             logger.warning("no checkpoint of this node: it goes on from the mean of the others' models")
         yield from give_models(node, frozenset(where.without), "resume/model")
-        node.renew_rules()
+        if restored is not None:
+            restored.put_rule(node)  # for what outlives a generation
+        node.round = where.round
+        yield from begin_rules_anew(node, "resume")
     elif restored is not None:
         restored.put_rule(node)
     if restored is None:
@@ -51,7 +53,8 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
         restored.put_progress(node)
     if node.config.orphans == "adopted" and (where.without or node.training.members != node.generation.members):
         node.deal_samples(where.round)  # the checkpoint is of other members
-        node.renew_rules()
+        node.round = where.round
+        yield from begin_rules_anew(node, "resume/dealt")
     if where.without:
         yield from agree_on_course(node, frozenset(where.without), "resume/course")
     node.round = where.round

@@ -1,4 +1,5 @@
-"""What members of a generation give to those that come to it: a model, and what the run has measured."""
+"""What members of a generation give to those that come to it: a model, what the run has measured, and sums that sharing
+rules begin with."""
 
 from __future__ import annotations
 
@@ -38,3 +39,17 @@ def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps
     timeout_seconds = node.communication.config.timeout_seconds
     mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
     node.course.load_numbers((mean * contributors).tolist())  # the giver, too: rounded alike on all
+
+
+def begin_rules_anew(node: Resumable, key: str) -> Steps[None]:
+    """Let the sharing rules begin anew, as steps; those that need a sum over all members for it get that. key: begins
+    the sums' names, the same on all nodes."""
+    for index, (rule, model, view) in enumerate(node.renew_rules()):
+        totals = {}
+        for name, own in rule.to_be_summed(model, view).items():
+            pending = begin_mean(node.communication, f"{key}/rule-{index}/{name}", own, closing=True)
+            timeout_seconds = node.communication.config.timeout_seconds
+            mean, contributors = yield from mean_of(pending, rule.requirements.phases, timeout_seconds)
+            totals[name] = (mean * contributors).to(own.device)
+        if totals:
+            rule.summed(totals, view)

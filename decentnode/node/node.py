@@ -19,7 +19,7 @@ from decentnode.communication.base import Communication
 from decentnode.communication.counters import EVALUATION
 from decentnode.communication.run_state import Quorum, Steps, without_waits
 from decentnode.errors import Diverged, Interrupted, PeerLost, Regrouping
-from decentnode.graph.base import Graph
+from decentnode.graph.base import Graph, RoundView
 from decentnode.metrics.dealt import packed
 from decentnode.node.apart import fallen_apart
 from decentnode.node.buffers import BufferExchange
@@ -29,7 +29,7 @@ from decentnode.node.dumps import Dumps
 from decentnode.node.evaluation import Evaluator, mean_of
 from decentnode.node.faults import NodeFaults
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
-from decentnode.node.handover import agree_on_course, give_models
+from decentnode.node.handover import agree_on_course, begin_rules_anew, give_models
 from decentnode.node.plan import Planners
 from decentnode.node.resumable import NodeCheckpoints
 from decentnode.node.sampling import Sampling
@@ -331,7 +331,7 @@ class Node:
             self.checkpoints.begin_generation()
         self.deal_samples(first_round)
         self.round = first_round
-        self.renew_rules()
+        yield from begin_rules_anew(self, "generation")
         then, now = {*before.members}, {*generation.members}
         if self._sampling is not None:
             self._sampling.forget(then - now)
@@ -358,10 +358,18 @@ class Node:
             logger.info("trains on %d samples, %d of them of nodes that are not there", training.num_samples,
                         training.dealt[-1].adopted)  # fmt: skip
 
-    def renew_rules(self) -> None:
-        """Let the sharing rules begin anew."""
+    def renew_rules(self) -> list[tuple[Sharing, Tensor, RoundView]]:
+        """Let the sharing rules begin anew, but for what outlives a generation of members. Returns them, each with its
+        part of the model and its view of the first phase of the round that comes."""
         assert self._renew is not None
+        former = self.schedule.fragments
         self._take_rules(self._renew())
+        views, _ = self._planners.views(self.round, self.generation, self.training.learning_rate)
+        found = []
+        for fragment, before, (view, *_) in zip(self.schedule.fragments, former, views, strict=True):
+            fragment.rule.succeed(before.rule)
+            found.append((fragment.rule, fragment.part(self.training.model.parameters), view))
+        return found
 
     # -- one round --------------------------------------------------------------------------------------------
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
-from decentnode.graph.base import Graph
+from decentnode.graph.base import Graph, RoundView
 from decentnode.node.config import NodeConfig
 from decentnode.node.course import Course
 from decentnode.sharing.base import Sharing
@@ -36,7 +38,7 @@ class Resumable(Protocol):
 
     def record(self, record: dict[str, Any], /) -> None: ...
 
-    def renew_rules(self) -> None: ...
+    def renew_rules(self) -> Sequence[tuple[Sharing, Tensor, RoundView]]: ...
 
     def deal_samples(self, first_round: int) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -179,6 +179,21 @@ class Hooks:
     def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:  # noqa: ARG002
         """Returns the mixed models of all nodes, [N, P] as `models`, which may be changed. view: that of one node."""
         return mixing(models)
+
+    # -- generations of members
+
+    def succeed(self, former: Self) -> None:
+        """In a new generation of members: take from the rule before, which is not used any more, what outlives a
+        generation; here nothing. former: as it was left, maybe in the middle of a round, or as a checkpoint has it on
+        a node that comes back with one. A node that comes back without has a former rule that has seen no round."""
+
+    def to_be_summed(self, model: Tensor, view: RoundView) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Returns, after `succeed`, what the nodes of the new generation are to add up, by name: the same names, shapes
+        and dtypes on all of its members; here nothing. model: [P], not modified. view: of the first round."""
+        return {}
+
+    def summed(self, totals: Mapping[str, Tensor], view: RoundView) -> None:
+        """Takes the sums over all members of what they returned in `to_be_summed`."""
 
     # -- checkpoints
 

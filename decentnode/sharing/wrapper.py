@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -107,6 +107,15 @@ class Wrapper(Sharing):
 
     def mix_sum(self, out: Tensor, model: Tensor, total: Tensor, view: RoundView) -> None:
         self.rule.mix_sum(out, model, total, view)
+
+    def succeed(self, former: Self) -> None:
+        self.rule.succeed(former.rule)
+
+    def to_be_summed(self, model: Tensor, view: RoundView) -> Mapping[str, Tensor]:
+        return self.rule.to_be_summed(model, view)
+
+    def summed(self, totals: Mapping[str, Tensor], view: RoundView) -> None:
+        self.rule.summed(totals, view)
 
     def state_dict(self) -> dict[str, Any]:
         return self.rule.state_dict()

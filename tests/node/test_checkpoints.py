@@ -14,7 +14,7 @@ import torch
 from decentnode.build import step_all
 from decentnode.checkpoint import store
 from decentnode.errors import CheckpointError
-from decentnode.node.going_on import OF_RUNS
+from decentnode.node.going_on import OF_MODELS
 from decentnode.node.snapshot import Restored, capture, load_module_state, module_state
 from tests.checkpoint.test_state import same
 from tests.conftest import scale
@@ -64,10 +64,11 @@ def test_a_file_has_the_digest_of_what_was_written(tmp_path: Path) -> None:
         manifest, *_ = store.scan([tmp_path], node.uid)[0]
         now = capture(node, manifest.cut, {})
         assert manifest.cut.round == ROUNDS
-        assert Restored.read(manifest).digest(*OF_RUNS) == Restored(now.tree, now.tensors, "").digest(*OF_RUNS)
+        assert Restored.read(manifest).digest(*OF_MODELS) == Restored(now.tree, now.tensors, "").digest(*OF_MODELS)
         node.training.model.parameters[0] += 1
         changed = capture(node, manifest.cut, {})
-        assert Restored(changed.tree, changed.tensors, "").digest(*OF_RUNS) != Restored.read(manifest).digest(*OF_RUNS)
+        other = Restored(changed.tree, changed.tensors, "")
+        assert other.digest(*OF_MODELS) != Restored.read(manifest).digest(*OF_MODELS)
 
 
 MORE: list[dict[str, Any]] = [

@@ -116,6 +116,8 @@ def test_a_wrapper_passes_on_what_it_does_not_name() -> None:
     wrapper = Wrapper(Inner(Config()))
     for name in sorted(methods):
         arguments = [object() for _ in inspect.signature(getattr(Sharing, name)).parameters][1:]
+        if name == "succeed":  # the rule before is wrapped, too
+            arguments = [wrapper]
         found = getattr(wrapper, name)(*arguments)
         assert heard[-1] == name
         assert found is None or found == tuple(arguments), f"{name} changes what it passes on"

@@ -430,6 +430,9 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if self._generations is not None:
             self._generations.enter(round)
 
+    def raise_if_over(self) -> None:
+        self._status.raise_if_over()
+
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self._generations is None:
             super().suspect(uids, reason)

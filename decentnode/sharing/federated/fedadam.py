@@ -31,6 +31,7 @@ class FedAdam(Federated):
     Config: ClassVar[type[component.Config]] = FedAdamConfig
     config: FedAdamConfig
     TENSORS: ClassVar[tuple[str, ...]] = ("first", "second")
+    SURVIVING: ClassVar[tuple[str, ...]] = TENSORS
 
     def __init__(self, config: FedAdamConfig) -> None:
         super().__init__(config)

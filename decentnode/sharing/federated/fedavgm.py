@@ -24,6 +24,7 @@ class FedAvgM(Federated):
     Config: ClassVar[type[component.Config]] = FedAvgMConfig
     config: FedAvgMConfig
     TENSORS: ClassVar[tuple[str, ...]] = ("velocity",)
+    SURVIVING: ClassVar[tuple[str, ...]] = TENSORS
 
     def __init__(self, config: FedAvgMConfig) -> None:
         super().__init__(config)

@@ -79,6 +79,8 @@ class Federated(Sharing):
     """Of the tensors of a payload; "x" is the model or its change."""
     TENSORS: ClassVar[tuple[str, ...]] = ()
     """Attributes of the rule that are tensors, or None, and belong to its state."""
+    SURVIVING: ClassVar[tuple[str, ...]] = ()
+    """Those of TENSORS that outlive a generation of members: what a server has learned of its own steps."""
     KEEPS: ClassVar[bool] = False
     """Whether clients keep something that an answer which is lost leaves wrong."""
 
@@ -301,6 +303,10 @@ class Federated(Sharing):
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         self._elements = elements
         return {name: TensorSpec(dtype, elements, exact=False) for name in self.NAMES}
+
+    def succeed(self, former: Self) -> None:
+        for name in self.SURVIVING:
+            setattr(self, name, getattr(former, name))
 
     # -- state --------------------------------------------------------------------------------------------------
 

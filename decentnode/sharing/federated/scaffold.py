@@ -27,7 +27,9 @@ class Scaffold(Federated):
 
     c is the mean of all c_i: a client whose answer did not count takes its c_i back. The rule is for plain SGD with one
     learning rate per round; with it (x - y) / (K lr) is the mean of the K gradients that were taken. Sends and keeps
-    two models.
+    two models. In a new generation of members c becomes the mean of the c_i of the clients that are there: some may be
+    gone, others have come without one or with that of a checkpoint, and answers of the round that was broken off may
+    or may not have counted.
     """
 
     Config: ClassVar[type[component.Config]] = ScaffoldConfig
@@ -35,6 +37,7 @@ class Scaffold(Federated):
     requirements = replace(Federated.requirements, gradient=True)
     NAMES: ClassVar[tuple[str, ...]] = ("x", "c")
     TENSORS: ClassVar[tuple[str, ...]] = ("control", "_before")
+    SURVIVING: ClassVar[tuple[str, ...]] = ("control",)
     KEEPS: ClassVar[bool] = True
 
     def __init__(self, config: ScaffoldConfig) -> None:
@@ -77,6 +80,15 @@ class Scaffold(Federated):
 
     def answer_lost(self) -> None:
         self.control = self._before
+
+    def to_be_summed(self, model: Tensor, view: RoundView) -> Mapping[str, Tensor]:
+        nothing, server = torch.zeros_like(model), self.server_of(view)
+        own = nothing if self.control is None or view.uid == server else self.control
+        return {f"control-{uid}": own if uid == server else nothing for uid in view.servers if uid in view.members}
+
+    def summed(self, totals: Mapping[str, Tensor], view: RoundView) -> None:
+        if view.uid in view.servers:
+            self.control = totals[f"control-{view.uid}"] / max(1, len(self.clients_of(view.uid, view)))
 
     def sum_up(self, means: Mapping[str, Tensor], answers: int, clients: int) -> None:
         self._control_of(means["c"]).add_(means["c"], alpha=answers / clients)

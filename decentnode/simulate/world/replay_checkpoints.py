@@ -93,6 +93,7 @@ class ReplayedCheckpoints:
         restored = Restored(snapshot.tree, tensors, "the replay")
         digest = restored.digest(*OF_MODELS)
         restored.put_training(self._node)
+        restored.put_rule(self._node)
         self._history.restored(which[1], which[2], digest)
         return True
 

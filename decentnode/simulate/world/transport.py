@@ -354,6 +354,9 @@ class Simulated(Communication[ZeroMQConfig]):
         if self.reconfiguration is not None:
             self.reconfiguration.enter(round)
 
+    def raise_if_over(self) -> None:
+        self.facts.raise_if_over()
+
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self.reconfiguration is None:
             super().suspect(uids, reason)

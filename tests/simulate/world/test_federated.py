@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerLost
 from decentnode.faults import Faults, Kill, Restart
+from decentnode.node.checkpoints import Checkpoints
+from decentnode.node.node import Node
+from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.records import check_payloads
 from decentnode.simulate.world.replay import ReplayWorld, setting_of
@@ -96,3 +101,86 @@ def test_a_run_with_a_late_client_is_repeated_record_by_record() -> None:
     replayed.replay()
     for uid, node in made.nodes.items():
         assert torch.equal(again.nodes[uid].training.model.parameters, node.training.model.parameters)
+
+
+# -- what outlives a generation ----------------------------------------------------------------------------------------
+
+ROUNDS = 24
+STATE = {"fedavgm": "velocity", "fedadam": "first", "fedyogi": "second", "scaffold": "control"}
+
+
+def regrouped(name: str, folder: Path, *plan: Any, **checkpoint: int) -> tuple[Made, World, History, list[Tensor]]:
+    """A run with these faults, recorded. With checkpoints after every round where `checkpoint` is given. Also returns
+    what the server's steps began with: how large the state was by then (0 before the first)."""
+    keys = {"checkpoint": {"every": 1, "keep": 9, **checkpoint}} if checkpoint else {}
+    made, world, history = world_of(name, ROUNDS, *plan, record=True, node={"missing": "regroup", **keys})
+    make, began, make_rule = made.make, [], made.rule
+
+    def rule_with_notes() -> Sharing:
+        found: Any = make_rule()
+        step = found.step
+
+        def noted(model: Tensor, change: Tensor, view: Any) -> None:
+            began.append(found_state(found, name))
+            step(model, change, view)
+
+        found.step = noted
+        return found  # type: ignore[no-any-return]
+
+    def make_node(uid: int, make_communication: Any) -> Node:
+        before = made.nodes.get(uid)
+        if before is not None and before.checkpoints is not None:
+            before.checkpoints.close(30)  # what was copied when it died may be on the disk
+        node = make(uid, make_communication)
+        node.checkpoints = Checkpoints(node, folder, {})
+        return node
+
+    made.rule, world.make_node = rule_with_notes, make_node  # type: ignore[assignment]
+    assert world.run(LIMIT) and not any(process.error for process in world.lives if not process.dead)
+    assert all(node.round == ROUNDS for node in made.nodes.values())
+    assert 1 <= made.nodes[0].generation.number <= 2 and made.nodes[0].generation.members == tuple(range(NODES))
+    return made, world, history, began
+
+
+def found_state(rule: Any, name: str) -> Tensor:
+    state = getattr(rule, STATE[name])
+    return torch.zeros(()) if state is None else state.norm()
+
+
+CLIENT_DIES = Kill(nodes=(2,), at_round=3), Restart(nodes=(2,), at_seconds=5.0)
+SERVER_DIES = Kill(nodes=(0,), at_round=4), Restart(nodes=(0,), at_seconds=15.0)
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_what_the_server_has_learned_of_its_steps_outlives_the_death_of_a_client(name: str, tmp_path: Path) -> None:
+    made, _, _, began = regrouped(name, tmp_path, *CLIENT_DIES)
+    assert len(began) >= ROUNDS - 9 and all(float(size) > 0 for size in began[1:])
+    if name == "scaffold":
+        check_control(made)
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_server_that_is_back_from_its_checkpoint_has_what_it_had(name: str, tmp_path: Path) -> None:
+    made, _, history, began = regrouped(name, tmp_path, *SERVER_DIES, recent=9)
+    assert len(began) >= ROUNDS - 9 and all(float(size) > 0 for size in began[1:])
+    if name == "scaffold":
+        check_control(made)
+    again = Made(made.graph, made.rule, rounds=ROUNDS, evaluate_every=0, missing="regroup", checkpoint={"every": 1})
+    limits = Limits(3.0, 20.0, NODES // 2 + 1, ROUNDS, frozenset({0}))
+    ReplayWorld(setting_of(NODES, CONFIG, limits), again.make, copy.deepcopy(history.lives)).replay()
+    for uid, node in made.nodes.items():
+        assert torch.equal(again.nodes[uid].training.model.parameters, node.training.model.parameters)
+
+
+def test_a_server_that_is_back_without_a_checkpoint_has_the_mean_of_the_control_variates(tmp_path: Path) -> None:
+    made, _, _, began = regrouped("scaffold", tmp_path, *SERVER_DIES)
+    assert all(float(size) > 0 for size in began[1:])
+    check_control(made)
+
+
+def check_control(made: Made) -> None:
+    """The server's is the mean of the clients'."""
+    controls = {uid: node.sharing.control for uid, node in made.nodes.items()}  # type: ignore[attr-defined]
+    mean = torch.stack([controls[uid] for uid in range(1, NODES)]).mean(0)
+    assert float(mean.norm()) > 0
+    torch.testing.assert_close(controls[0], mean, atol=1e-5, rtol=0)
