@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 
@@ -22,6 +23,11 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def stamp(wall: float) -> str:
+    """Returns seconds since 1970 as "2026-11-22 23:50:01", in the machine's time zone."""
+    return datetime.fromtimestamp(wall).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def plural(count: int, noun: str) -> str:

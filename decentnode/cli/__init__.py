@@ -9,11 +9,14 @@ import importlib.util
 import os
 import platform
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from decentnode.errors import ConfigError, DecentnodeError, EnvironmentFault
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 COMMANDS: dict[str, str] = {
     "new": "Write a commented experiment with a model, data and a rule of your own, to begin with.",
@@ -29,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "list": "List the components that a YAML file can name.",
     "explain": "Say what a component or a key of a YAML file is.",
     "keygen": "Make the keys with which nodes prove who they are.",
+    "completion": "Let the shell complete commands, options and files.",
     "schema": "Write the JSON Schema of experiments, for editors.",
     "data": "Download, check and convert datasets, and see who has what of them.",
     "graph": "Make, inspect, draw and convert graphs.",
@@ -63,9 +67,17 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-        if near and near[0] != args[0] and not args[0].startswith("-"):
+        if near and near[0] != args[0] and not args[0].startswith("-") and not ctx.resilient_parsing:
             ctx.fail(f"No such command '{args[0]}': did you mean '{near[0]}'?")
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:
+        """Names commands without importing them: a Tab must not take seconds."""
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return [*(CompletionItem(name, help=COMMANDS[name]) for name in names),
+                *click.Command.shell_complete(self, ctx, incomplete)]  # fmt: skip
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from decentnode.cli.comparing import RunCount
+from decentnode.cli.run_names import run_names
 from decentnode.errors import DecentnodeError, UsageError
 from decentnode.launch.run_dir import resolve_all
 from decentnode.report import compare, repeats
+
+TICK_SECONDS = 1.0
+"""Between two looks at the clock while a run goes on."""
 
 
 class RunFailed(DecentnodeError):
@@ -23,7 +30,7 @@ class RunFailed(DecentnodeError):
 
 
 @click.command()
-@click.argument("what", nargs=-1, required=True, metavar="CONFIG|RUN...")
+@click.argument("what", nargs=-1, required=True, metavar="CONFIG|RUN...", shell_complete=run_names)
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1, 1000),
               help="Runs per config: seeds 1..N.")  # fmt: skip
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key in every config.")
@@ -36,21 +43,14 @@ def command(
 ) -> None:
     """Run every CONFIG with several seeds, one run after the other, and print a table of means and deviations.
 
+    Meanwhile it says on stderr which run of how many is under way, and about how long all still take.
+
     A RUN is a run directory, the folder of an experiment or its name (all finished runs in it), or latest: nothing is
     run for it. Runs whose configs differ in the seed alone share a row; all others have rows of their own.
     """
     if output is not None and output.suffix not in (".txt", ".csv", ".json"):
         raise click.UsageError(f"the table's name must end in .txt, .csv or .json, got {output.name}")
-    found: list[repeats.Ran] = []
-    for each in what:
-        path = Path(each)
-        if path.is_dir() or path.suffix not in (".yaml", ".yml"):
-            found += [repeats.read(run) for run in resolve_all(each, run_dir)]
-            continue
-        ran = [_run(each, seed, overrides, run_dir) for seed in range(1, seeds + 1)]
-        found += ran
-        main = ran[0].measured.by_name[f"{ran[0].measured.main.name}_mean"]
-        click.echo(f"{ran[0].name}: {main.title} {compare.rows([ran])[0].shown(main)}", err=True)
+    found = _all(what, seeds, overrides, run_dir)
     groups, said = repeats.pooled(found)
     for line in said:
         click.echo(line, err=True)
@@ -64,7 +64,33 @@ def command(
     click.echo(compare.as_json(rows) if as_json else compare.text_table(rows))
 
 
-def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path) -> repeats.Ran:
+def _all(what: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:
+    """Make the runs of all configs, and read those that are there. Blocking."""
+    found: list[repeats.Ran] = []
+    configs = [each for each in what if _is_config(each)]
+    ahead = [each for each in configs for _ in range(seeds)]
+    with RunCount(len(ahead)) as count:
+        for each in what:
+            if not _is_config(each):
+                found += [repeats.read(run) for run in resolve_all(each, run_dir)]
+                continue
+            ran = []
+            for seed in range(1, seeds + 1):
+                count.begins(each, seed, ahead := ahead[1:])
+                ran.append(_run(each, seed, overrides, run_dir, count))
+                count.ended()
+            found += ran
+            main = ran[0].measured.by_name[f"{ran[0].measured.main.name}_mean"]
+            count.say(f"{ran[0].name}: {main.title} {compare.rows([ran])[0].shown(main)}")
+    return found
+
+
+def _is_config(what: str) -> bool:
+    path = Path(what)
+    return not path.is_dir() and path.suffix in (".yaml", ".yml")
+
+
+def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: RunCount) -> repeats.Ran:
     """Make one run in a process of its own, as `decentnode run` does. Blocking."""
     command = [sys.executable, "-m", "decentnode", "run", config, "--quiet", "--json", "--seed", str(seed),
                "--run-dir", str(runs.absolute())]  # fmt: skip
@@ -72,7 +98,11 @@ def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path) -> repe
         command += ["--set", each]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            printed, _ = process.communicate()
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    printed, _ = process.communicate(timeout=TICK_SECONDS)
+                    break
+                count.tick()
         except KeyboardInterrupt:  # the child got it too: it ends its run and says what there is
             process.wait()
             raise

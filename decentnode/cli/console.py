@@ -23,7 +23,7 @@ from decentnode.report.closing import closing
 from decentnode.report.measured import measured_in
 from decentnode.report.progress import RunProgress
 from decentnode.report.table import live_table
-from decentnode.words import duration, plural
+from decentnode.words import duration, plural, stamp
 
 LINE_SECONDS = 10.0
 """Longest time without a line in the plain form."""
@@ -54,7 +54,9 @@ def program() -> str:
 
 
 class ConsoleObserver(Observer):
-    """Prints the header, then a live table on a terminal, or a line per evaluation elsewhere."""
+    """Prints the header, then a live table on a terminal, or a line per evaluation elsewhere. In the plain form, lines
+    that come while the run goes on begin with the time, and those of rounds end with how long the run still takes: in a
+    scheduler's log nothing else says so."""
 
     def __init__(
         self, output: Output, *, started: float, share: str, live: bool | None = None, quiet: bool = False
@@ -80,9 +82,16 @@ class ConsoleObserver(Observer):
         self._drawn = self._line_at = started
         self._refresh_seconds = REFRESH_SECONDS
 
-    def say(self, label: str, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
+    def say(
+        self, label: str, text: str, style: str = "", kind: OutputKind = OutputKind.LINE, timed: bool = False
+    ) -> None:
+        """timed: whether the line has the time in the plain form."""
         if not self.quiet:
-            self._print(f"[dim]{label:<8}[/] {escape(text)}", style, kind)
+            self._print(f"{self._time() if timed else ''}[dim]{label:<8}[/] {escape(text)}", style, kind)
+
+    def _time(self) -> str:
+        """Returns what a plain line begins with."""
+        return "" if self.live else f"{stamp(clock.wall())}  "
 
     def _print(self, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
         with self.output.writing(kind):
@@ -122,7 +131,7 @@ class ConsoleObserver(Observer):
     def waiting(self, text: str) -> None:
         if self.console.is_terminal or clock.now() - self._line_at > 5:
             self._line_at = clock.now()
-            self.say("waiting", f"for {text}", kind=OutputKind.PROGRESS)
+            self.say("waiting", f"for {text}", kind=OutputKind.PROGRESS, timed=True)
 
     def joined(self, seconds: float) -> None:
         self._begin(f"all connected, {duration(seconds)} after the command")
@@ -134,7 +143,7 @@ class ConsoleObserver(Observer):
         assert self._state is not None
         self._line_at = clock.now()
         self._joined = True
-        self._below_header(lambda: self.say("nodes", what))
+        self._below_header(lambda: self.say("nodes", what, timed=True))
         self._below_header(self._begin_live)
 
     def _begin_live(self) -> None:
@@ -153,8 +162,10 @@ class ConsoleObserver(Observer):
             self._say_line(self._state.evaluation_line(again=round <= self._said_round), round)
 
     def _say_line(self, line: str, round: int) -> None:
+        assert self._state is not None
         self._line_at, self._said_round = clock.now(), max(self._said_round, round)
-        self._below_header(lambda: self._print(escape(line), kind=OutputKind.PROGRESS))
+        text = f"{self._time()}{escape(line + self._state.left_text(self._line_at))}"
+        self._below_header(lambda: self._print(text, kind=OutputKind.PROGRESS))
 
     def tick(self) -> None:
         now = clock.now()
@@ -174,17 +185,18 @@ class ConsoleObserver(Observer):
         assert self._state is not None and self._live is not None
         began = clock.cpu()
         rows = max(4, self.console.size.height - 8)
-        self._live.update(live_table(self._state, now - self.started, self._note, rows), refresh=True)
+        left = self._state.seconds_left(now)
+        self._live.update(live_table(self._state, now - self.started, self._note, rows, left), refresh=True)
         self._drawn, self._changed = clock.now(), False
         self._refresh_seconds = max(REFRESH_SECONDS, REFRESH_SHARE * (clock.cpu() - began))
 
     def notice(self, text: str) -> None:
-        self.say("note", text, "yellow")
+        self.say("note", text, "yellow", timed=True)
 
     def stopping(self, signal_name: str) -> None:
         self._note = f"{signal_name}: finishing the round and writing; once more to kill"
         self._changed = True
-        self.say("stopping", self._note, "yellow")
+        self.say("stopping", self._note, "yellow", timed=True)
 
     def suspending(self) -> None:
         self.end()
@@ -198,7 +210,7 @@ class ConsoleObserver(Observer):
     def failed(self, failure: Failed, log: Path | None) -> None:
         self.end()
         where = f"node {failure.uid}" if failure.uid >= 0 else "decentnode"
-        self._print(f"[red]error[/] {where}, exit code {failure.exit_code}", kind=OutputKind.ERROR)
+        self._print(f"{self._time()}[red]error[/] {where}, exit code {failure.exit_code}", kind=OutputKind.ERROR)
         self._print(escape((failure.text or failure.title).rstrip()), kind=OutputKind.ERROR)
         if log is not None:
             self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt", kind=OutputKind.ERROR)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from decentnode.cli.run_names import run_names
 from decentnode.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="RUN", shell_complete=run_names)
 @click.option("--data", "section", metavar="SECTION",
               help="Other data than the run's, such as '{name: npz, file: other.npz}'; keys alone are laid over the "
                    "run's.")  # fmt: skip

@@ -15,6 +15,7 @@ import click
 from decentnode import clock
 from decentnode.cli import start
 from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.words import stamp
 
 if TYPE_CHECKING:
     from decentnode.cli.output import OutputKind
@@ -182,13 +183,13 @@ class Teller:
             self._echo(connected, OutputKind.LINE)
         elif isinstance(message, Progress):
             if self._state.update(message.uid, message.record):
-                self._echo(self._state.line(), OutputKind.PROGRESS)
+                self._echo(self._state.line() + self._state.left_text(clock.now()), OutputKind.PROGRESS)
         elif isinstance(message, Failed):
             self.errors.put(f"error: {message.text}\n", OutputKind.ERROR)
 
     def _echo(self, text: str, kind: OutputKind) -> None:
         if not self._quiet:
-            self.lines.put(f"{text}\n", kind)
+            self.lines.put(f"{stamp(clock.wall())}  {text}\n", kind)
 
     def drain(self) -> None:
         """Wait until all text is written, or Ctrl-C. Blocking; to be called when the node has ended."""

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from decentnode.cli.run_names import run_names
 from decentnode.metrics.figures import VIRTUAL_AXES
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=run_names)
 @click.option("--x", "axes", type=click.Choice([*VIRTUAL_AXES, "all"]), default="all", show_default=True,
               help="What to draw against; all of them is without virtual_seconds for runs that have none.")  # fmt: skip
 @click.option("--metric", default="all", show_default=True,

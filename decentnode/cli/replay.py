@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from decentnode.cli.run_names import run_names
 from decentnode.errors import DecentnodeError, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Differs(DecentnodeError):
 
 
 @click.command()
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="RUN", shell_complete=run_names)
 @click.option("--check", "only_check", is_flag=True, help="Check the records against each other, and repeat nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: str, only_check: bool, as_json: bool) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from decentnode.cli.run_names import run_names
+
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=run_names)
 @click.option("--all-runs", is_flag=True, help="Of the folder or the name of an experiment take all runs in it.")
 @click.option("--label", "labels", multiple=True, help="Name of an experiment, in the order of the runs.")
 @click.option("--output", "-o", type=click.Path(path_type=Path),

@@ -7,11 +7,12 @@ import json
 import click
 
 from decentnode import clock
+from decentnode.cli.run_names import run_names
 from decentnode.errors import UsageError
 
 
 @click.command()
-@click.argument("run", default="latest")
+@click.argument("run", default="latest", shell_complete=run_names)
 @click.option("--edges", is_flag=True, help="A row for every edge: bytes of payloads, chunks, resends, time waited.")
 @click.option("--once", is_flag=True, help="Print once instead of until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, once.")

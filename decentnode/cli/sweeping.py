@@ -14,7 +14,7 @@ from decentnode.cli.output import Output, OutputKind
 from decentnode.sweeps.conduct import Ended, State, Watcher
 from decentnode.sweeps.plan import Sweep
 from decentnode.sweeps.progress import left, line, live_table
-from decentnode.words import duration, plural
+from decentnode.words import duration, plural, stamp
 
 LINE_SECONDS = 60.0
 """Longest time without a line in the plain form."""
@@ -34,7 +34,10 @@ class ConsoleWatcher(Watcher):
         self._refresh_seconds = REFRESH_SECONDS
 
     def say(self, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
+        """Print a line: with the time before it, where there is no live table and it says how far the sweep is."""
         if not self.quiet or kind is OutputKind.ERROR:
+            if not self.live and kind in (OutputKind.PROGRESS, OutputKind.ERROR):
+                text = f"{stamp(clock.wall())}  {text}"
             with self.output.writing(kind):
                 self.console.print(escape(text), style=style or None, soft_wrap=True, highlight=False)
 

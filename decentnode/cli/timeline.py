@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from decentnode.cli.run_names import run_names
 from decentnode.errors import UsageError
 from decentnode.words import plural
 
@@ -22,7 +23,7 @@ SUFFIXES = (".csv", ".png", ".pdf", ".svg")
 
 
 @click.command()
-@click.argument("target", metavar="CONFIG|RUN")
+@click.argument("target", metavar="CONFIG|RUN", shell_complete=run_names)
 @click.option("--rounds", type=click.IntRange(1, 1_000_000), help="Rounds; when not given, those of the config or run.")
 @click.option("--links", type=click.Path(path_type=Path),
               help="YAML file with the keys of simulate.links, in place of the config's.")  # fmt: skip

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from decentnode.cli.run_names import run_names
+
 
 @click.command()
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="RUN", shell_complete=run_names)
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first round that is shown.")
 @click.option("--last", type=click.IntRange(0), help="The last round that is shown; all to the end when not given.")
 @click.option("--node", "nodes", type=click.IntRange(0), multiple=True, help="Show this node; all when none is given.")

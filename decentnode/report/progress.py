@@ -16,6 +16,8 @@ class NodeState:
     """The last known figures of one node."""
 
     uid: int
+    heard: bool = False
+    """Whether it has said anything yet."""
     rounds: int = 0
     """How many rounds it has finished."""
     loss: float | None = None
@@ -56,6 +58,8 @@ class RunProgress:
     measured: TaskMetrics = BEFORE
     """What the run's task measures."""
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
+    _mark: tuple[float, int] | None = None
+    """When it was first asked how long it takes, and the round then: what came before is the start, or another run."""
 
     @classmethod
     def of(
@@ -67,6 +71,7 @@ class RunProgress:
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:
         """Take a record of a node. Returns whether it completes an evaluation of all local nodes."""
         node = self.nodes[uid]
+        node.heard = True
         if record.get("kind") == "round":
             node.rounds = record["round"] + 1
             node.loss = record.get("loss")
@@ -121,6 +126,27 @@ class RunProgress:
         """Returns the node that waited longest for one neighbor in its last known round."""
         waiting = [node for node in self.taking_part() if node.waited_for >= 0]
         return max(waiting, key=lambda node: node.waited_seconds, default=None)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Returns the seconds to the last round, at the pace since this was asked first; None while that is not known.
+
+        now: `clock.now()`. The pace counts rounds made since, so that neither a slow start nor the rounds of a run that
+        goes on from a checkpoint are in it.
+        """
+        done = self.round
+        if self._mark is None:
+            if all(node.heard for node in self.taking_part()):
+                self._mark = now, done
+            return None
+        since, first = self._mark
+        if done <= first or now <= since:
+            return None
+        return max(0.0, (now - since) / (done - first) * (self.rounds - done))
+
+    def left_text(self, now: float) -> str:
+        """Returns how long the run still takes as the end of a line, " left=3min20s"; "" where that is not known."""
+        left = self.seconds_left(now)
+        return "" if left is None or self.round >= self.rounds else f" left={duration(left).replace(' ', '')}"
 
     def evaluation_line(self, again: bool = False) -> str:
         """Returns the last evaluation as `round=20/60 loss=0.1234 acc_mean=0.930 ...`, with figures of that round

@@ -13,11 +13,13 @@ from decentnode.words import duration, number, size
 COLUMNS = ("node", "round", "loss", "{metric} (after)", "sent", "round time", "waiting", "longest for")
 
 
-def live_table(state: RunProgress, elapsed: float, note: str, max_rows: int) -> RenderableType:
+def live_table(
+    state: RunProgress, elapsed: float, note: str, max_rows: int, seconds_left: float | None = None
+) -> RenderableType:
     """Returns a progress bar, a row per local node (at most `max_rows`), and a line with figures of all."""
     done = state.round
     bar = Table.grid(padding=(0, 1))
-    left = duration(elapsed / done * (state.rounds - done)) if 0 < done < state.rounds else ""
+    left = "" if seconds_left is None or done >= state.rounds else duration(seconds_left)
     bar.add_row(
         Text(f"round {done}/{state.rounds}", style="bold"),
         ProgressBar(total=max(state.rounds, 1), completed=done, width=30),

@@ -41,7 +41,7 @@ def test_every_round_is_printed_once_with_its_own_accuracy(clock: VirtualClock) 
         clock.sleep(module.LINE_SECONDS + 1)
         observer.tick()
     assert output.drain(30)
-    told = re.findall(r"^round=(\d+)/10(.*)$", out.getvalue(), re.MULTILINE)
+    told = re.findall(r"^[-0-9]{10} [:0-9]{8}  round=(\d+)/10(.*)$", out.getvalue(), re.MULTILINE)
     assert [int(round) for round, _ in told] == list(range(11)), out.getvalue()
     for round, rest in told:
         assert ("acc_mean" in rest) == (int(round) in accuracy)
@@ -61,7 +61,7 @@ def test_the_closing_evaluation_of_a_stopped_run_does_not_print_its_round_again(
     for uid in FACTS.local:
         observer.progress(uid, {"kind": "evaluation", "round": 7, "accuracy": 0.5, "accuracy_mean": 0.5})
     assert output.drain(30)
-    assert re.findall(r"^(round|evaluated)=7/10 ", out.getvalue(), re.MULTILINE) == ["round", "evaluated"]
+    assert re.findall(r"  (round|evaluated)=7/10 ", out.getvalue(), re.MULTILINE) == ["round", "evaluated"]
 
 
 @pytest.mark.parametrize("join", [False, True])
@@ -111,3 +111,30 @@ def test_a_header_that_does_not_come_holds_nothing_back(clock: VirtualClock) -> 
     clock.sleep(module.HEADER_SECONDS + 1)
     observer.tick()
     assert output.drain(30) and "all connected" in out.getvalue()
+
+
+def test_plain_lines_say_when_they_were_written_and_how_long_the_run_still_takes(clock: VirtualClock) -> None:
+    """In the log of a scheduler nothing else does. The pace is that of the rounds made here: of a run that goes on from
+    round 4 the first four took no time."""
+    out = io.StringIO()
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=False)
+    observer.facts(FACTS, None)
+    observer.header([])
+    observer.joined(1.0)
+    clock.sleep(500.0)  # starting takes time of its own
+    for finished in (5, 6, 8, 10):
+        for uid in FACTS.local:
+            observer.progress(uid, {"kind": "round", "round": finished - 1, "loss": 1.0})
+        clock.sleep(module.LINE_SECONDS + 1)
+        observer.tick()
+        for uid in FACTS.local:
+            observer.progress(uid, {"kind": "evaluation", "round": finished, "accuracy": 0.5, "accuracy_mean": 0.5})
+        clock.sleep(49.0)
+    observer.notice("something")
+    assert output.drain(30)
+    lines = [line for line in out.getvalue().splitlines() if "round=" in line or "evaluated=" in line]
+    last = out.getvalue().splitlines()[-1]
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in [*lines, last])
+    left = {int(m[1]): m[2] for line in lines if (m := re.search(r"(?:round|evaluated)=(\d+)/.* left=(\S+)", line))}
+    assert left == {6: "4min0s", 8: "1min20s"}, out.getvalue()

@@ -1,0 +1,94 @@
+"""Shows how far the runs of `decentnode compare` are: which of how many, and about how long they still take."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from decentnode import clock
+from decentnode.words import duration, stamp
+
+
+class RunCount:
+    """A bar on a terminal, which is removed at the end; elsewhere a line with the time when a run begins. On stderr, as
+    the table goes to stdout."""
+
+    def __init__(self, total: int, console: Console | None = None) -> None:
+        """total: runs to make."""
+        self.total = total
+        self.done = 0
+        self.console = console or Console(stderr=True, highlight=False)
+        self._seconds: dict[str, list[float]] = {}
+        """Of the finished runs, by config."""
+        self._begun = clock.now()
+        self._now: tuple[str, str, float] | None = None
+        """Config and name of the run under way, and when it began."""
+        self._ahead: list[str] = []
+        self._live: Live | None = None
+
+    def __enter__(self) -> RunCount:
+        if self.console.is_terminal and self.total:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def begins(self, config: str, seed: int, ahead: list[str]) -> None:
+        """A run begins. ahead: the configs of the runs after it."""
+        self._now, self._ahead = (config, f"{config} seed {seed}", clock.now()), ahead
+        if self._live is None:
+            left = self._left_text(clock.now())
+            self.console.print(f"{stamp(clock.wall())}  run {self.done + 1} of {self.total}: {config} seed {seed}"
+                               f"{f'; {left}' if left else ''}", soft_wrap=True, markup=False)  # fmt: skip
+        self.tick()
+
+    def ended(self) -> None:
+        """The run that began last is over."""
+        assert self._now is not None
+        config, _, began = self._now
+        self._seconds.setdefault(config, []).append(clock.now() - began)
+        self.done, self._now = self.done + 1, None
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Returns the seconds until all runs are over; None before the first is.
+
+        A run takes what those of its config took on average, or those of all configs where it has none.
+        """
+        every = [seconds for each in self._seconds.values() for seconds in each]
+        if not every or self._now is None:
+            return None
+
+        def expected(config: str) -> float:
+            own = self._seconds.get(config, every)
+            return sum(own) / len(own)
+
+        return max(0.0, expected(self._now[0]) - (now - self._now[2])) + sum(map(expected, self._ahead))
+
+    def _left_text(self, now: float) -> str:
+        left = self.seconds_left(now)
+        return "" if left is None else f"about {duration(left)} left"
+
+    def tick(self) -> None:
+        """Draw the bar. To be called about once a second."""
+        if self._live is None or self._now is None:
+            return
+        now = clock.now()
+        bar, times = Table.grid(padding=(0, 1)), (duration(now - self._begun), self._left_text(now))
+        bar.add_row(Text(f"run {self.done + 1} of {self.total}", style="bold"),
+                    ProgressBar(total=self.total, completed=self.done, width=20),
+                    Text(" · ".join(filter(None, times)), "dim"))  # fmt: skip
+        self._live.update(Group(bar, Text(self._now[1], "dim", overflow="ellipsis", no_wrap=True)), refresh=True)

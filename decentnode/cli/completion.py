@@ -1,0 +1,94 @@
+"""`decentnode completion`: lets the shell complete commands, options and files."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import click
+
+from decentnode.errors import EnvironmentFault
+
+SHELLS = ("bash", "zsh", "fish")
+VARIABLE = "_DECENTNODE_COMPLETE"
+"""The environment variable through which the shell's function asks decentnode what can stand at the cursor."""
+MARK = "# decentnode completion"
+"""Ends the line in the shell's start-up file, by which the line is found again."""
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS), required=False)
+@click.option("--install", is_flag=True, help="Put the script where the shell reads it at its start.")
+def command(shell: str | None, install: bool) -> None:
+    """Print the completion script of SHELL; without SHELL that of $SHELL.
+
+    With --install the script is written into the home directory, and bash and zsh get one line in ~/.bashrc or ~/.zshrc
+    that reads it. Doing it again changes nothing but the script. New shells then complete with the Tab key.
+    """
+    shell = shell or _own_shell()
+    if not install:
+        click.echo(source(shell))
+        return
+    for line in installed(shell):
+        click.echo(line)
+
+
+def _own_shell() -> str:
+    """Returns the name of the user's shell. Raises UsageError for one that cannot complete."""
+    name = Path(os.environ.get("SHELL", "")).name
+    if name not in SHELLS:
+        raise click.UsageError(f"name a shell: {', '.join(SHELLS)}; $SHELL is {name or 'not set'}")
+    return name
+
+
+def source(shell: str) -> str:
+    """Returns the script that makes a shell complete."""
+    from click.shell_completion import get_completion_class
+
+    from decentnode.cli import main
+
+    found = get_completion_class(shell)
+    assert found is not None
+    complete = found(main, {}, "decentnode", VARIABLE)
+    return str(complete.source_template % complete.source_vars()).rstrip()
+
+
+def installed(shell: str) -> list[str]:
+    """Write the script, and the line that reads it. Returns what was done, in words. Raises EnvironmentFault."""
+    script, start = places(shell)
+    said = []
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(source(shell) + "\n", encoding="utf-8")
+        said.append(f"written  {script}")
+        if start is not None:
+            said.append(_mention(script, start))
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {error.filename}: {error.strerror}") from error
+    return [*said, f"new {shell} shells complete decentnode"]
+
+
+def places(shell: str) -> tuple[Path, Path | None]:
+    """Returns (the script, the start-up file that has to read it; None where the shell finds the script by itself)."""
+    home = Path.home()
+    if shell == "fish":
+        config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+        return config / "fish" / "completions" / "decentnode.fish", None
+    script = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "decentnode" / f"completion.{shell}"
+    return script, (Path(os.environ.get("ZDOTDIR") or home) / ".zshrc" if shell == "zsh" else home / ".bashrc")
+
+
+def _mention(script: Path, start: Path) -> str:
+    """Let a start-up file read the script, unless it does."""
+    before = start.read_text(encoding="utf-8", errors="surrogateescape") if start.exists() else ""
+    path = shlex.quote(str(script))
+    # zsh has `compdef`, which the script calls, only after `compinit`
+    ready = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }; " if script.suffix == ".zsh" else ""
+    line = f"[ -r {path} ] && {{ {ready}. {path}; }}  {MARK}"
+    lines = before.splitlines()
+    if line in lines:
+        return f"kept     the line in {start}"
+    kept = [each for each in lines if not each.endswith(MARK)]
+    start.write_text("\n".join([*kept, line]) + "\n", encoding="utf-8", errors="surrogateescape")
+    return f"{'replaced' if len(kept) < len(lines) else 'added   '} a line in {start}"

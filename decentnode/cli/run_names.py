@@ -1,0 +1,22 @@
+"""What the shell proposes where a command takes a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:  # noqa: ARG001
+    """Returns the experiments in runs/ that begin with what was typed, and `latest`; files and folders where none
+    does."""
+    from click.shell_completion import CompletionItem
+
+    folder = Path("runs")
+    known = sorted(each.name for each in folder.iterdir() if (each / "latest").is_dir()) if folder.is_dir() else []
+    found = [name for name in (*known, "latest") if name.startswith(incomplete)]
+    return [CompletionItem(name) for name in found] or [CompletionItem(incomplete, type="file")]
