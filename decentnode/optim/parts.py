@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,16 +32,43 @@ def divisible(optimizer: Optimizer) -> bool:
     return type(optimizer) in ONE_BY_ONE and untouched and not any(hooks)
 
 
-def divided(optimizer: Optimizer, part_of: Mapping[Tensor, int], parts: int) -> list[ParameterGroups]:
-    """The parameter groups of each part, as they are now; last, those of parameters that are in no part."""
-    found: list[ParameterGroups] = [[] for _ in range(parts + 1)]
-    for group in optimizer.param_groups:
-        shares: dict[int, list[Tensor]] = {}
-        for p in group["params"]:
-            shares.setdefault(part_of.get(p, parts), []).append(p)
-        for number, params in shares.items():
-            found[number].append({**group, "params": params})
-    return found
+class Division:
+    """Divides an optimizer's parameter groups among parts of its parameters, and remembers how: a step in which no
+    parameter has come, gone or moved to another group looks at the groups' lists alone."""
+
+    def __init__(self, parts: Sequence[Iterable[Tensor]]) -> None:
+        """parts: the parameters of each, none of them in two."""
+        self._part_of = {p: number for number, params in enumerate(parts) for p in params}
+        self._count = len(parts)
+        self._known: list[list[Tensor]] = []
+        """[group] its parameters, as they were divided last."""
+        self._shares: list[list[tuple[int, list[Tensor]]]] = []
+        """[part] the numbers of its groups, each with the parameters of the part."""
+
+    def groups(self, optimizer: Optimizer) -> list[ParameterGroups]:
+        """The parameter groups of each part, as they are now; last, those of parameters that are in no part.
+
+        A part's groups have the same list `params` in every call as long as nothing has changed.
+        """
+        lists = [group["params"] for group in optimizer.param_groups]
+        same = len(lists) == len(self._known) and all(
+            len(now) == len(before) and all(map(operator.is_, now, before))
+            for now, before in zip(lists, self._known, strict=True)
+        )
+        if not same:
+            self._divide(lists)
+        return [[{**optimizer.param_groups[number], "params": params} for number, params in shares]
+                for shares in self._shares]  # fmt: skip
+
+    def _divide(self, lists: list[list[Tensor]]) -> None:
+        self._known = [list(params) for params in lists]
+        self._shares = [[] for _ in range(self._count + 1)]
+        for number, params in enumerate(lists):
+            shares: dict[int, list[Tensor]] = {}
+            for p in params:
+                shares.setdefault(self._part_of.get(p, self._count), []).append(p)
+            for part, mine in shares.items():
+                self._shares[part].append((number, mine))
 
 
 @contextlib.contextmanager

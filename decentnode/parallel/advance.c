@@ -145,15 +145,18 @@ static void mix(size_t n, float *restrict x, size_t at, const struct mixing *how
 
 /* Parameters that stand one after the other, each with its own state of the optimizer. */
 struct row {
-    int64_t size;
+    int64_t size, whole; /* whole: the first so many elements fill torch's vectors, it takes the others one by one */
     const float *gradient;
     float *first, *second;
     float lerp, keep, share, step, root, eps, decay, shrink, sign;
     int32_t decays; /* 1: the gradient gets decay x, 2: x becomes shrink x */
 };
 
+enum { VECTORS = 0, ONE_BY_ONE = 1 }; /* which of two roundings torch's code for v has */
+
 /* torch's fused Adam for CPUs, in the order of its roundings; the caller compares them (parallel/advance.py). */
-static inline void adam(size_t n, float *restrict x, const struct row *row, size_t at, int decays) {
+static inline void adam(size_t n, float *restrict x, const struct row *row, size_t at, int decays,
+                        int rounding) {
     const float *restrict gradient = row->gradient + at;
     float *restrict first = row->first + at, *restrict second = row->second + at;
     float lerp = row->lerp, keep = row->keep, share = row->share, step = row->step, root = row->root, eps = row->eps;
@@ -165,20 +168,28 @@ static inline void adam(size_t n, float *restrict x, const struct row *row, size
         if (decays == 2)
             w = w * shrink;
         float m = fmaf(lerp, g - first[i], first[i]);
-        float v = fmaf(share * g, g, second[i] * keep);
+        float v = rounding == VECTORS ? fmaf(share * g, g, second[i] * keep) : fmaf(second[i], keep, share * g * g);
         first[i] = m;
         second[i] = v;
         x[i] = w + step * m / (sqrtf(v) / root + eps);
     }
 }
 
-static void update(size_t n, float *x, const struct row *row, size_t at) {
+static inline void update_alike(size_t n, float *x, const struct row *row, size_t at, int rounding) {
     if (row->decays == 1)
-        adam(n, x, row, at, 1);
+        adam(n, x, row, at, 1, rounding);
     else if (row->decays == 2)
-        adam(n, x, row, at, 2);
+        adam(n, x, row, at, 2, rounding);
     else
-        adam(n, x, row, at, 0);
+        adam(n, x, row, at, 0, rounding);
+}
+
+static void update(size_t n, float *x, const struct row *row, size_t at) {
+    size_t whole = (size_t)row->whole, some = at >= whole ? 0 : whole - at < n ? whole - at : n;
+    if (some)
+        update_alike(some, x, row, at, VECTORS);
+    if (some < n)
+        update_alike(n - some, x + some, row, at + some, ONE_BY_ONE);
 }
 
 /* Grains `from` to `to` of a part of n floats at x. Each of the three may be left out: mixing, rows, place. */

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,16 @@ from decentnode import entropy, native
 GRAIN_BYTES = 8192
 """Bytes that one mark is the hash of."""
 MOST_ARRIVALS = 16
-LANES = 16
-"""Sizes that are a multiple of this are updated to torch's bits; torch rounds the remaining elements of others
-differently."""
+VECTORS = (16, 8)
+"""How many elements torch's vectors may have. It rounds those elements of a parameter that fill no vector otherwise."""
 _SHIFT, _GRAINS_PER_THREAD = 4, 128
 
 Rows = NDArray[np.void]
 """The constants and addresses of Adam's step for parameters that follow each other in memory, a row per parameter."""
 ROW = np.dtype([
-    ("size", "i8"), ("gradient", "u8"), ("first", "u8"), ("second", "u8"), ("lerp", "f4"), ("keep", "f4"),
-    ("share", "f4"), ("step", "f4"), ("root", "f4"), ("eps", "f4"), ("decay", "f4"), ("shrink", "f4"), ("sign", "f4"),
-    ("decays", "i4"),
+    ("size", "i8"), ("whole", "i8"), ("gradient", "u8"), ("first", "u8"), ("second", "u8"), ("lerp", "f4"),
+    ("keep", "f4"), ("share", "f4"), ("step", "f4"), ("root", "f4"), ("eps", "f4"), ("decay", "f4"), ("shrink", "f4"),
+    ("sign", "f4"), ("decays", "i4"),
 ])  # fmt: skip
 _CONSTANTS = ("lerp", "keep", "share", "step", "root", "eps", "decay", "shrink", "sign", "decays")
 Marks = NDArray[np.uint64]
@@ -121,25 +121,30 @@ def loops() -> Loops | None:
     return None if library is None else Loops(library)
 
 
-def suits_adam(p: Tensor) -> bool:
-    """Whether the loop's Adam gives torch's bits for a parameter of this type and size."""
-    return p.numel() % LANES == 0 and p.dtype == torch.float32 and p.device.type == "cpu"
-
-
 class AdamSteps:
     """Makes the loop's rows for steps of torch's fused Adam or AdamW, for parameters that follow each other in memory.
 
-    The loop gives torch's bits, for float32 parameters on a CPU whose sizes are multiples of LANES.
+    The loop gives torch's bits, for float32 parameters on a CPU. A step does nothing in Python for each parameter but
+    what iterators of C do: of 1,000 parameters such loops take 1 ms, where `step` of torch takes 4.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self.params = tuple(params)
         self._strides = [p.stride() for p in self.params]
-        self._suit = all(map(suits_adam, params))
+        self._suit = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.params)
         self._rows = np.zeros(len(self.params), ROW)
-        self._rows["size"] = [p.numel() for p in self.params]
-        self._moments: list[tuple[Tensor, Tensor]] = []
-        """The moments that the rows point to, kept alive here."""
+        sizes = self._rows["size"] = [p.numel() for p in self.params]
+        lanes = vector() or 1
+        self._rows["whole"] = [size - size % lanes for size in sizes]
+        self._states: list[Any] = []
+        """The optimizer's state of each parameter, whose tensors the rows point to."""
+        self._kept: dict[str, list[Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "step": []}
+        """Those tensors, kept alive here; `step` are views of `_counts`."""
+        self._counts = torch.empty(0)
+        """[parameters] the steps taken, float32 as torch counts them."""
+        self._lists: list[list[Tensor]] = []
+        """The parameters of each group, and for each parameter the number of its group."""
+        self._group = np.zeros(0)
 
     def take(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Rows | None:
         """Counts one step and returns its rows; None, with nothing changed, where torch has to take the step: for other
@@ -150,49 +155,65 @@ class AdamSteps:
         """
         if not self._suit or type(optimizer) not in (Adam, AdamW) or not all(map(_settings_suit, groups)):
             return None
-        if not exact():
+        if vector() is None or not self._divided(groups):
             return None
-        group_of = {p: group for group in groups for p in group["params"]}
-        gradients = [p.grad for p in self.params]
-        states = [optimizer.state.get(p) for p in self.params]
-        addresses, counts = [], []
-        for p, stride, gradient, state in zip(self.params, self._strides, gradients, states, strict=True):
-            if gradient is None or not state or p not in group_of:
+        gradients: list[Any] = [p.grad for p in self.params]
+        try:
+            if [gradient.stride() for gradient in gradients] != self._strides:
                 return None
-            if gradient.layout != torch.strided or gradient.stride() != stride:
-                return None
-            addresses.append(gradient.data_ptr())
-            counts.append(state["step"])
-        moments = [(state["exp_avg"], state["exp_avg_sq"]) for state in states if state is not None]
-        if not self._point_to(moments):
+            self._rows["gradient"] = [gradient.data_ptr() for gradient in gradients]
+        except (AttributeError, RuntimeError):  # one is None, or its layout has no strides: torch knows what to do
             return None
-        torch._foreach_add_(counts, 1)
-        decoupled = isinstance(optimizer, AdamW)
-        known: dict[tuple[int, float], tuple[Any, ...]] = {}
-        keys = [(id(group_of[p]), count.item()) for p, count in zip(self.params, counts, strict=True)]
-        for p, key in zip(self.params, keys, strict=True):
-            if key not in known:
-                known[key] = _constants(group_of[p], key[1], decoupled)
-        self._rows["gradient"] = addresses
-        each = next(iter(known.values())) if len(known) == 1 else None
-        for number, name in enumerate(_CONSTANTS):
-            self._rows[name] = [known[key][number] for key in keys] if each is None else each[number]
+        if not self._point_to(list(map(optimizer.state.get, self.params))):
+            return None
+        self._counts.add_(1)
+        self._put_constants(groups, isinstance(optimizer, AdamW))
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step was taken
         return self._rows
 
-    def _point_to(self, moments: list[tuple[Tensor, Tensor]]) -> bool:
-        """Points the rows to these moments; False where their layout differs from the parameters'."""
-        known = len(moments) == len(self._moments) and all(
-            a is c and b is d for (a, b), (c, d) in zip(moments, self._moments, strict=True)
-        )
-        if not known:
-            for p, pair in zip(self.params, moments, strict=True):
-                if any(m.dtype != p.dtype or m.device != p.device or m.stride() != p.stride() for m in pair):
-                    return False
-            self._moments = moments
-            self._rows["first"], self._rows["second"] = zip(*((a.data_ptr(), b.data_ptr()) for a, b in moments),
-                                                            strict=True)  # fmt: skip
+    def _divided(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Notes which group each parameter is in; False where one is in none."""
+        lists = [group["params"] for group in groups]
+        if len(lists) != len(self._lists) or not all(map(operator.is_, lists, self._lists)):
+            group_of = {p: number for number, params in enumerate(lists) for p in params}
+            found = [group_of.get(p, -1) for p in self.params]
+            if -1 in found:
+                return False
+            self._lists, self._group = lists, np.array(found, np.float64)
+        return True
+
+    def _put_constants(self, groups: Sequence[Mapping[str, Any]], decoupled: bool) -> None:
+        """Parameters of one group with equally many steps have the same constants."""
+        # Steps are integers, exact in float64: group + groups * steps tells both.
+        keys, where = np.unique(self._group + float(len(groups)) * self._counts.numpy(), return_inverse=True)
+        table = np.array([_constants(groups[int(key % len(groups))], key // len(groups), decoupled) for key in keys])
+        for number, name in enumerate(_CONSTANTS):
+            self._rows[name] = table[0, number] if len(keys) == 1 else table[where, number]
+
+    def _point_to(self, states: list[Any]) -> bool:
+        """Points the rows to the moments of these states; False where there are none, or their layout differs from the
+        parameters'."""
+        if len(self._states) == len(states) and all(map(operator.is_, states, self._states)) and all(
+            all(map(operator.is_, map(operator.itemgetter(key), states), kept)) for key, kept in self._kept.items()
+        ):  # fmt: skip
+            return True
+        if not all(states):
+            return False
+        for p, state in zip(self.params, states, strict=True):
+            moments = (state["exp_avg"], state["exp_avg_sq"])
+            if any(m.dtype != p.dtype or m.device != p.device or m.stride() != p.stride() for m in moments):
+                return False
+        counts = [state["step"] for state in states]
+        if any(count.dtype != torch.float32 or count.device.type != "cpu" for count in counts):
+            return False
+        self._counts = torch.stack(counts)  # one addition counts the steps of all: a call for each took a millisecond
+        for state, count in zip(states, self._counts, strict=True):
+            state["step"] = count
+        self._states = states
+        self._kept = {key: [state[key] for state in states] for key in self._kept}
+        for row, key in (("first", "exp_avg"), ("second", "exp_avg_sq")):
+            self._rows[row] = [moment.data_ptr() for moment in self._kept[key]]
         return True
 
 
@@ -214,22 +235,27 @@ def _constants(group: Mapping[str, Any], step: float, decoupled: bool) -> tuple[
 
 
 @functools.cache
-def exact() -> bool:
-    """Whether the compiled loop gives the bits of this torch's fused Adam on this processor, which a trial decides."""
+def vector() -> int | None:
+    """How many elements a vector of this torch's fused Adam has on this processor, if the compiled loop gives its bits,
+    which a trial decides; None otherwise."""
+    return next((lanes for lanes in VECTORS if loops() is not None and _exact(lanes)), None)
+
+
+def _exact(lanes: int) -> bool:
     compiled = loops()
-    if compiled is None:
-        return False
+    assert compiled is not None
     draw = torch.Generator().manual_seed(0)
     marks = np.zeros((1, 2), np.uint64)
+    size = 64 * max(VECTORS) + 15
     for kind, decay, maximize in ((Adam, 0.0, False), (Adam, 0.1, True), (AdamW, 0.1, False)):
-        start = torch.randn(64 * LANES, generator=draw)
+        start = torch.randn(size, generator=draw)
         theirs, x = Parameter(start.clone()), start.clone()
         optimizer = kind([theirs], lr=0.01, weight_decay=decay, maximize=maximize, fused=True)
-        moments = torch.zeros(2, len(x))
-        for step in (1, 2, 3):
-            theirs.grad = torch.randn(len(x), generator=draw) * 10.0 ** torch.randint(-9, 3, x.shape, generator=draw)
+        moments = torch.zeros(2, size)
+        for step in range(1, 9):
+            theirs.grad = torch.randn(size, generator=draw) * 10.0 ** torch.randint(-9, 3, x.shape, generator=draw)
             optimizer.step()
-            row = (len(x), theirs.grad.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(),
+            row = (size, size - size % lanes, theirs.grad.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(),
                    *_constants(optimizer.param_groups[0], step, kind is AdamW))  # fmt: skip
             compiled.advance(x, None, np.array([row], ROW), None, marks)
         state = optimizer.state[theirs]

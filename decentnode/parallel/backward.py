@@ -61,12 +61,19 @@ class BackwardWatch:
         """Whether a parameter got its gradient in the pass under way."""
         self._queued: weakref.ref[Callable[[], None]] | None = None
         itself = weakref.ref(self)
+        nothing: weakref.ref[Callable[[], None]] = weakref.ref(lambda: None)
+        known = nothing
+        """The end of the pass that is known to have a gradient: alive as long as that pass."""
 
         def on_gradient(_: Tensor) -> None:
+            nonlocal known
+            if known() is not None:  # a thousand small parameters come here in one pass
+                return
             watch = itself()
             if watch is not None and not watch.accumulating:
                 watch._await_end()
                 watch._gradient_came = True
+                known = watch._queued if watch._queued is not None else nothing
 
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in params]
 

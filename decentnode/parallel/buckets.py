@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from decentnode.graph.base import RoundView
-from decentnode.parallel.advance import GRAIN_BYTES, MOST_ARRIVALS, Marks, Mixing, Rows, loops, suits_adam
+from decentnode.parallel.advance import GRAIN_BYTES, MOST_ARRIVALS, Marks, Mixing, Rows, loops
 from decentnode.parallel.plan import Plan
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
@@ -26,8 +26,6 @@ PART_BYTES = 1 << 22
 part costs a call of the optimizer's step, 0.2 ms; for 10 M parameters 4 MB was faster than 1, 2 and 8."""
 CACHED_BYTES = 1 << 23
 """Parts up to this size are assumed to stay in a cache from their mixing to their snapshot."""
-WORTH_ELEMENTS = 1 << 16
-"""Parameters that a compiled loop could update become a part of their own from so many elements on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +38,6 @@ class BucketPart:
     """Their elements are flat[start:stop]."""
     small: bool
     """Whether consecutive operations on it find it in a cache."""
-    even: bool
-    """Whether the compiled loop's Adam can update all of its parameters."""
     mark: int
     """The index of its first mark (advance.py)."""
 
@@ -100,6 +96,7 @@ class Bucket:
                 p.data = home
             self._homes.append(home)
             offset += p.numel()
+        self._addresses, self._strides = [h.data_ptr() for h in self._homes], [h.stride() for h in self._homes]
         self._hashes = self.flat.device.type == "cpu"
         self._bytes = self.flat.view(torch.uint8).numpy() if self._hashes else None
         self._loops = loops() if self._hashes else None
@@ -113,35 +110,16 @@ class Bucket:
         self._marks: Marks = np.zeros((self._mark(total) + len(self.parts), 2), np.uint64)
 
     def _cut(self, elements: int) -> Iterator[BucketPart]:
-        """Cuts the bucket into parts of whole parameters with `elements` or more; the last of a run may have fewer."""
+        """Cuts the bucket into parts of whole parameters with `elements` or more; the last may have fewer."""
         number = start = stop = 0
-        for even, run in self._runs():
-            kept: list[Parameter] = []
-            for p in run:
-                kept.append(p)
-                stop += p.numel()
-                if stop - start >= elements or p is run[-1]:
-                    small = (stop - start) * p.element_size() <= CACHED_BYTES
-                    yield BucketPart(tuple(kept), start, stop, small, even, self._mark(start) + number)
-                    kept, start, number = [], stop, number + 1
-
-    def _runs(self) -> Iterator[tuple[bool, list[Parameter]]]:
-        """Runs of consecutive parameters that the compiled loop's Adam can update, and of others. A run too small for a
-        part of its own joins the run before."""
-        runs: list[tuple[bool, list[Parameter]]] = []
+        kept: list[Parameter] = []
         for p in self.params:
-            even = self._loops is not None and suits_adam(p)
-            if not runs or runs[-1][0] != even:
-                runs.append((even, []))
-            runs[-1][1].append(p)
-        joined: list[tuple[bool, list[Parameter]]] = []
-        for even, run in runs:
-            worth = even and sum(p.numel() for p in run) >= WORTH_ELEMENTS
-            if joined and joined[-1][0] == worth:
-                joined[-1][1].extend(run)
-            else:
-                joined.append((worth, run))
-        yield from joined
+            kept.append(p)
+            stop += p.numel()
+            if stop - start >= elements or p is self.params[-1]:
+                small = (stop - start) * p.element_size() <= CACHED_BYTES
+                yield BucketPart(tuple(kept), start, stop, small, self._mark(start) + number)
+                kept, start, number = [], stop, number + 1
 
     def _mark(self, elements: int) -> int:
         return elements * self.flat.element_size() // GRAIN_BYTES
@@ -152,6 +130,9 @@ class Bucket:
 
     def gather(self) -> None:
         """Copies the parameters' values to `flat`, if a script has put them elsewhere."""
+        addresses, strides = [p.data_ptr() for p in self.params], [p.stride() for p in self.params]
+        if addresses == self._addresses and strides == self._strides:
+            return
         for p, home in zip(self.params, self._homes, strict=True):
             if p.data_ptr() != home.data_ptr() or p.stride() != home.stride():
                 home.copy_(p.data)

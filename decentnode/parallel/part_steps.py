@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from decentnode.optim.parts import divided, restricted
+from decentnode.optim.parts import Division, restricted
 from decentnode.parallel.advance import AdamSteps
 from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import BucketExchange
@@ -20,9 +19,8 @@ class PartSteps:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         parts = [part for bucket in buckets for part in bucket.parts]
-        self._count = len(parts)
-        self._part_of: dict[Tensor, int] = {p: number for number, part in enumerate(parts) for p in part.params}
-        self._adam = {part: AdamSteps(part.params) for part in parts if part.even}
+        self._division = Division([part.params for part in parts])
+        self._adam = {part: AdamSteps(part.params) for part in parts}
 
     def take(self, optimizer: Optimizer, exchange: BucketExchange, number: int, factor: float) -> None:
         """Blocking until every bucket has arrived: mixes it, updates it, and sends it.
@@ -30,7 +28,7 @@ class PartSteps:
         optimizer: one that `optim.parts.divisible` admits. number: the round in which the buckets depart. factor: of
         the mixing.
         """
-        groups = iter(divided(optimizer, self._part_of, self._count))
+        groups = iter(self._division.groups(optimizer))
         exchange.begin(number)
         for bucket in self._buckets:
             bucket.gather()
@@ -38,8 +36,7 @@ class PartSteps:
             one_pass = exchange.one_pass(bucket, flight)
             for part in bucket.parts:
                 mine = next(groups)
-                adam = self._adam.get(part) if one_pass else None
-                rows = adam.take(optimizer, mine) if adam is not None else None
+                rows = self._adam[part].take(optimizer, mine) if one_pass else None
                 if rows is not None:
                     exchange.advance(bucket, part, flight, factor, rows)
                     continue

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from decentnode.optim import AccumAdamW
-from decentnode.optim.parts import ONE_BY_ONE, divided, divisible, restricted
+from decentnode.optim.parts import ONE_BY_ONE, Division, divisible, restricted
 
 
 def parameters() -> list[Tensor]:
@@ -30,19 +30,35 @@ def test_parts_are_the_whole(cls: Callable[..., Any]) -> None:
     whole, parts = parameters(), parameters()
     options = {"momentum": 0.9} if cls is torch.optim.SGD else {}
     once, often = cls(groups(whole), **options), cls(groups(parts), **options)
-    part_of = {parts[0]: 1, parts[1]: 0, parts[3]: 1}
+    division = Division([[parts[1]], [parts[0], parts[3]]])
     for turn in range(5):
         for p, q in zip(whole, parts, strict=True):
             p.grad = q.grad = None if turn == 2 and p.dim() == 1 else torch.full_like(p, 0.1 + turn).cos()
         once.step()
         kept = often.param_groups
-        found = divided(often, part_of, 2)
+        found = division.groups(often)
         assert [[len(group["params"]) for group in each] for each in found] == [[1], [1, 1], [1]]
         for each in found:
             with restricted(often, each):
                 often.step()
         assert often.param_groups is kept
     assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
+
+
+def test_a_division_follows_what_a_script_does_with_its_groups() -> None:
+    params = parameters()
+    optimizer = torch.optim.SGD(groups(params), lr=0.1)
+    division = Division([[params[0]], params[1:3]])
+    before, after = division.groups(optimizer), division.groups(optimizer)
+    assert all(a["params"] is b["params"] for x, y in zip(before, after, strict=True)
+               for a, b in zip(x, y, strict=True))  # fmt: skip
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert division.groups(optimizer)[0][0]["lr"] == 0.5
+    optimizer.param_groups[0]["params"].remove(params[0])
+    optimizer.add_param_group({"params": [params[0]], "lr": 0.7})
+    assert [[group["lr"] for group in each] for each in division.groups(optimizer)] == [[0.7], [0.5], [0.2]]
+    optimizer.param_groups[0]["params"] = [params[2], params[1]]
+    assert [id(p) for p in division.groups(optimizer)[1][0]["params"]] == [id(params[2]), id(params[1])]
 
 
 def test_who_counts_steps_sees_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,10 @@ from torch.optim import SGD, Adam, AdamW
 
 from decentnode import native
 from decentnode.parallel import advance
-from decentnode.parallel.advance import GRAIN_BYTES, AdamSteps, Loops, Mixing, exact, loops
+from decentnode.parallel.advance import GRAIN_BYTES, AdamSteps, Loops, Mixing, loops, vector
 
 needs_loops = pytest.mark.skipif(loops() is None, reason="no C compiler")
-needs_exact = pytest.mark.skipif(not exact(), reason="torch's fused Adam rounds otherwise here")
+needs_exact = pytest.mark.skipif(vector() is None, reason="torch's fused Adam rounds otherwise here")
 
 
 def made() -> Loops:
@@ -109,7 +110,7 @@ def params_of(start: torch.Tensor, sizes: list[int]) -> list[Parameter]:
 def test_one_pass_has_the_bits_of_mixing_and_torchs_step(
     kind: type, decay: float, maximize: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = [16, 4096, 160, 2048, 32, 700_000]
+    sizes = [16, 4096, 1, 15, 160, 2049, 0, 31, 32, 700_001]
     total, draw = sum(sizes), torch.Generator().manual_seed(1)
     start = torch.randn(total, generator=draw)
     mine, theirs = start.clone(), start.clone()
@@ -161,7 +162,7 @@ def test_what_only_torch_can_do_is_left_to_it() -> None:
                      {"lr": torch.tensor(0.1), "fused": True}):  # fmt: skip
         assert not tried(Adam(p := one(), **settings), p)  # type: ignore[arg-type]
     assert not tried(SGD(p := one(), lr=0.1), p)
-    assert not tried(Adam(p := one(60), fused=True), p)
+    assert tried(Adam(p := one(61), fused=True), p)
     p = one()
     optimizer = Adam(p, fused=True)
     assert tried(optimizer, p)
@@ -171,6 +172,37 @@ def test_what_only_torch_can_do_is_left_to_it() -> None:
     assert tried(optimizer, p)
     p[0].grad = torch.ones(16, 4).t()
     assert AdamSteps(p).take(optimizer, optimizer.param_groups) is None
+
+
+@needs_exact
+def test_groups_and_counts_of_their_own_have_their_own_constants() -> None:
+    """Two rates, a parameter that joins later, states that a script loads or replaces: the bits of torch's step."""
+    draw = torch.Generator().manual_seed(2)
+    start = torch.randn(40, generator=draw)
+    mine, theirs = start.clone(), start.clone()
+    ours, torchs = params_of(mine, [7, 16, 17]), params_of(theirs, [7, 16, 17])
+    a, b = (Adam([{"params": [p[2], p[0]], "lr": 0.1}, {"params": [p[1]], "weight_decay": 0.2}], fused=True)
+            for p in (ours, torchs))  # fmt: skip
+    steps, taken = AdamSteps(ours), 0
+    for step in range(8):
+        for p, q in zip(ours, torchs, strict=True):
+            q.grad = None if step == 0 and p is ours[1] else torch.randn(p.shape, generator=draw)
+            p.grad = None if q.grad is None else q.grad.clone()
+        b.step()
+        rows = steps.take(a, a.param_groups)
+        taken += rows is not None
+        if rows is None:
+            a.step()
+        else:
+            made().advance(mine, None, rows, None, marks_for(mine))
+        assert torch.equal(mine, theirs)
+        if step == 3:
+            a.load_state_dict(copy.deepcopy(b.state_dict()))
+        if step == 5:
+            for optimizer, params in ((a, ours), (b, torchs)):
+                optimizer.state[params[2]]["exp_avg"] = torch.full((17,), 0.5)
+    assert taken == 6, "but the first, and that of the parameter that had no state yet"
+    assert [float(a.state[p]["step"]) for p in ours] == [8.0, 7.0, 8.0]
 
 
 SOURCE = Path(advance.__file__).with_suffix(".c")
