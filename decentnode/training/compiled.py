@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -53,9 +55,44 @@ def compiled(module: nn.Module, config: CompileConfig, device: torch.device) -> 
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     mode = None if config.mode == "default" else config.mode
     made: Forward = torch.compile(
-        module, mode=mode, backend=config.backend, dynamic=config.dynamic, fullgraph=config.fullgraph
+        _own_code(module, config), mode=mode, backend=config.backend, dynamic=config.dynamic, fullgraph=config.fullgraph
     )
     return made
+
+
+class _Code:
+    """A code object that is the compiler's key for all modules of one kind."""
+
+    def __init__(self) -> None:
+        def forward(batch: Tensor) -> Any:
+            return module(batch)
+
+        module: nn.Module = nn.Identity()
+        self.code = forward.__code__.replace()
+
+
+_CODES: weakref.WeakValueDictionary[tuple[str, str], _Code] = weakref.WeakValueDictionary()
+"""By what a module is and how it is compiled: of modules that live."""
+
+
+def _own_code(module: nn.Module, config: CompileConfig) -> Forward:
+    """Returns the module's forward pass as a function whose code object only modules like it share.
+
+    The compiler keeps what it compiled at the code object of the outermost function, and counts shapes there. That of a
+    module's class would be one for all models and runs of a process: `nn.Sequential.forward` of every nn.Sequential.
+    Nodes of one process still share what one of them compiled, and with the last of them it goes.
+    """
+    key = str(module), repr(config)
+    kept = _CODES.get(key)
+    if kept is None:
+        kept = _CODES[key] = _Code()
+
+    def forward(batch: Tensor) -> Any:
+        return module(batch)
+
+    found = types.FunctionType(kept.code, globals(), "forward", None, forward.__closure__)
+    found.kept = kept  # type: ignore[attr-defined]
+    return found
 
 
 def _needs_compiler(device: torch.device) -> None:

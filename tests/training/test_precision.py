@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +197,39 @@ def test_what_the_compiler_refuses_is_a_sentence() -> None:
         make(module=Branches, compile={**EAGER, "fullgraph": True}).local_update(0)
 
 
-def test_more_shapes_than_are_kept_are_an_error_and_not_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+@pytest.fixture
+def recompile_limit() -> Iterator[Callable[[int], object]]:
+    """Sets the limit for one test. monkeypatch would delete the option when it is undone, as torch keeps it elsewhere
+    than in the module, and then every later compilation of the process fails."""
+    with contextlib.ExitStack() as until_the_end:
+        yield lambda limit: until_the_end.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+        torch._dynamo.reset()
+    assert torch._dynamo.config.recompile_limit >= 8
+
+
+def test_other_models_of_a_process_do_not_use_up_the_shapes_of_one(recompile_limit: Callable[[int], object]) -> None:
+    """All are of the class nn.Sequential; each has two shapes of batches. Nodes with one model share its code."""
+    recompile_limit(2)
+    torch._dynamo.reset()
+    compiled, alive = [], []
+    for width in (4, 4, 8, 9):
+        alive.append(make(module=functools.partial(of_width, width), batch_size=5, local_epochs=1, compile=EAGER))
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        alive[-1].local_update(0)
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+    assert compiled == [2, 0, 2, 2]
+
+
+def of_width(width: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, width), nn.Linear(width, 4))
+
+
+def test_more_shapes_than_are_kept_are_an_error_and_not_other_bits(recompile_limit: Callable[[int], object]) -> None:
+    recompile_limit(1)
     torch._dynamo.reset()
     training = make(batch_size=5, local_epochs=1, compile=EAGER)  # 23 samples: the last batch has 3
     with pytest.raises(EnvironmentFault, match="batches have more than 1 shapes; dynamic: true makes one code for all"):
         training.local_update(0)
-    torch._dynamo.reset()
 
 
 # -- memory formats, and the whole run ------------------------------------------------------------------------------
