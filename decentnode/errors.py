@@ -109,7 +109,7 @@ class PeerFault(Exception):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 _OTHERS = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),

@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "list": "List the components that a YAML file can name.",
     "explain": "Say what a component or a key of a YAML file is.",
     "keygen": "Make the keys with which nodes prove who they are.",
+    "invite": "Make an invitation, by which a run admits nodes beyond its mapping.",
     "completion": "Let the shell complete commands, options and files.",
     "schema": "Write the JSON Schema of experiments, for editors.",
     "data": "Download, check and convert datasets, and see who has what of them.",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
               help="Where members reach this node: an IP address, and the first of two ports.")  # fmt: skip
 @click.option("--keys", type=click.Path(path_type=Path), metavar="FOLDER",
               help="public.keys of the run, and newcomer.secret (decentnode keygen --newcomer).")  # fmt: skip
+@click.option("--invitation", metavar="TEXT", default="", envvar="DECENTNODE_INVITATION",
+              help="What `decentnode invite` printed, where the run wants one; or $DECENTNODE_INVITATION.")  # fmt: skip
 @click.option("--seed-uid", type=int, default=0, show_default=True, metavar="N", help="With keys: who --seed is.")
 @click.option("--samples-of", type=int, metavar="N",
               help="Train on the samples of node N of the mapping, such as one that is gone. Default: on none, or "
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 @click.pass_context
 def command(
-    ctx: click.Context, member: str, listen: str, keys: Path | None, seed_uid: int, samples_of: int | None,
+    ctx: click.Context, member: str, listen: str, keys: Path | None, invitation: str, seed_uid: int,
+    samples_of: int | None,
     run_dir: Path, timeout: float, device: str, threads: int | None, overrides: tuple[str, ...], quiet: bool,
 ) -> None:
     """Ask the run of which --seed is a member to admit this node, and take part until the run ends.
@@ -52,7 +55,7 @@ def command(
 
     host, port = _address(listen, "--listen")
     _address(member, "--seed")
-    request = Request(member, seed_uid, host, port, keys)
+    request = Request(member, seed_uid, host, port, keys, invitation)
     granted = admitted(request, timeout, lambda why: None if quiet else click.echo(f"asks again: {why}", err=True))
     if not quiet:
         click.echo(f"admitted as node {granted.uid}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     """Check what the nodes of this machine check at their start. Raises MappingError, EnvironmentFault, UsageError."""
     from decentnode.build import device_of
-    from decentnode.communication.zeromq.security import load_keyring
+    from decentnode.communication.zeromq.security import load_keyring, read_secret
     from decentnode.launch.prepare import check_memory, choose_machine
 
     mapping, chosen = experiment.make_mapping(), experiment.communication
@@ -28,6 +28,8 @@ def check_machine(experiment: Experiment, machine: str, config: str) -> None:
         device_of(place.device, place.rank)
         if chosen.key_folder is not None:
             load_keyring(experiment.base_dir / chosen.key_folder, uid, mapping.num_nodes)
+    if (invitations := getattr(chosen, "invitations", None)) is not None:
+        read_secret(experiment.base_dir / invitations)
 
 
 @click.command()

@@ -87,6 +87,8 @@ class Growth:
     """Of a node that came: what proves that its uid was granted to it."""
     seats: bytes = b""
     """Of a node that came: who else did (wire/membership/seats.py)."""
+    secret: bytes = b""
+    """Of a member: what invitations are made with (wire/invitation.py); empty where newcomers need none."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from decentnode.errors import AssemblyError, PeerFault, UsageError
 from decentnode.mapping.hosts import endpoint
 from decentnode.wire import codec
 from decentnode.wire.membership.seats import ENDPOINT
-from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Granted, Knock, Turned
+from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_UNKNOWN, Granted, Knock, Turned
 
 ANSWER_SECONDS, ASK_AGAIN_SECONDS = 3.0, 0.5
 """How long an answer is waited for, and the least time between two requests."""
@@ -40,6 +40,10 @@ class Request:
     port: int
     """First of its two ports."""
     keys: Path | None
+    invitation: str = ""
+    """The text that `decentnode invite` printed for it."""
+    reach: int = REACH_UNKNOWN
+    """Whether members reach it where it listens (REACH_...)."""
 
 
 def admitted(request: Request, timeout_seconds: float, tell: Callable[[str], None] = lambda _: None) -> Granted:
@@ -90,7 +94,8 @@ def _asked(
         socket.curve_serverkey = keyring.public[uid]
     try:
         socket.connect(at)
-        socket.send(codec.encode(Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, *own)))
+        socket.send(codec.encode(Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, own[0], own[1], request.reach,
+                                       request.invitation)))  # fmt: skip
         left = min(ANSWER_SECONDS, max(0.1, deadline - clock.now()))
         if not socket.poll(math.ceil(1000 * left)):
             return None

@@ -46,6 +46,7 @@ EVENTS: dict[str, str] = {
     "stale_generation": "a message of a generation of members that is over",
     "wrong_seat": "a node asked to join as one that was admitted, and is another",
     "knocked": "a node that is not in the mapping was granted a uid",
+    "uninvited": "a node that is not in the mapping asked to be admitted without an invitation that holds",
     "turned_away": "a node that is not in the mapping was not admitted, and why",
     "wrong_config": "a node with another config or graph asked to join",
     "generation_over": "the generation of members ended, and why",

@@ -140,6 +140,18 @@ class Seated:
     control: str
     bulk: str
     key: str
+    relayed: bool = False
+    """Whether only relays reach it there."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks to be admitted, as far as the connection tells."""
+
+    key: str = ""
+    """Its public key (Z85), where connections prove one."""
+    address: str = ""
+    """The IP address from which the connection comes; "" where that is not known."""
 
 
 GenerationEvent = Broken | Install | Going | Outside | JoinRefused | Seated

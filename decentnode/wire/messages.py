@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """The run id in messages of a node that does not know the run's yet."""
@@ -32,6 +32,9 @@ MAX_SEATS, MAX_SEATS_BYTES = 64, 64 * 256
 """Most nodes that a run admits beyond its mapping (`node.newcomers`), and most bytes that say where they are."""
 MAX_CONFIG_BYTES = 1 << 17
 """Of an experiment that is told to a newcomer."""
+
+REACH_UNKNOWN, REACH_DIRECT, REACH_RELAYED = 0, 1, 2
+"""What a newcomer says of how others reach it: whoever answers finds out; at its address; through relays alone."""
 
 Scalars = Mapping[str, int | float | str]
 
@@ -417,12 +420,14 @@ class Waits(Message):
 class Knock(Message):
     """From a node that is not in the mapping, which has no uid yet: asks to be granted one. It listens at `control` and
     `bulk`, as tcp://ADDRESS:PORT. It comes on a connection of its own, on which the answer goes back; run, generation
-    and source mean nothing."""
+    and source mean nothing. reach: whether others reach it there (REACH_...). invitation: as wire/invitation.py."""
 
     TYPE: ClassVar[int] = 36
     version: int = number(1 << 16)
     control: str = text(128)
     bulk: str = text(128)
+    reach: int = number(3)
+    invitation: str = text(128)
 
 
 @dataclass(frozen=True)

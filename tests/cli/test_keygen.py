@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from decentnode import clock
 from decentnode.cli import main
 from decentnode.cli.keygen import parse_uids
+from decentnode.communication.zeromq.security import read_secret
 from decentnode.errors import UsageError
+from decentnode.wire.invitation import opened
 from tests.commands import ROOT, run
 
 
@@ -60,3 +63,20 @@ def test_a_run_with_keys(bulk: str, tmp_path: Path) -> None:
     (keys / "node-2.secret").unlink()
     code, out, err = run(ROOT, *command)
     assert code == 3 and "node-2.secret" in out + err
+
+
+def test_the_secret_of_invitations_is_made_once_and_stays_secret(tmp_path: Path) -> None:
+    path, runner = tmp_path / "run.secret", CliRunner()
+    first = runner.invoke(main, ["invite", str(path), "--nodes", "2", "--hours", "1"])
+    again = runner.invoke(main, ["invite", str(path)])
+    assert first.exit_code == again.exit_code == 0, first.output + again.output
+    assert "is new: copy it to every machine" in first.stderr and not again.stderr
+    found = opened(read_secret(path), first.stdout.strip(), clock.wall())
+    assert found.uses == 2 and 3500 < found.until - clock.wall() <= 3601
+    assert path.stat().st_mode & 0o777 == 0o600 and path.read_text().strip() not in first.output
+    path.chmod(0o644)
+    assert runner.invoke(main, ["invite", str(path)]).exit_code == 3
+    (other := tmp_path / "other").write_text("not a secret")
+    other.chmod(0o600)
+    wrong = runner.invoke(main, ["invite", str(other)])
+    assert wrong.exit_code == 3 and "not a secret of decentnode invite" in wrong.output

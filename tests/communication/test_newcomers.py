@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from decentnode import clock, entropy
 from decentnode.communication.parts import BindPlan, Growth
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import (
@@ -22,7 +23,8 @@ from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError
 from decentnode.launch.admission import Request, admitted
 from decentnode.wire.generation import Limits
-from decentnode.wire.messages import Granted
+from decentnode.wire.invitation import SECRET_BYTES, issue
+from decentnode.wire.messages import REACH_DIRECT, Granted
 from tests.communication.contract import flat_schema, together
 from tests.conftest import free_ports, wait_until
 
@@ -35,7 +37,7 @@ class Told(Exception):
 
 
 def made(uid: int, port: int, control: dict[int, str], keys: Path | None = None, granted: Granted | None = None,
-         newcomers: int = 1) -> ZeroMQ:  # fmt: skip
+         newcomers: int = 1, secret: bytes = b"") -> ZeroMQ:  # fmt: skip
     options = {} if keys is None else {"keys": keys, "bulk_security": "none"}
     config = ZeroMQConfig.model_validate({"name": "zeromq", "start_timeout_seconds": 20, **options})
     token, seats = (b"", b"") if granted is None else (granted.seat, granted.seats)
@@ -46,15 +48,17 @@ def made(uid: int, port: int, control: dict[int, str], keys: Path | None = None,
     return ZeroMQ(
         config, uid=uid, machine_of={each: each for each in range(2 + newcomers)}, schemas=flat_schema(8), digest="d",
         bind=BindPlan(None, host="127.0.0.1" if uid < 2 else "127.0.0.2", port=port), keyring=keyring, limits=LIMITS,
-        growth=Growth(2, TOLD, control, token, seats),
+        growth=Growth(2, TOLD, control, token, seats, secret if granted is None else b""),
     )  # fmt: skip
 
 
 @contextmanager
-def run_of_two(keys: Path | None = None, newcomers: int = 1) -> Iterator[tuple[list[ZeroMQ], dict[int, str]]]:
+def run_of_two(
+    keys: Path | None = None, newcomers: int = 1, secret: bytes = b"",
+) -> Iterator[tuple[list[ZeroMQ], dict[int, str]]]:
     ports = {uid: free_ports(2) for uid in range(2)}
     control = {uid: f"tcp://127.0.0.1:{port}" for uid, port in ports.items()}
-    nodes = [made(uid, ports[uid], control, keys, newcomers=newcomers) for uid in range(2)]
+    nodes = [made(uid, ports[uid], control, keys, newcomers=newcomers, secret=secret) for uid in range(2)]
     try:
         for node in nodes:
             node.bind()
@@ -69,16 +73,18 @@ def run_of_two(keys: Path | None = None, newcomers: int = 1) -> Iterator[tuple[l
 
 def asks(
     control: dict[int, str], uid: int, keys: Path | None = None, seconds: float = 60.0,
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None, invitation: str = "", reach: int = REACH_DIRECT,
 ) -> tuple[Granted, int]:
     port = free_ports(2)
-    request = Request(control[uid].removeprefix("tcp://"), uid, "127.0.0.2", port, keys)
+    request = Request(control[uid].removeprefix("tcp://"), uid, "127.0.0.2", port, keys, invitation, reach)
     return admitted(request, seconds, tell), port
 
 
-def takes_part(nodes: list[ZeroMQ], control: dict[int, str], keys: Path | None = None) -> None:
+def takes_part(
+    nodes: list[ZeroMQ], control: dict[int, str], keys: Path | None = None, invitation: str = ""
+) -> None:
     """A node asks node 1, which sends it to node 0, and becomes a member."""
-    granted, port = asks(control, 1, keys)
+    granted, port = asks(control, 1, keys, invitation=invitation)
     assert granted.uid == 2 and granted.config == TOLD
     guest = made(2, port, control, keys, granted)
     nodes.append(guest)
@@ -140,3 +146,37 @@ def test_with_keys_a_stranger_is_refused_and_counted(tmp_path: Path) -> None:
             asks(control, 0, own, seconds=2.0)
         wait_until(lambda: nodes[0].counters.faults.get("stranger", 0) > 0)
         assert not nodes[0]._generations.reconfiguration.membership.seats.known  # type: ignore[union-attr]
+
+
+SECRET = bytes(range(SECRET_BYTES))
+
+
+def invitation(uses: int = 1, secret: bytes = SECRET) -> str:
+    return issue(secret, uses, int(clock.wall()) + 600, entropy.draw)
+
+
+def test_an_invitation_lets_in_so_many_and_strangers_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    with run_of_two(newcomers=3, secret=SECRET) as (nodes, control):
+        for wrong, why in (("", "shows no invitation"), (invitation(secret=bytes(32)), "not made with this run's")):
+            with pytest.raises(AssemblyError, match=f"refuses this node: it.* {why}"):
+                asks(control, 0, invitation=wrong)
+        assert nodes[0].counters.faults == {"uninvited": 2}
+        assert "a node at tcp://127.0.0.2:" in caplog.text and "not admitted: it shows no invitation" in caplog.text
+        mine = invitation()
+        assert asks(control, 1, invitation=mine)[0].uid == 2
+        with pytest.raises(AssemblyError, match="is for 1 nodes, and that many came"):
+            asks(control, 0, invitation=mine)
+
+
+def test_with_keys_an_invitation_stands_for_a_line_of_authorized_keys(tmp_path: Path) -> None:
+    members, own = keys_of(tmp_path, authorized=False)
+    with run_of_two(members, secret=SECRET) as (nodes, control):
+        with pytest.raises(AssemblyError, match="shows no invitation"):
+            asks(control, 0, own)
+        takes_part(nodes, control, own, invitation())
+
+
+def test_with_an_authorized_key_no_invitation_is_needed(tmp_path: Path) -> None:
+    members, own = keys_of(tmp_path, authorized=True)
+    with run_of_two(members, secret=SECRET) as (_, control):
+        assert asks(control, 0, own)[0].uid == 2

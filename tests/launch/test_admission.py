@@ -33,6 +33,12 @@ def test_one_that_does_not_is_refused_by_name(family: str) -> None:
     assert family in GRAPHS and issubclass(Config, object)
 
 
+def test_invitations_to_a_run_that_admits_nobody_are_a_mistake() -> None:
+    sections = {**ADMITS, "node": {"missing": "regroup"}, "communication": {"name": "zeromq", "invitations": "a"}}
+    with pytest.raises(ConfigError, match=r"invitations.*admits nobody; set node.newcomers"):
+        load(None, [], {}, True, [{**experiment(), **sections}])
+
+
 @pytest.mark.parametrize(("text", "why"), [
     ("model: {name: 'os:system'}\n", "code of its own, model.name: os:system"),
     ("sharing:\n- {name: a.b.c:Class}\n", "code of its own, sharing.0.name"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from decentnode.communication.parts import CommunicationConfig
 from decentnode.communication.routing import Routing
+from decentnode.config.component import ADDED
 
 
 class ZeroMQConfig(CommunicationConfig):
@@ -34,6 +35,10 @@ class ZeroMQConfig(CommunicationConfig):
     as on, and a run that would send anything readable to another machine is refused."""
     keys: Path | None = None
     """Folder of the keys that `decentnode keygen` made, relative to the YAML."""
+    invitations: Annotated[Path | None, ADDED] = None
+    """File with the secret that `decentnode invite` makes invitations with, relative to the YAML; the same on every
+    machine of the mapping. With it a node that is in no mapping (`node.newcomers`) is admitted by an invitation alone,
+    or by its key where that stands in authorized.keys; with keys, one with an invitation needs no line there."""
     bulk_security: Literal["curve", "aes-gcm", "none"] = "curve"
     """With security on: how models are protected on the wire. curve: as all else. aes-gcm: as strong and several times
     faster (extra `security`). none: only known nodes get in, but anyone on the network path can read and change what is

@@ -28,6 +28,7 @@ from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.communication.zeromq.security import Security
 from decentnode.errors import PeerFault
 from decentnode.wire import codec
+from decentnode.wire.generation import Caller
 from decentnode.wire.messages import Granted, Knock, Message, Turned
 from decentnode.wire.session import Session
 
@@ -39,7 +40,7 @@ class LinkOwner(Protocol):
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
         """As `LinkPort.deliver`."""
 
-    def knocked(self, knock: Knock, key: str, now: float) -> Granted | Turned:
+    def knocked(self, knock: Knock, caller: Caller, now: float) -> Granted | Turned:
         """As `Reconfiguration.knocked`."""
 
     @property
@@ -200,7 +201,7 @@ class LinkDriver:
         elif self.links.breaks_matter:
             self._counters.on_event(kind, None, address)
 
-    def knocked(self, plane: int, frames: Sequence[memoryview], key: str, now: float) -> bytes | None:
+    def knocked(self, plane: int, frames: Sequence[memoryview], caller: Caller, now: float) -> bytes | None:
         if now - self._knocks[0] >= 1.0:
             self._knocks = now, 0
         self._knocks = self._knocks[0], self._knocks[1] + 1
@@ -212,7 +213,7 @@ class LinkDriver:
             knock = codec.decode(bytes(frames[0]))
             if not isinstance(knock, Knock):
                 raise PeerFault("unexpected_message", f"{type(knock).__name__} of a newcomer")
-            return codec.encode(self._owner.knocked(knock, key, now))
+            return codec.encode(self._owner.knocked(knock, caller, now))
         except PeerFault as fault:
             self.links.refuse(fault)
             return None

@@ -21,6 +21,7 @@ from decentnode.communication.zeromq.reconfigure import Reconfiguration
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.errors import AssemblyError, NodeFailed, PeerFault, PeerLost
+from decentnode.wire.generation import Caller
 from decentnode.wire.messages import (
     MEMBERSHIP,
     NO_RUN,
@@ -211,12 +212,12 @@ class NodeProtocol:
                 if self._session.outbox:
                     self._flush(now)
 
-    def knocked(self, knock: Knock, key: str, now: float) -> Granted | Turned:
+    def knocked(self, knock: Knock, caller: Caller, now: float) -> Granted | Turned:
         """As `Reconfiguration.knocked`."""
         if self._reconfiguration is None:
             reason = "the run admits nobody beyond its mapping (node.missing, node.newcomers)"
             return Turned(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
-        return self._reconfiguration.knocked(knock, key, now)
+        return self._reconfiguration.knocked(knock, caller, now)
 
     @property
     def next_deadline(self) -> float:

@@ -31,6 +31,7 @@ from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import GUEST, Authenticator, Security
 from decentnode.errors import NodeFailed
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
+from decentnode.wire.generation import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,14 @@ BROKEN_HANDSHAKES = (
 )
 
 
+def _address(frame: zmq.Frame) -> str:
+    """Where the connection comes from that a frame came on; "" for one within the host."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
+
+
 def nothing() -> None:
     """What there is to take in from a socket that only sends."""
 
@@ -69,9 +78,8 @@ class Handler(Protocol):
     def received(self, plane: int, frames: Sequence[memoryview], uid: int | None, now: float) -> None:
         """One message, of one frame or more; uid: who it is from, where sockets are authenticated."""
 
-    def knocked(self, plane: int, frames: Sequence[memoryview], key: str, now: float) -> bytes | None:
-        """A request of a node that is in no mapping; the answer. key: its public one, where sockets are
-        authenticated."""
+    def knocked(self, plane: int, frames: Sequence[memoryview], caller: Caller, now: float) -> bytes | None:
+        """A request of a node that is in no mapping; the answer."""
 
     def log_in(self, uid: int) -> bytes:
         """A credential for one connection to a peer's bulk socket, where that needs one."""
@@ -310,7 +318,7 @@ class NodeSockets(abc.ABC):
                 frames.append(frame.buffer)
             user = str(frame.get("User-Id")).encode() if secure else b""
             if route[0]:  # it chose its own: a newcomer, which waits for an answer
-                self._answer(plane, listener, route, frames, user)
+                self._answer(plane, listener, route, frames, user, _address(frame))
                 continue
             uid = None
             if secure:
@@ -333,14 +341,15 @@ class NodeSockets(abc.ABC):
         return self._security.keyring.uid_of.get(user.removeprefix(GUEST))
 
     def _answer(
-        self, plane: int, listener: zmq.Socket[bytes], route: bytes, frames: list[memoryview], user: bytes
+        self, plane: int, listener: zmq.Socket[bytes], route: bytes, frames: list[memoryview], user: bytes,
+        address: str,
     ) -> None:
         """Somebody asks to be admitted: answer on the same connection, or not at all."""
         key = b""
         if self._security is not None:
             key = user.removeprefix(GUEST) if user.startswith(GUEST) else self._security.keyring.public[int(user)]
         with self.lock:
-            reply = self._handler.knocked(plane, frames, key.decode(), clock.now())
+            reply = self._handler.knocked(plane, frames, Caller(key.decode(), address), clock.now())
         if reply is not None:
             with contextlib.suppress(zmq.ZMQError):
                 listener.send_multipart([route, reply], zmq.NOBLOCK)

@@ -13,10 +13,20 @@ from dataclasses import replace
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
 from decentnode.communication.zeromq.link_sender import LinkSender
-from decentnode.errors import AssemblyError, Interrupted, PeerLost
-from decentnode.wire.generation import Broken, Generation, GenerationEvent, Install, JoinRefused, Outside, Seated
+from decentnode.errors import AssemblyError, Interrupted, PeerFault, PeerLost
+from decentnode.wire.generation import (
+    Broken,
+    Caller,
+    Generation,
+    GenerationEvent,
+    Install,
+    JoinRefused,
+    Outside,
+    Seated,
+)
+from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import NO_RUN, Granted, Knock, Message, Turned
+from decentnode.wire.messages import NO_RUN, Granted, Knock, Message, Turned, fitting
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +35,8 @@ STOPPED_OUTSIDE_SECONDS = 0.25
 RENEW_SECONDS = 2.0
 """How long a node is in one of ALONE_STAGES until it makes its control connections anew: nobody may hear it. It does so
 again after twice as long each time, as it may be the others that are gone."""
+TOLD_STRANGERS = 3
+"""How many newcomers without an invitation the log has."""
 ALONE_STAGES = ("short", "outside", "suspecting")
 """Of a node that hears of nobody with whom it could go on."""
 
@@ -57,6 +69,9 @@ class Reconfiguration:
         """Takes where a node is that is not in the mapping; the owner sets it."""
         self.config_text = b""
         """The experiment, as newcomers are told it."""
+        self.admission: Callable[[str, str], Invitation | None] = lambda _text, _key: None
+        """(invitation, key) -> what the invitation of a newcomer says; None where it needs none. Raises PeerFault
+        ("uninvited"). The owner sets it."""
         self.founder_keys = frozenset[str]()
         """Public keys of the nodes in the mapping."""
         self.control_of: Callable[[int], str] = lambda _uid: ""
@@ -150,14 +165,19 @@ class Reconfiguration:
     def _report(self, kind: str, detail: str) -> None:
         self.counters.on_event(kind, None, detail)
 
-    def knocked(self, knock: Knock, key: str, now: float) -> Granted | Turned:
+    def knocked(self, knock: Knock, caller: Caller, now: float) -> Granted | Turned:
         """Answer a node that is not in the mapping. Raises PeerFault for a malformed request."""
         of = self.membership
         if not self.active:
             return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
-        if key and key in self.founder_keys:
+        if caller.key and caller.key in self.founder_keys:
             return Turned(of.run, 0, of.uid, "its key is that of a node in the mapping", 1, of.uid, "")
-        answer = of.knock(knock, key, now)
+        try:
+            invitation = self.admission(knock.invitation, caller.key)
+        except PeerFault as fault:
+            self._refuse_newcomer(fault, knock, caller)
+            return Turned(of.run, 0, of.uid, fitting(fault.detail), 1, of.uid, "")
+        answer = of.knock(knock, caller, now, invitation)
         try:
             if isinstance(answer, Turned):
                 self._report("turned_away", f"{knock.control}: {answer.reason}")
@@ -167,6 +187,14 @@ class Reconfiguration:
             return Granted(of.run, of.generation.number, of.uid, uid, seat.token, of.seats.encoded(), self.config_text)
         finally:
             self._obey(of.take_events(now), now)
+
+    def _refuse_newcomer(self, fault: PeerFault, knock: Knock, caller: Caller) -> None:
+        """Count and name who comes without an invitation that holds; the log has the first few."""
+        who = f"{knock.control}{f' (from {caller.address})' if caller.address else ''}"
+        known = self.counters.faults.get(fault.reason, 0)
+        self.counters.fault(fault.reason, None, f"{who}: {fault.detail}")
+        if known < TOLD_STRANGERS:
+            logger.warning("a node at %s is not admitted: %s", who, fault.detail)
 
     # -- what this node finds out -----------------------------------------------------------------------------
 

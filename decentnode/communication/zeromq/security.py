@@ -23,6 +23,7 @@ from zmq.utils import z85
 from decentnode import clock, entropy
 from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.wire.invitation import SECRET_BYTES, Invitation, opened
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ LOOK_SECONDS = 1.0
 """Least time between two readings of AUTHORIZED_FILE."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keyring:
     """One node's secret key, and everybody's public ones (Z85, 40 bytes)."""
 
@@ -119,10 +120,11 @@ def _check_changers(path: Path, status: os.stat_result) -> None:
         )
 
 
-def read_trusted(path: Path, forbidden: int) -> bytes:
+def read_trusted(path: Path, forbidden: int, hint: str = "make keys with keygen") -> bytes:
     """The content of a file of keys, which nobody but this user and root may change.
 
-    forbidden: permissions that nobody else may have on it. Raises EnvironmentFault, with a word on what to run.
+    forbidden: permissions that nobody else may have on it. hint: what to do where it is missing. Raises
+    EnvironmentFault, with a word on what to run.
     """
     try:
         _check_changers(path.parent, folder := os.stat(path.parent))
@@ -134,7 +136,7 @@ def read_trusted(path: Path, forbidden: int) -> bytes:
         with open(path, "rb") as file:
             found, content = os.fstat(file.fileno()), file.read()  # of the file that is read, whatever its name is now
     except OSError as error:
-        raise EnvironmentFault(f"{path}: {error.strerror}; make keys with keygen") from error
+        raise EnvironmentFault(f"{path}: {error.strerror}; {hint}") from error
     _check_changers(path, found)
     mode = stat.S_IMODE(found.st_mode)
     if mode & forbidden:
@@ -187,6 +189,38 @@ def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
     if derived != public[uid]:
         raise EnvironmentFault(f"{path} does not belong to the key of node {uid} in {PUBLIC_FILE}")
     return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)}, Invited(folder))
+
+
+class Admission:
+    """Whether a newcomer may be granted a uid, as far as that is not its connection's business."""
+
+    def __init__(self, secret: bytes, security: Security | None) -> None:
+        """secret: of invitations; empty where whoever gets as far as to ask is admitted."""
+        self._secret = secret
+        self._authorized = None if security is None else security.keyring.invited
+        if secret and security is not None:  # its key is not known before, and it may do nothing but ask
+            security.keyring.invited = lambda _key: True
+
+    def __call__(self, text: str, key: str) -> Invitation | None:
+        """Returns what the invitation in `text` says; None for who needs none. Raises PeerFault ("uninvited")."""
+        if not self._secret or (key and self._authorized is not None and self._authorized(key.encode())):
+            return None
+        return opened(self._secret, text, clock.wall())
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret of invitations. Raises EnvironmentFault when there is none, or when others could read or change it."""
+    text = read_trusted(path, 0o077, "make it with decentnode invite").strip()
+    with contextlib.suppress(ValueError):
+        if len(found := bytes.fromhex(text.decode("ascii"))) == SECRET_BYTES:
+            return found
+    raise EnvironmentFault(f"{path}: not a secret of decentnode invite")
+
+
+def write_secret(path: Path) -> None:
+    """Make a secret of invitations. Raises OSError, FileExistsError among them."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(entropy.draw(SECRET_BYTES).hex().encode() + b"\n")
 
 
 def write_newcomer(folder: Path) -> bytes:

@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
@@ -39,7 +40,14 @@ from decentnode.communication.zeromq.link_state import CONTROL, MAX_PAYLOADS
 from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
 from decentnode.communication.zeromq.reconfigure import Reconfiguration
-from decentnode.communication.zeromq.security import Keyring, Security, load_keyring, load_newcomer
+from decentnode.communication.zeromq.security import (
+    Admission,
+    Keyring,
+    Security,
+    load_keyring,
+    load_newcomer,
+    read_secret,
+)
 from decentnode.communication.zeromq.sender import Sender, to_be_published
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.config import component
@@ -216,6 +224,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if growth is not None:
             made.seated, made.config_text = self._seated, growth.experiment
             made.control_of = lambda uid: growth.control.get(uid, "")
+            made.admission = Admission(growth.secret, self._security)
             membership.learn_seats(growth.seats)
             if self._security is not None:
                 keys = self._security.keyring.public
@@ -248,6 +257,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         elif folder is not None:
             founders = len(parts.machine_of) if growth is None else growth.founders
             keyring = load_keyring(parts.base_dir / folder, parts.uid, founders)
+        if growth is not None and not growth.token and config.invitations is not None:
+            growth = replace(growth, secret=read_secret(parts.base_dir / config.invitations))
         return cls(config, uid=parts.uid, machine_of=parts.machine_of, schemas=parts.schemas, digest=parts.digest,
                    run_id=parts.run_id, bind=parts.bind, keyring=keyring, device=parts.device,
                    limits=parts.limits, process=parts.process, faults=parts.faults, growth=growth)  # fmt: skip

@@ -50,6 +50,8 @@ def fragment_graphs_can_be_made(experiment: Experiment) -> Iterator[Problem]:
 def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
     """node.newcomers: a graph that grows, and members that machines outside of the mapping reach."""
     most, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
+    if not most and getattr(experiment.communication, "invitations", None) is not None:
+        yield Problem(("communication", "invitations"), ": the run admits nobody; set node.newcomers", other=("node",))
     if not most or graph is None or mapping is None:
         return
     path = ("node", "newcomers")

@@ -34,8 +34,8 @@ from decentnode.node.node import Node
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.transport import Place, Simulated, Witness
-from decentnode.wire.generation import Limits
-from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Granted, Knock, Turned
+from decentnode.wire.generation import Caller, Limits
+from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Granted, Knock, Turned
 
 ASK_AGAIN_SECONDS = 0.5
 """After which a node that was told so asks once more to be admitted."""
@@ -246,10 +246,10 @@ class World:
         process = self.processes[ask]
         reconfiguration = process.transport.reconfiguration
         assert reconfiguration is not None
-        knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, f"tcp://{at}:7000", f"tcp://{at}:7001")
+        knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, f"tcp://{at}:7000", f"tcp://{at}:7001", REACH_DIRECT, "")
         answer: Granted | Turned | None = None
         if process.alive and self.heap.now >= process.shell.thaws_at:
-            answer = reconfiguration.knocked(knock, "", self.heap.now)
+            answer = reconfiguration.knocked(knock, Caller(), self.heap.now)
             process.shell.settle()
         if isinstance(answer, Granted):
             self.happened["admitted"] += 1

@@ -11,15 +11,18 @@ from typing import Any
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
-from decentnode.wire.generation import Generation, GenerationEvent, Going, JoinRefused, Limits
+from decentnode.wire.generation import Caller, Generation, GenerationEvent, Going, JoinRefused, Limits
+from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership.follower import Follower
 from decentnode.wire.membership.leader import Leader
-from decentnode.wire.membership.seats import Seat, check
+from decentnode.wire.membership.seats import Seat, behind_nat, check
 from decentnode.wire.membership.stages import HEARD_BY_GUESTS, Cause
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import (
     NO_RUN,
     PROTOCOL_VERSION,
+    REACH_RELAYED,
+    REACH_UNKNOWN,
     Bye,
     Commit,
     Current,
@@ -307,13 +310,20 @@ class Membership(MemberState):
 
     # -- nodes that are not in the mapping --------------------------------------------------------------------
 
-    def knock(self, knock: Knock, key: str, now: float) -> tuple[Seat, int] | Turned:
+    def knock(
+        self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None = None
+    ) -> tuple[Seat, int] | Turned:
         """Grant a newcomer a uid: (its seat, the uid). Else why not, and whom to ask; the owner adds where that one
-        listens. key: its public key, where connections prove one. Raises PeerFault for a malformed request.
+        listens. invitation: what it showed, where the run wants one. Raises PeerFault for a malformed request.
 
         Call `take_events` after it.
         """
-        check(knock.control, knock.bulk, key)
+        check(knock.control, knock.bulk, caller.key)
+        relayed = knock.reach == REACH_RELAYED
+        if knock.reach == REACH_UNKNOWN:
+            relayed = behind_nat(knock.control, caller.address)
+        by = "" if invitation is None else invitation.id.hex()
+        asked = Seat(b"", knock.control, knock.bulk, caller.key, relayed, by)
         leader = min(self.counted_on() | {self.uid})
         if knock.version != PROTOCOL_VERSION:
             return self._turned(f"it speaks protocol {knock.version}, the run speaks {PROTOCOL_VERSION}", final=True)
@@ -325,8 +335,10 @@ class Membership(MemberState):
             return self._turned("the members agree on a generation at this moment")
         if leader != self.uid:
             return self._turned(f"{self.describe(leader)} admits newcomers", ask=leader)
+        if invitation is not None and self.seats.used_up(asked, invitation.uses):
+            return self._turned(f"its invitation is for {invitation.uses} nodes, and that many came", final=True)
         taken = {*self.generation.members, *self.joiners}
-        uid = self.seats.grant(knock.control, knock.bulk, key, taken, now, self._draw)
+        uid = self.seats.grant(asked, taken, now, self._draw)
         if uid is None:
             return self._turned(f"all {self.seats.stop - self.seats.first} uids beyond the mapping are taken "
                                 "(node.newcomers)")  # fmt: skip

@@ -8,9 +8,11 @@ and the one that no generation knows is never let in.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
 
 from decentnode.errors import PeerFault
 from decentnode.wire.messages import MAX_SEATS, MAX_SEATS_BYTES, SEAT_TOKEN_BYTES
@@ -31,6 +33,24 @@ class Seat:
     bulk: str
     key: str = ""
     """Its public key (Z85); empty where nodes have none."""
+    relayed: bool = False
+    """Whether nobody can connect to it, so that relays pass on what others send to it (wire/relay.py)."""
+    invitation: str = ""
+    """Id of the invitation that let it in, in hexadecimal; empty without one."""
+
+    @property
+    def owner(self) -> str:
+        """Who has the seat: its key, or where nodes have none, its address."""
+        return self.key or f"{self.control} {self.bulk}"
+
+
+def behind_nat(control: str, address: str) -> bool:
+    """Whether a node that says that it listens at `control` comes from another address, as it does where a router
+    translates its own. address: of its connection; "" where that is not known, and it counts as reached."""
+    own, seen = control.rpartition(":")[0].removeprefix("tcp://").strip("[]"), address.removeprefix("::ffff:")
+    with contextlib.suppress(ValueError):
+        return bool(seen) and ip_address(own) != ip_address(seen)
+    return False
 
 
 def check(control: str, bulk: str, key: str) -> None:
@@ -51,16 +71,26 @@ class Seats:
         self.known: dict[int, Seat] = {}
         self._granted: dict[int, float] = {}
         """When this node granted them."""
+        self._invited: dict[str, set[str]] = {}
+        """By id of an invitation: the owners of all seats that it is known to have been used for."""
 
-    def grant(
-        self, control: str, bulk: str, key: str, taken: Collection[int], now: float, draw: Callable[[int], bytes]
-    ) -> int | None:
-        """The uid of a newcomer, whose token is drawn anew; None where all are taken. taken: uids of members and of
-        those that ask to join. Who has a key, or else an address, that was granted a seat before gets the same again:
-        its old process is gone. Others get one that nobody had, before one that nobody has any more."""
-        at = () if key else (control, bulk)
-        again = [uid for uid, seat in self.known.items()
-                 if (seat.key, () if key else (seat.control, seat.bulk)) == (key, at)]
+    def used_up(self, seat: Seat, uses: int) -> bool:
+        """Whether the invitation of a seat that is asked for was used `uses` times, by others."""
+        owners = self._invited.get(seat.invitation, set())
+        return seat.owner not in owners and len(owners) >= uses
+
+    def _note(self, seat: Seat) -> None:
+        if seat.invitation:
+            self._invited.setdefault(seat.invitation, set()).add(seat.owner)
+
+    def grant(self, asked: Seat, taken: Collection[int], now: float, draw: Callable[[int], bytes]) -> int | None:
+        """The uid of a newcomer that asks for a seat, whose token is drawn anew; None where all are taken.
+
+        taken: uids of members and of those that ask to join. Who has a key, or else an address, that was granted a seat
+        before gets the same again: its old process is gone. Others get one that nobody had, before one that nobody has
+        any more.
+        """
+        again = [uid for uid, seat in self.known.items() if seat.owner == asked.owner]
         uid = again[0] if again else None
         if uid is None:
             free = [uid for uid in range(self.first, self.stop)
@@ -69,7 +99,8 @@ class Seats:
                 return None
             uid = min(free, key=lambda uid: (uid in self.known, uid))
         self._granted[uid] = now
-        self.known[uid] = Seat(draw(SEAT_TOKEN_BYTES), control, bulk, key)
+        self.known[uid] = replace(asked, token=draw(SEAT_TOKEN_BYTES))
+        self._note(asked)
         return uid
 
     def admits(self, uid: int, token: bytes) -> bool:
@@ -82,12 +113,14 @@ class Seats:
         found = self._parsed(raw)
         new = [uid for uid, seat in found.items() if self.known.get(uid) != seat]
         self.known.update(found)
+        for seat in found.values():
+            self._note(seat)
         return new
 
     def encoded(self) -> bytes:
         """What `learn` reads: a line per seat."""
-        return "".join(f"{uid} {seat.token.hex()} {seat.control} {seat.bulk} {seat.key or '-'}\n"
-                       for uid, seat in sorted(self.known.items())).encode()  # fmt: skip
+        return "".join(f"{uid} {seat.token.hex()} {seat.control} {seat.bulk} {seat.key or '-'} {int(seat.relayed)} "
+                       f"{seat.invitation or '-'}\n" for uid, seat in sorted(self.known.items())).encode()  # fmt: skip
 
     def _parsed(self, raw: bytes) -> dict[int, Seat]:
         found: dict[int, Seat] = {}
@@ -95,12 +128,14 @@ class Seats:
             raise PeerFault("malformed_header", f"{len(raw)} bytes of seats")
         for line in raw.decode().splitlines()[: MAX_SEATS + 1]:
             words = line.split(" ")
-            if len(words) != 5 or not re.fullmatch("[0-9]{1,7} [0-9a-f]{16}", " ".join(words[:2])):
+            facts = " ".join(words[:2] + words[5:])
+            if len(words) != 7 or not re.fullmatch("[0-9]{1,7} [0-9a-f]{16} [01] ([0-9a-f]{16}|-)", facts):
                 raise PeerFault("malformed_header", f"seat {line[:80]!r}")
             key = "" if words[4] == "-" else words[4]
             check(words[2], words[3], key)
             uid = int(words[0])
             if not self.first <= uid < self.stop or uid in found:
                 raise PeerFault("unknown_uid", f"seat {uid}")
-            found[uid] = Seat(bytes.fromhex(words[1]), words[2], words[3], key)
+            invitation = "" if words[6] == "-" else words[6]
+            found[uid] = Seat(bytes.fromhex(words[1]), words[2], words[3], key, words[5] == "1", invitation)
         return found

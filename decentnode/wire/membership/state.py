@@ -120,7 +120,7 @@ class MemberState:
         """Tell the owner where a newcomer is."""
         seat = self.seats.known[uid]
         if uid != self.uid:
-            self.events.append(Seated(uid, seat.control, seat.bulk, seat.key))
+            self.events.append(Seated(uid, seat.control, seat.bulk, seat.key, seat.relayed))
 
     def names(self, uids: set[int]) -> str:
         """"node 1, node 2" for reasons."""

@@ -1,0 +1,37 @@
+"""`decentnode invite`: what a node that is in no mapping shows to be admitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from decentnode import clock
+from decentnode.errors import EnvironmentFault
+from decentnode.wire.invitation import MAX_SECONDS, MAX_USES
+
+
+@click.command()
+@click.argument("secret", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--nodes", "-n", type=click.IntRange(1, MAX_USES), default=1, show_default=True,
+              help="How many nodes it lets in.")  # fmt: skip
+@click.option("--hours", type=click.FloatRange(min=0, max=MAX_SECONDS / 3600, min_open=True), default=24.0,
+              show_default=True, help="How long it holds.")  # fmt: skip
+def command(secret: Path, nodes: int, hours: float) -> None:
+    """Print an invitation, made with the file SECRET of a run; the file is made where there is none.
+
+    Name the file in the experiment (communication: {invitations: SECRET}) and copy it to every machine of the mapping,
+    readable by its user alone. Whoever shows the printed text to a member (decentnode join --invitation TEXT) is
+    admitted, until so many nodes came or the time is over; others are refused. It is as secret as a password.
+    """
+    from decentnode import entropy
+    from decentnode.communication.zeromq.security import read_secret, write_secret
+    from decentnode.wire.invitation import issue
+
+    if not secret.exists():
+        try:
+            write_secret(secret)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot make {secret}: {error.strerror}") from error
+        click.echo(f"{secret} is new: copy it to every machine of the mapping before the run starts", err=True)
+    click.echo(issue(read_secret(secret), nodes, int(clock.wall() + 3600 * hours), entropy.draw))

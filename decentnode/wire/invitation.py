@@ -1,0 +1,66 @@
+"""Invitations: what a node that is in no mapping shows to be admitted, where a run wants one.
+
+An invitation is made of a secret that the members of a run share, and says how many nodes it lets in and until when; it
+holds nothing of the secret. Who has the text may use it: it is as secret as a password until it is used up.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decentnode.errors import PeerFault
+
+SECRET_BYTES = 32
+ID_BYTES, PROOF_BYTES = 8, 16
+MAX_USES, MAX_SECONDS = 1 << 12, 10 * 366 * 86400
+PREFIX = "dn1-"
+"""How the text of an invitation begins."""
+_FACTS = struct.Struct("<8sHQ")
+_PURPOSE = b"decentnode invitation "
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What an invitation that was proved says."""
+
+    id: bytes
+    uses: int
+    """How many nodes it lets in."""
+    until: int
+    """Seconds since 1970 after which it lets in nobody."""
+
+
+def issue(secret: bytes, uses: int, until: int, draw: Callable[[int], bytes]) -> str:
+    """Returns the text of a new invitation. draw: returns so many random bytes, as os.urandom does."""
+    facts = _FACTS.pack(draw(ID_BYTES), uses, until)
+    return PREFIX + base64.urlsafe_b64encode(facts + _proof(secret, facts)).decode().rstrip("=")
+
+
+def opened(secret: bytes, text: str, now: float) -> Invitation:
+    """Returns the invitation of a text. now: seconds since 1970. Raises PeerFault ("uninvited") with the reason for
+    one that is none, was not made with this secret, or is over."""
+    if not text:
+        raise PeerFault("uninvited", "it shows no invitation (decentnode invite)")
+    size = _FACTS.size + PROOF_BYTES
+    try:
+        raw = base64.b64decode(text.removeprefix(PREFIX).encode("ascii") + b"=" * (-size % 3), b"-_", validate=True)
+    except (ValueError, UnicodeEncodeError):
+        raw = b""
+    if not text.startswith(PREFIX) or len(raw) != size:
+        raise PeerFault("uninvited", "what it shows is no invitation")
+    facts, proof = raw[: _FACTS.size], raw[_FACTS.size :]
+    if not hmac.compare_digest(proof, _proof(secret, facts)):
+        raise PeerFault("uninvited", "its invitation was not made with this run's secret")
+    found = Invitation(*_FACTS.unpack(facts))
+    if now > found.until:
+        raise PeerFault("uninvited", f"its invitation ended {now - found.until:.0f} s ago")
+    return found
+
+
+def _proof(secret: bytes, facts: bytes) -> bytes:
+    return hmac.new(secret, _PURPOSE + facts, hashlib.sha256).digest()[:PROOF_BYTES]
