@@ -77,6 +77,11 @@ class Graph(abc.ABC):
         rounds = range(self.period)
         return frozenset(other for r in rounds for other in (*self.neighbors(uid, r), *self.sources(uid, r)))
 
+    def targets_table(self, round: int) -> np.ndarray | None:  # noqa: ARG002
+        """The neighbors of all nodes in `round` at once, where that costs much less than one by one: [n, degree] int64,
+        rows ascending. None of a graph that has them one by one alone. Not to be modified."""
+        return None
+
     def entries(self, round: int) -> Entries:
         """W of one round, without its zeros."""
         rows = [self.weights(uid, round) for uid in range(self.num_nodes)]

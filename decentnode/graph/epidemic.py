@@ -17,9 +17,11 @@ from pydantic import Field
 from decentnode import rng
 from decentnode.config import component
 from decentnode.errors import GraphError
+from decentnode.graph.base import Entries
 from decentnode.graph.families import check_regular
 from decentnode.graph.permutation import RandomPermutation
 from decentnode.graph.topology import CACHED_ROUNDS, Lists, SeededConfig, Topology
+from decentnode.graph.weights import MetropolisHastings, Uniform
 
 ROW_COST = 128
 """Nodes whose neighbors cost together, in the table of a round, as much as those of a single node: 60 and 0.5 us."""
@@ -44,6 +46,7 @@ class Epidemic(Topology):
         self.num_nodes, self._degree = self.config.nodes, self.config.degree
         self.period = None
         self._draw_seed = self.config.draw_seed(self.seed)
+        self._last: tuple[int, np.ndarray] = -1, np.zeros((0, 0), np.int64)
         self._rows: Rows = {}
         self._check()
 
@@ -59,8 +62,41 @@ class Epidemic(Topology):
     def _table(self, phase: int) -> np.ndarray:
         """Returns the neighbors of all nodes: [n, degree], each row ascending."""
 
+    def targets_table(self, round: int) -> np.ndarray:
+        phase = self.phase(round)
+        if self._last[0] != phase:
+            self._last = phase, self._table(phase)
+        return self._last[1]
+
     def _lists(self, phase: int) -> Lists:
-        return list(map(tuple, self._table(phase).tolist()))
+        return list(map(tuple, self.targets_table(phase).tolist()))
+
+    def entries(self, round: int) -> Entries:
+        """As of every graph; from the table where a row's weights follow from the number of its sources alone."""
+        targets = self.targets_table(round)
+        nodes = np.arange(self.num_nodes)
+        rows, sources = (targets.ravel(), np.repeat(nodes, self._degree)) if self.directed else (
+            np.repeat(nodes, self._degree), targets.ravel())
+        counts = np.bincount(rows, minlength=self.num_nodes)
+        shares = self._shares(counts)
+        if shares is None:
+            return super().entries(round)
+        at = np.sort(np.concatenate([rows, nodes]) * self.num_nodes + np.concatenate([sources, nodes]))
+        rows, sources = np.divmod(at, self.num_nodes)
+        others, own = shares
+        starts = np.concatenate([[0], np.cumsum(counts + 1)[:-1]])
+        return Entries(starts, sources, np.where(rows == sources, own[rows], others[rows]))
+
+    def _shares(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns what each source of a node weighs and what the node itself does, [n] each, as `weights` says it.
+        counts: [n], how many sources nodes have. None where weights depend on more."""
+        if self._weights is None:
+            equal = 1.0 / (counts + 1)
+            return equal, equal
+        if type(self._weights) not in (MetropolisHastings, Uniform) or getattr(self._weights.config, "lazy", False):
+            return None
+        of = {int(count): 1.0 - sum([1.0 / (1 + int(count))] * int(count)) for count in np.unique(counts)}
+        return 1.0 / (counts + 1), np.array([of[count] for count in counts.tolist()])
 
     def targets(self, uid: int, round: int) -> tuple[int, ...]:
         phase = self.phase(round)
@@ -140,7 +176,6 @@ class EpidemicLocal(Epidemic):
 
     def _check(self) -> None:
         self._rows_in: Rows = {}
-        self._last: tuple[int, np.ndarray] = -1, np.zeros((0, 0), np.int64)
         if self._degree >= self.num_nodes:
             raise GraphError(f"el_local: degree must be below {self.num_nodes}, the number of nodes, "
                              f"got {self._degree}")  # fmt: skip
@@ -149,9 +184,7 @@ class EpidemicLocal(Epidemic):
         return self._chosen(range(uid, uid + 1), phase)[0]
 
     def _table(self, phase: int) -> np.ndarray:
-        if self._last[0] != phase:
-            self._last = phase, np.sort(self._chosen(range(self.num_nodes), phase), axis=1)
-        return self._last[1]
+        return np.sort(self._chosen(range(self.num_nodes), phase), axis=1)
 
     def senders(self, uid: int, round: int) -> tuple[int, ...]:
         """Of one node too, all that are drawn have to be looked at: here the cost is that of n numbers."""
@@ -164,7 +197,7 @@ class EpidemicLocal(Epidemic):
 
     def _drew(self, uid: int, phase: int) -> np.ndarray:
         """Returns the nodes that drew this one."""
-        return np.unique(np.flatnonzero(self._table(phase) == uid) // self._degree)
+        return np.unique(np.flatnonzero(self.targets_table(phase) == uid) // self._degree)
 
     def _chosen(self, uids: range, phase: int) -> np.ndarray:
         """Returns sets of others, each as likely as any other set of `degree` (Floyd; Bentley 1987): [uids, degree]."""

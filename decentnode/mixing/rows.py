@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -24,15 +25,33 @@ class RowWeights:
 
     def __init__(self, rows: Sequence[Mapping[int, float]]) -> None:
         """rows: per node the weights of its sources and its own."""
-        self.num_nodes = len(rows)
         others = [[(j, w) for j, w in sorted(row.items()) if j != i] for i, row in enumerate(rows)]
-        self._own = np.array([row.get(i, 0.0) for i, row in enumerate(rows)], np.float32)
-        self._starts = np.cumsum([0, *map(len, others)], dtype=np.uintp)
-        self._sources = np.array([j for each in others for j, _ in each], np.uintp)
-        self._weights = np.array([w for each in others for _, w in each], np.float32)
+        self._take(
+            np.array([row.get(i, 0.0) for i, row in enumerate(rows)]), np.cumsum([0, *map(len, others)]),
+            np.array([j for each in others for j, _ in each], np.int64),
+            np.array([w for each in others for _, w in each], np.float64),
+        )  # fmt: skip
+
+    @classmethod
+    def of_entries(cls, starts: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> Self:
+        """As of rows that lie one behind the other: row i begins at starts[i], sources ascending, the node itself among
+        them. starts: [N] int64. sources: [entries] int64. weights: [entries] float64."""
+        made = cls.__new__(cls)
+        rows = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(sources)))
+        itself = rows == sources
+        own, counts = np.zeros(len(starts)), np.bincount(rows[~itself], minlength=len(starts))
+        own[rows[itself]] = weights[itself]
+        made._take(own, np.concatenate([[0], np.cumsum(counts)]), sources[~itself], weights[~itself])
+        return made
+
+    def _take(self, own: np.ndarray, starts: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> None:
+        """own: [N]. starts: [N + 1]. sources, weights: [entries], the node itself not among them."""
+        self.num_nodes = len(own)
+        self._exact = own, weights
+        self._own, self._weights = own.astype(np.float32), weights.astype(np.float32)
+        self._starts, self._sources = starts.astype(np.uintp), sources.astype(np.uintp)
         arrays = (self._own, self._starts, self._sources, self._weights)
         self._pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
-        self._rows = rows
         self._matrices: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def mixed(self, x: Tensor) -> Tensor:
@@ -66,8 +85,10 @@ class RowWeights:
     def _matrix(self, x: Tensor) -> Tensor:
         key = x.device, x.dtype
         if key not in self._matrices:
-            at = torch.tensor([(i, j) for i, row in enumerate(self._rows) for j in row]).T
-            values = torch.tensor([w for row in self._rows for w in row.values()], dtype=x.dtype)
+            nodes, starts = np.arange(self.num_nodes), self._starts.astype(np.int64)
+            rows = np.concatenate([nodes, np.repeat(nodes, starts[1:] - starts[:-1])])
+            at = torch.from_numpy(np.stack([rows, np.concatenate([nodes, self._sources.astype(np.int64)])]))
+            values = torch.from_numpy(np.concatenate(self._exact)).to(x.dtype)
             shape = (self.num_nodes, self.num_nodes)
             if self.num_nodes <= DENSE_NODES:
                 found = torch.zeros(shape, dtype=x.dtype).index_put_((at[0], at[1]), values)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from decentnode import rng
+from decentnode.config.component import load_class
 from decentnode.errors import GraphError
-from decentnode.graph.base import view
+from decentnode.graph import WEIGHTS
+from decentnode.graph.base import Graph, view
 from decentnode.graph.permutation import RandomPermutation
 from decentnode.graph.spectrum import apart, contraction, keeps_mean, rounds_to_consensus
 from tests.graph.contract import make
@@ -123,3 +125,21 @@ def test_many_nodes_of_a_round_are_drawn_at_once(name: str, monkeypatch: pytest.
 def test_too_high_a_degree_is_refused() -> None:
     with pytest.raises(GraphError, match="el_local: degree must be below 4"):
         make("el_local", nodes=4, degree=4)
+
+
+@pytest.mark.parametrize(("name", "weights"), [
+    ("el_local", None), ("el_local", "uniform"), ("random_regular", None), ("random_regular", "uniform"),
+    ("random_regular", "metropolis_hastings"), ("random_regular", "laplacian"),
+])  # fmt: skip
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_table_of_a_round_has_the_rows_of_all_nodes(name: str, weights: str | None, lazy: bool) -> None:
+    kind = None if weights is None else load_class(weights, WEIGHTS, "weights")
+    given = None if kind is None else kind(kind.Config.model_validate({"name": weights, "lazy": lazy}))
+    graph = make(name, nodes=30, degree=5, weights=given)
+    for round in (0, 7):
+        found, one_by_one = graph.entries(round), Graph.entries(graph, round)
+        for mine, other in zip(found, one_by_one, strict=True):
+            np.testing.assert_array_equal(mine, other)
+        table = graph.targets_table(round)
+        assert table is not None and [tuple(row) for row in table.tolist()] == [
+            graph.neighbors(uid, round) for uid in range(30)]  # fmt: skip

@@ -25,6 +25,7 @@ from decentnode.sharing.stacked import has_stacked_form
 from decentnode.simulate import choice
 from decentnode.simulate.batched import Batched, RoundOfAll, Sink
 from decentnode.simulate.choice import WAYS, choose
+from decentnode.simulate.exchange import make_exchange
 from decentnode.simulate.forward import Layers, Unsuitable, Vmap
 from decentnode.simulate.population import Population
 from decentnode.tensors import FlatModel
@@ -54,6 +55,9 @@ OPTIONS = {
     "overlapped push-sum": ["node.schedule=overlapped", "sharing=push_sum"],
     "changing graph": ["graph={name: random_matching, nodes: 5}"],
     "directed graph drawn anew": ["graph={name: el_local, nodes: 5, degree: 2}", "weights=null"],
+    "push-sum on a graph drawn anew": [
+        "graph={name: el_local, nodes: 5, degree: 2}", "weights=null", "sharing=push_sum"],
+    "undirected graph drawn anew": ["graph={name: random_regular, nodes: 6, degree: 3}", "mapping.nodes_per_machine=6"],
     "periodic graph": ["graph={name: alternating_ring, nodes: 6}", "mapping.nodes_per_machine=6"],
     "own test samples": ["data.test=both"],
     "sharded test set": ["data.shard_test=true"],
@@ -330,3 +334,27 @@ def test_a_node_that_diverges_is_named() -> None:
 def test_no_transport_is_used_where_rules_have_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inproc, "exchange", None)
     batched(experiment("node.rounds=1"), "layers")
+
+
+@pytest.mark.parametrize("graph", [
+    "{name: el_local, nodes: 40, degree: 6}", "{name: random_regular, nodes: 40, degree: 5}"])
+@pytest.mark.parametrize("rule", ["full", "push_sum"])
+def test_edges_from_a_table_are_those_of_a_view_per_node(
+    graph: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits, and the same bytes of records; of 40 nodes some draw each other."""
+    options = [f"graph={graph}", "weights=null", f"sharing={rule}", "mapping.nodes_per_machine=40",
+               "model={name: logistic}"]  # fmt: skip
+    population = Population(load(QUICKSTART, options, {}))
+    exchange, why = make_exchange(population)
+    assert not why
+    found = []
+    for _ in range(2):
+        population.rows.copy_(torch.randn(population.rows.shape, generator=torch.Generator().manual_seed(1)))
+        exchange.begin(3, 0.1)
+        exchange.adjust(np.zeros(40))
+        sent = exchange.mix()
+        found.append((population.rows.clone(), sent.data.tolist(), sent.metadata.tolist(), sent.edges))
+        monkeypatch.setattr(type(population.graph), "targets_table", lambda *_: None)
+        exchange, _ = make_exchange(population)
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
