@@ -4,8 +4,8 @@ Same model, data and fused optimizer; one thread per rank, gloo. "alone" is all 
 Where the package decent-dp is installed (pip install --no-deps decent-dp loguru) it is measured beside, over its
 one-peer-exp: as it ships, with its own Adam, and with the fused one. All ways take turns in the same processes; ratios
 are medians over turns. Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M
-parameters, 2 and 4 ranks), link (4 ranks whose links are limited to 1 Gbit/s and 5 ms), straggler (4 ranks, one of
-them at random held up in every step: loss after the same time).
+parameters, 2 and 4 ranks), tiny (1,000 small parameters, 2 ranks), link (4 ranks whose links are limited to 1 Gbit/s
+and 5 ms), straggler (4 ranks, one of them at random held up in every step: loss after the same time).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "decentnode.parallel"])
 STEPS, WARM, TURN_STEPS, REST_SECONDS = 14, 4, 4, 0.05
 THEIRS = ("decent-dp", "decent-dp fused") if importlib.util.find_spec("decent_dp") else ()
+COPY = "copy"
 WAYS = ("alone", "ddp", "collective", "shared_memory", *THEIRS)
 LINK = (1e9, 5e-3)
 """Bits per second, and seconds of latency."""
@@ -61,8 +62,25 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.embed(x)))
 
 
+class Tiny(nn.Module):
+    """1,000 parameters of 16 or 320 elements and a few more, some of which fill no vector of the processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size := 16 + number % 5, size) for number in range(499))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = x[:, : layer.in_features]
+            x = nn.functional.pad(y + 0.05 * torch.tanh(layer(y)), (0, 20 - layer.in_features))
+        return self.head(x[:, :16])
+
+
 def make(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
+    if name == "tiny":
+        return Tiny(), torch.randn(32, 20), torch.randint(0, 10, (32,))
     if name == "mlp":
         model: nn.Module = nn.Sequential(nn.Linear(784, 2800), nn.ReLU(), nn.Linear(2800, 2700), nn.ReLU(),
                                          nn.Linear(2700, 10))  # fmt: skip
@@ -138,10 +156,13 @@ def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str) ->
 
 
 def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: int) -> None:
-    """All ways in the same processes, some steps of each by turns; sends {way: (seconds per turn, figures)}."""
+    """All ways in the same processes, some steps of each by turns; sends {way: (seconds per turn, figures)}, and as
+    COPY the seconds in which all ranks at once copy as many bytes as the parameters have."""
     join(rank, world, folder)
     runners = {way: Runner(name, way) for way in WAYS}
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in (*WAYS, COPY)}
+    flat = torch.cat([p.detach().flatten() for p in runners["alone"].model.parameters()])
+    flat = torch.stack([flat, flat])
     for turn in range(-1, turns):
         for way, runner in runners.items():
             dist.barrier()
@@ -149,9 +170,19 @@ def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: 
             taken = [runner.step() for _ in range(1 + TURN_STEPS)][1:]
             if turn >= 0:
                 times[way].append(statistics.median(taken))
+        dist.barrier()
+        taken = [_copy(flat) for _ in range(1 + TURN_STEPS)][1:]
+        if turn >= 0:
+            times[COPY].append(statistics.median(taken))
     dist.barrier()
-    pipe.send({way: (times[way], runner.figures()) for way, runner in runners.items()})
+    pipe.send({way: (times[way], runner.figures()) for way, runner in runners.items()} | {COPY: (times[COPY], (0, 0))})
     os._exit(0)
+
+
+def _copy(flat: Tensor) -> float:
+    started = time.perf_counter()
+    flat[0].copy_(flat[1])
+    return time.perf_counter() - started
 
 
 def straggle(rank: int, world: int, folder: str, pipe: Any, way: str, seconds: float) -> None:
@@ -239,19 +270,25 @@ def show_optimizers() -> None:
 
 def show_steps(name: str, worlds: Sequence[int], turns: int) -> None:
     heads = f"{'model':12} {'ranks':>5} {'way':>15} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
-    heads += f" {'passes':>7}" + "".join(f" {'/' + each:>16}" for each in THEIRS)
-    print(f"\n{heads}  (passes over memory by snapshots and mixing, S: bytes of the parameters)")
+    heads += f" {'passes':>7} {'/floor':>6}" + "".join(f" {'/' + each:>16}" for each in THEIRS)
+    print(f"\n{heads}  (passes over memory by snapshots and mixing, S: bytes of the parameters; "
+          "floor: a step alone, and these passes at the speed of a copy by all ranks at once)")
     for world in worlds:
         ranks = on_ranks(world, take_turns, name, turns)
-        times = {way: [max(each) for each in zip(*(found[way][0] for found in ranks), strict=True)] for way in WAYS}
+        times = {way: [max(each) for each in zip(*(found[way][0] for found in ranks), strict=True)]
+                 for way in (*WAYS, COPY)}  # fmt: skip
+        print(f"{name:12} {world:5} {COPY:>15} {1e3 * statistics.median(times[COPY]):7.1f} ms")
         for way in WAYS:
             exposed, passes = (max(found[way][1][k] for found in ranks) for k in (0, 1))
             ratio = {base: statistics.median(t / u for t, u in zip(times[way], times[base], strict=True))
                      for base in ("alone", "ddp", *THEIRS)}  # fmt: skip
+            floors = [t + passes / 2 * copied for t, copied in zip(times["alone"], times[COPY], strict=True)]
+            of_floor = statistics.median(t / floor for t, floor in zip(times[way], floors, strict=True))
             theirs = "".join(f" {ratio[each]:16.2f}" for each in THEIRS)
             step = statistics.median(times[way])
             print(f"{name:12} {world:5} {way:>15} {1e3 * step:7.1f} ms {ratio['alone']:7.2f} {ratio['ddp']:6.2f} "
-                  f"{1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7}{theirs}", flush=True)  # fmt: skip
+                  f"{1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7} "
+                  f"{f'{of_floor:.2f}' if passes else '':>6}{theirs}", flush=True)  # fmt: skip
 
 
 def show_link() -> None:
@@ -275,6 +312,7 @@ CASES: dict[str, Callable[[argparse.Namespace], None]] = {
     "optimizer": lambda _: show_optimizers(),
     "transformer": lambda options: show_steps("transformer", options.ranks, options.turns),
     "mlp": lambda options: show_steps("mlp", options.ranks, options.turns),
+    "tiny": lambda options: show_steps("tiny", [2], options.turns),
     "link": lambda _: show_link(), "straggler": lambda _: show_stragglers(),
 }  # fmt: skip
 
