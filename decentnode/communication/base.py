@@ -62,8 +62,8 @@ class Exchange(abc.ABC):
         Raises PeerLost when the transport was told of a failure elsewhere in the run.
         """
 
-    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
-        """As `arrivals`. A transport that does not block gives waits between them (`run_state.Steps`)."""
+    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait | None]:
+        """As `arrivals`. A transport that does not block gives waits between them, as `run_state.Steps` do."""
         return self.arrivals(timeout_seconds)
 
     @property

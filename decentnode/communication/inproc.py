@@ -12,7 +12,7 @@ from decentnode.communication.counters import Counters, purpose_of
 from decentnode.communication.hooks import PendingGeneration
 from decentnode.communication.parts import Collected, CommunicationConfig, Schema
 from decentnode.communication.receive.chunking import plans
-from decentnode.communication.run_state import Steps
+from decentnode.communication.run_state import Steps, Wait
 from decentnode.config.component import Config
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.payload import Payload
@@ -42,6 +42,9 @@ class Hub:
         """In force as soon as every member asked for it."""
         self.asked: dict[int, tuple[int, bool]] = {}
         """Who asked for it already: rounds that are over there, and whether it has no model."""
+        self.behind: set[int] = set()
+        """Who makes rounds before the first of the generation. All others wait in that one, so that all go on in step.
+        """
 
     def lose(self, uid: int) -> None:
         """The node `uid` is stepped no more: the others go on in another generation."""
@@ -54,6 +57,7 @@ class Hub:
     def _begin(self, members: set[int]) -> None:
         self.generation = Generation(self.generation.number + 1, tuple(sorted(members)))
         self.asked.clear()
+        self.behind.clear()
         self.payloads.clear()
         self.mailboxes.clear()
         self.means.clear()
@@ -79,6 +83,12 @@ class InprocExchange(Exchange):
     def __init__(self, owner: Inproc, round: int, phase: int, expected: tuple[int, ...]) -> None:
         self._owner, self._round, self._phase, self._expected = owner, round, phase, expected
         self._missing: frozenset[int] = frozenset()
+
+    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait | None]:
+        owner = self._owner
+        while self._expected and owner.hub.behind and not (owner.regrouping or owner.stopping or owner.hub.failed):
+            yield None
+        yield from self.arrivals(timeout_seconds)
 
     def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:  # noqa: ARG002
         owner = self._owner
@@ -294,7 +304,8 @@ class Inproc(Communication[CommunicationConfig]):
 
     def enter(self, round: int) -> None:
         self.raise_if_over()
-        self._position = round + 1
+        self._position = max(self._position, round + 1)
+        (self.hub.behind.add if round < self.taken.first_round else self.hub.behind.discard)(self.uid)
 
     def suspect(self, uids: Collection[int], reason: str) -> None:  # noqa: ARG002
         for uid in {*uids} & {*self.hub.generation.members}:

@@ -211,7 +211,7 @@ class FragmentExchange:
         lies_at = model.data_ptr()
         return any(payload.tensors["x"].data_ptr() == lies_at for payload in self._outgoing.values())
 
-    def slices(self, timeout_seconds: float, times: RoundTimes) -> Iterator[Slice | Wait]:
+    def slices(self, timeout_seconds: float, times: RoundTimes) -> Iterator[Slice | Wait | None]:
         """Yields slices of the fragment as their payloads arrive, in blocks that fit a core's cache, with a view in
         which the weights of missing sources are returned. Blocking between them, or yielding waits as `Exchange.steps`
         does; the time goes to `times.wait`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -219,6 +219,9 @@ class Node:
             self._buffers.abandon()
             if self.communication.history is not None:
                 self.communication.history.left(self.round, str(reason))
+            if self.schedule.trained == self.round:  # broken off after its local steps, which are not made again
+                self.training.finish_round()
+                self.round += 1
             work = self._work(first=self._regroup())
 
     def _work(self, first: Steps[None] | None = None) -> Steps[None]:
@@ -235,21 +238,14 @@ class Node:
             yield from self.checkpoints.resume()
         if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._stopping():
             yield from self.evaluate_between()
-        while not self.over and not self._stopping():
+        while not self._makes_no_more():
             if self._leave_asked:
                 logger.info("leaves after round %d", self.round)
                 self.schedule.abandon()
                 return
             if self.checkpoints is not None:
                 yield from self.checkpoints.between_rounds()
-            self.communication.enter(self.round)
-            yield from self._begin_round(self.round)
-            yield None
-            for phase in range(1, self.sharing.requirements.phases):
-                yield from self._next_phase(phase)
-                yield None
-            yield from self._finish_round(self.round)
-            self.round += 1
+            yield from self._make_round(self.generation)
             every = self.config.evaluate_every
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stopping():
                 yield from self.evaluate_between()
@@ -327,10 +323,12 @@ class Node:
                 self.checkpoints.take_own(first_round)
             self.training.skip_to(first_round)
             self.communication.caught_up()
+            self.round = first_round
+        elif not (self.schedule.asynchronous or generation.stopping):
+            yield from self._catch_up(first_round)
         if self.checkpoints is not None:
             self.checkpoints.begin_generation()
-        self.deal_samples(first_round)
-        self.round = first_round
+        self.deal_samples(self.round)
         yield from begin_rules_anew(self, "generation")
         then, now = {*before.members}, {*generation.members}
         if self._sampling is not None:
@@ -348,6 +346,22 @@ class Node:
                 self.communication.counters.on_event("apart", None, str(apart))
                 logger.warning("%s", apart)
 
+    def _catch_up(self, first_round: int) -> Steps[None]:
+        """Make the rounds up to the first one of the generation, which is that of its furthest member. Others have made
+        them in the generation before, so that this node has nobody to exchange payloads with: its row of W is that of
+        the identity. What a rule promises holds from the first round on, in which all rules begin anew."""
+        if self.round >= first_round or self._makes_no_more():
+            return
+        logger.info("makes rounds %d to %d alone, as others are ahead", self.round, first_round - 1)
+        self._renew_rules()
+        alone = replace(self.generation, members=(self.uid,))
+        while self.round < first_round and not self._makes_no_more():
+            yield from self._make_round(alone)
+
+    def _makes_no_more(self) -> bool:
+        """Whether no round begins any more, on all nodes alike or because of a stop."""
+        return self.over or self._stopping()
+
     def deal_samples(self, first_round: int) -> None:
         """With `orphans: adopted`: deal the samples of nodes that are not members of the generation to those that are,
         for rounds from `first_round` on."""
@@ -361,22 +375,36 @@ class Node:
     def renew_rules(self) -> list[tuple[Sharing, Tensor, RoundView]]:
         """Let the sharing rules begin anew, but for what outlives a generation of members. Returns them, each with its
         part of the model and its view of the first phase of the round that comes."""
+        self._renew_rules()
+        views, _ = self._planners.views(self.round, self.generation, self.training.learning_rate)
+        model = self.training.model.parameters
+        return [(fragment.rule, fragment.part(model), view)
+                for fragment, (view, *_) in zip(self.schedule.fragments, views, strict=True)]  # fmt: skip
+
+    def _renew_rules(self) -> None:
         assert self._renew is not None
         former = self.schedule.fragments
         self._take_rules(self._renew())
-        views, _ = self._planners.views(self.round, self.generation, self.training.learning_rate)
-        found = []
-        for fragment, before, (view, *_) in zip(self.schedule.fragments, former, views, strict=True):
+        for fragment, before in zip(self.schedule.fragments, former, strict=True):
             fragment.rule.succeed(before.rule)
-            found.append((fragment.rule, fragment.part(self.training.model.parameters), view))
-        return found
 
     # -- one round --------------------------------------------------------------------------------------------
+
+    def _make_round(self, among: Generation) -> Steps[None]:
+        """One whole round, exchanged with the members of `among`. Raises Regrouping where it may not begin."""
+        self.communication.enter(self.round)
+        yield from self._begin_round(self.round, among)
+        yield None
+        for phase in range(1, self.sharing.requirements.phases):
+            yield from self._next_phase(phase)
+            yield None
+        yield from self._finish_round(self.round)
+        self.round += 1
 
     def begin_round(self, round: int) -> Update:
         """Make the local steps, unless the rule has them later, and begin the exchange. Does not wait for a neighbor's
         payloads. Returns what the steps came to."""
-        without_waits(self._begin_round(round))
+        without_waits(self._begin_round(round, self.generation))
         return self.schedule.update
 
     def next_phase(self, phase: int) -> None:
@@ -387,14 +415,14 @@ class Node:
         """Wait for the neighbors of the last phase, mix, and record the round. Blocking."""
         without_waits(self._finish_round(round))
 
-    def _begin_round(self, round: int) -> Steps[None]:
+    def _begin_round(self, round: int, among: Generation) -> Steps[None]:
         self.doing = "local steps"
         if self.faults is not None:
             self.faults.enter(round)
         if self.trace is not None:
             self.schedule.make_times = self.trace.begin(round)
         self._started, self._idle = clock.now(), self.communication.idle_seconds or 0.0
-        views, self._buffer_view = self._planners.views(round, self.generation, self.training.learning_rate)
+        views, self._buffer_view = self._planners.views(round, among, self.training.learning_rate)
         if self._sampling is not None:
             yield from self._sampling.round(round)
             views = [[self._sampling.seen(view) for view in each] for each in views]

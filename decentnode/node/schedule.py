@@ -62,6 +62,8 @@ class Schedule(abc.ABC):
         self.times = RoundTimes()
         self.update = NO_STEPS
         """What the local steps of the round under way came to, once they are made."""
+        self.trained = -1
+        """The last round whose local steps are made; -1 before the first."""
         self._due: tuple[FragmentExchange, ...] = ()
         """Fragments that are exchanged in the round under way."""
         self._mixing: BackgroundMixer | None = None
@@ -168,6 +170,7 @@ class Schedule(abc.ABC):
             self.update = self.training.local_update(round, direct)
         else:
             self.training.rest(round)
+        self.trained = round
         if self.communication.history is not None:
             self.communication.history.steps(round)
         computed = self.communication.computed(round) if trains else None

@@ -231,6 +231,8 @@ def test_a_pair_averages_at_both_ends_or_at_neither_when_others_die(seed: int) -
         for other in lived:
             assert found[uid].given[other] == found[other].taken[uid], (uid, other)
         assert not any(pair.owes for other, pair in found[uid]._pairs.items() if other in lived)
+        rounds = made.nodes[uid].training.made  # type: ignore[attr-defined]
+        assert rounds == list(range(len(rounds))), f"node {uid} jumps to another round in a new generation"
     assert spread(made.nodes) < 0.5
 
 

@@ -111,6 +111,28 @@ def test_the_others_go_on_from_their_models_whenever_one_is_lost(schedule: str, 
     assert sorted(run.nodes[0].reports) == [0, 1, 2, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize(("schedule", "rule"), [
+    ("sequential", "full"), ("overlapped", "full"), ("sequential", "gradient_tracking"), ("sequential", "choco"),
+])  # fmt: skip
+@pytest.mark.parametrize("ahead", range(1, 5))
+def test_who_is_behind_as_one_dies_makes_all_of_its_rounds_once(ahead: int, schedule: str, rule: str) -> None:
+    """Nodes of a ring are up to two rounds apart as one dies: the others begin together, and nobody skips a round."""
+    run = Run(make("ring", nodes=6), lr=0.1, rule=rule, schedule=schedule)
+    run.step(5)
+    for uid in [4, 5, 0, 1, 2][:ahead]:
+        next(run.runs[uid])
+    for uid in [5, 0, 1][: ahead - 2]:
+        next(run.runs[uid])
+    rounds = {node.round for node in run.nodes.values()}
+    assert len(rounds) > 1, "all are in one round: nothing is tried"
+    run.lose(3)
+    run.end()
+    for uid, node in run.nodes.items():
+        assert node.training.made == list(range(10))  # type: ignore[attr-defined]
+        finished = [each["round"] for each in run.records if each["kind"] == "round" and each["uid"] == uid]
+        assert finished == list(range(10))
+
+
 def test_mixing_among_the_survivors_keeps_their_mean() -> None:
     run = Run(make("regular", nodes=8), rounds=40)
     run.step(6)

@@ -202,7 +202,7 @@ class NodeProtocol:
                         first, last = (event.round, event.phase), (event.last_round, event.last_phase)
                         self._inbox.skip(event.source, first, last)
                     elif isinstance(event, Overdue):
-                        if self._facts.waiting is not None:
+                        if self._facts.waiting is not None or self._catches_up:
                             self._unnumbered(event.source, Waits, now)
                     elif isinstance(event, Waits):
                         self._inbox.waits_itself(event.source, now)
@@ -218,6 +218,10 @@ class NodeProtocol:
             reason = "the run admits nobody beyond its mapping (node.missing, node.newcomers)"
             return Turned(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
         return self._reconfiguration.knocked(knock, caller, now)
+
+    @property
+    def _catches_up(self) -> bool:
+        return self._reconfiguration is not None and self._reconfiguration.catches_up
 
     @property
     def next_deadline(self) -> float:

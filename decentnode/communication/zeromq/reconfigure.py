@@ -60,6 +60,8 @@ class Reconfiguration:
         self._renew_after = RENEW_SECONDS
         """How long after `alone_since` control connections are made anew."""
         self.facts, self.counters = facts, counters
+        self.catches_up = False
+        """Whether the round under way is one that the others wait for, as they have made it already."""
         self._stopping = False
         facts.watches = True
         self._sender, self._wake = sender, wake
@@ -219,10 +221,12 @@ class Reconfiguration:
         self._obey(self.membership.leave(now, reason), now)
 
     def enter(self, round: int) -> None:
-        """A round begins. Raises Regrouping when it may not."""
+        """A round begins, which others have made already where it is below the generation's first. Raises Regrouping
+        when it may not."""
         if self.active:
             self.facts.raise_if_over()
-            self.membership.position = round + 1
+            self.catches_up = round < self.generation.first_round
+            self.membership.position = max(self.membership.position, round + 1)
 
     def begin_at(self, round: int) -> None:
         """Rounds below `round` are over: a generation without this node's peers begins no earlier one."""
@@ -238,7 +242,7 @@ class Reconfiguration:
 
     def begun(self, generation: Generation) -> None:
         """This generation is in force here."""
-        self.facts.regrouping = ""
+        self.facts.regrouping, self.catches_up = "", False
         self._report("generation", f"{generation.number} of nodes {', '.join(map(str, generation.members))}")
 
 

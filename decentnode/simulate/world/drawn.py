@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,8 +257,16 @@ class Run:
             if drawn.impatient:  # but for the closing evaluation, which needs everybody
                 must(all(process.node.round == self.rounds for process in ended), "rounds do not go on without a node")
             must(all(isinstance(error, PeerLost) for error in failed.values()), f"nodes fail otherwise: {failed}")
+        self._check_rounds(well)
         for process in well:
             must(bool(torch.isfinite(process.node.training.model.parameters).all()), f"node {process.uid} diverges")
+
+    def _check_rounds(self, well: Iterable[Process]) -> None:
+        """Who was a member from the beginning to the end made every round once, whoever else came and went."""
+        came = {uid for generation in self.history.generations.values() for uid in generation.fresh}
+        for uid in sorted({process.uid for process in well} - came):
+            made = self.trainings[uid].made
+            must(made == list(range(self.rounds)), f"node {uid} makes rounds {made}")
 
     def _lost_all_models(self) -> bool:
         return 2 * len(self.killed) >= self.drawn.nodes

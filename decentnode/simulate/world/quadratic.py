@@ -37,8 +37,11 @@ class Quadratic(Training):
         self.num_samples = 1
         self.task = Classification(ClassificationConfig.model_validate({}), DataSpec((elements,), num_classes=2))
         self.initial = self.model.parameters.clone()
+        self.made: list[int] = []
+        """The rounds whose local steps were made, in their order."""
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        self.made.append(round)
         gradient = self.model.parameters - self.target
         self.model.parameters.sub_(gradient if direction is None else direction(gradient), alpha=self.lr)
         if round == self.poison:

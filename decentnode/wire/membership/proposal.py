@@ -42,8 +42,8 @@ class Proposal:
         return self.promises.keys() == self.members
 
     def outcome(self) -> Generation | None:
-        """Returns the generation that all promised, which begins with the round after the furthest member's; None where
-        no member has a model."""
+        """Returns the generation that all promised, which begins with the round after the furthest member's: those that
+        are behind make theirs up to it alone. None where no member has a model."""
         fresh = frozenset(uid for uid, promise in self.promises.items() if promise.fresh)
         ahead = [promise.position for uid, promise in self.promises.items() if uid not in fresh]
         if not ahead:
