@@ -349,8 +349,15 @@ class Node:
     def _catch_up(self, first_round: int) -> Steps[None]:
         """Make the rounds up to the first one of the generation, which is that of its furthest member. Others have made
         them in the generation before, so that this node has nobody to exchange payloads with: its row of W is that of
-        the identity. What a rule promises holds from the first round on, in which all rules begin anew."""
+        the identity. What a rule promises holds from the first round on, in which all rules begin anew.
+
+        A client that hears no server trains on nothing, and a server without answers takes no step."""
         if self.round >= first_round or self._makes_no_more():
+            return
+        if self.sharing.requirements.star:
+            for round in range(self.round, first_round):
+                self.training.rest(round)
+            self.round = first_round
             return
         logger.info("makes rounds %d to %d alone, as others are ahead", self.round, first_round - 1)
         self._renew_rules()

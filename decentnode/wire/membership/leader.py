@@ -98,7 +98,7 @@ class Leader:
         state, proposal = self._state, self._state.proposal
         if proposal is None or state.stage != "preparing" or not proposal.promised_by_all():
             return
-        generation = proposal.outcome()
+        generation = proposal.outcome(state.limits.needed)
         if generation is None:
             state.go_outside(now, "no node that is left has a model")
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from decentnode.wire.generation import Generation, Limits, Name
@@ -41,11 +42,13 @@ class Proposal:
     def promised_by_all(self) -> bool:
         return self.promises.keys() == self.members
 
-    def outcome(self) -> Generation | None:
+    def outcome(self, servers: Collection[int] = ()) -> Generation | None:
         """Returns the generation that all promised, which begins with the round after the furthest member's: those that
-        are behind make theirs up to it alone. None where no member has a model."""
+        are behind make theirs up to it alone. Where there are servers, it is that of the furthest server: a client that
+        is a round further waits in it for its server, and has made nothing of it. None where no member has a model."""
         fresh = frozenset(uid for uid, promise in self.promises.items() if promise.fresh)
-        ahead = [promise.position for uid, promise in self.promises.items() if uid not in fresh]
+        positions = {uid: promise.position for uid, promise in self.promises.items() if uid not in fresh}
+        ahead = [positions[uid] for uid in servers if uid in positions] or list(positions.values())
         if not ahead:
             return None
         number, origin = self.name
