@@ -60,6 +60,9 @@ class Counters:
     faults: dict[str, int] = field(default_factory=dict)
     earlier: dict[str, int] = field(default_factory=dict)
     """Totals of the run that this one goes on from, as `totals` returned them."""
+    relayed: Callable[[], int] = lambda: 0
+    """Any thread: returns how many bytes this node has passed on between others as their relay (wire/relay.py), which
+    are none of its own in `edges`."""
     on_event: Callable[[str, int | None, str], None] = lambda _kind, _peer, _detail: None
     """Any thread: called with (kind, peer, detail) for every fault and for what happens to connections."""
 
@@ -93,6 +96,10 @@ class Counters:
         return f"; refused here: {strangers + broken} handshakes, {' and '.join(told)}" if told else ""
 
     @property
+    def relayed_bytes(self) -> int:
+        return self.earlier.get("relayed", 0) + self.relayed()
+
+    @property
     def saved_bytes(self) -> int:
         return self.earlier.get("saved", 0) + sum(edge.saved_bytes for _, edge in self.known())
 
@@ -114,7 +121,7 @@ class Counters:
         """Returns what a checkpoint keeps: bytes by purpose, saved ones, and faults."""
         faults = self.earlier.get("faults", 0) + sum(self.faults.values())
         return {**{str(purpose): sent for purpose, sent in self.bytes_sent().items()}, "saved": self.saved_bytes,
-                "faults": faults}  # fmt: skip
+                "relayed": self.relayed_bytes, "faults": faults}  # fmt: skip
 
 
 def purpose_of(key: str) -> Purpose:

@@ -118,6 +118,8 @@ class TransportParts:
     """What goes wrong between nodes; None where nothing does but by itself."""
     growth: Growth | None = None
     """Where nodes that are not in the mapping may be admitted; None where none is."""
+    relayed: frozenset[int] = frozenset()
+    """Nodes of the mapping to which no other machine can connect: relays pass on what is sent to them."""
 
 
 class CommunicationConfig(Config):

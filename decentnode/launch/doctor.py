@@ -239,6 +239,9 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
     with Desk(own.bind, own.port, machine) as desk, zmq.Context() as context:
         patients: dict[int, Patient] = {}
         for other in others:
+            if first[other].behind_nat:
+                yield Finding(f"machine {other}", True, "behind NAT: what is sent to it goes through relays")
+                continue
             port = first[other].port
             assert port is not None
             patients[other] = Patient(context, first[other].host, port)

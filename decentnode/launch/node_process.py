@@ -180,6 +180,7 @@ def transport_maker(
             bind=bind_plan(experiment, uid, task.socket_dir, task.endpoints.get(str(uid), [])),
             limits=limits_of(experiment) if experiment.node.missing == "regroup" else None,
             process=process, faults=link_faults(experiment), growth=growth_of(experiment),
+            relayed=frozenset(u for u in range(mapping.num_nodes) if mapping.place(u).behind_nat),
         ))
 
     return make

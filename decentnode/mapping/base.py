@@ -38,6 +38,8 @@ class Place:
     """Address of the interface that the node listens on."""
     threads: int | None = None
     """Threads of the node, or None: cores / nodes of the machine."""
+    behind_nat: bool = False
+    """Whether no other machine can connect to it: relays pass on what is sent to it."""
 
 
 class Mapping(Component, abc.ABC):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from decentnode.config import component
+from decentnode.config.component import ADDED
 from decentnode.errors import MappingError
 from decentnode.mapping.addresses import Addresses, hosts
 from decentnode.mapping.base import MappingConfig
@@ -33,6 +34,9 @@ class LinearConfig(MappingConfig):
     auto and cuda node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)
     """Threads with which a node computes. Default: the machine's cores divided by its nodes, at least 1."""
+    behind_nat: Annotated[tuple[int, ...], ADDED] = ()
+    """Numbers of machines to which no other can connect, as a router translates their addresses. They connect to the
+    others as usual; what these send to their nodes goes through nodes of other machines, which are their relays."""
 
 
 class Linear(Table):
@@ -44,6 +48,8 @@ class Linear(Table):
         if config.nodes_per_machine is None:
             raise MappingError(f"mapping.nodes_per_machine must be given: the nodes of the graph are not a multiple of "
                                f"{config.machines} machines")  # fmt: skip
+        if wrong := [number for number in config.behind_nat if not 0 <= number < config.machines]:
+            raise MappingError(f"behind_nat must have numbers of machines, below {config.machines}, got {wrong[0]}")
         self._lay_out(
             [
                 MachineConfig(
@@ -53,7 +59,8 @@ class Linear(Table):
                     bind=config.bind,
                     device=config.device,
                     threads=config.threads,
+                    behind_nat=number in config.behind_nat,
                 )
-                for host in hosts(config.addresses, config.machines, base_dir)
+                for number, host in enumerate(hosts(config.addresses, config.machines, base_dir))
             ]
         )

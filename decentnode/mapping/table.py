@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import pydantic
 from pydantic import Field
 
 from decentnode.config import component
+from decentnode.config.component import ADDED
 from decentnode.errors import MappingError
 from decentnode.mapping.addresses import find
 from decentnode.mapping.base import Mapping, MappingConfig, Place
@@ -38,6 +39,9 @@ class MachineConfig(pydantic.BaseModel):
     node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)
     """Threads with which a node computes. Default: the machine's cores divided by its nodes, at least 1."""
+    behind_nat: Annotated[bool, ADDED] = False
+    """Whether no other machine can connect to this one, as a router translates its address. It connects to the others
+    as usual; what they send to its nodes goes through nodes of other machines, which are their relays."""
 
 
 class TableConfig(MappingConfig):
@@ -58,6 +62,8 @@ class Table(Mapping):
             if not machine.device:
                 raise MappingError(f"device of machine {number} must name one at least, got {machine.device!r}")
         machines = [self._with_hosts_checked(machine, number, len(machines)) for number, machine in enumerate(machines)]
+        if all(machine.behind_nat for machine in machines):
+            raise MappingError("behind_nat: a machine at least must be one that the others can connect to")
         self.machines = machines
         self.num_machines = len(machines)
         self._first = [sum(m.nodes for m in machines[:i]) for i in range(len(machines) + 1)]
@@ -90,7 +96,8 @@ class Table(Mapping):
         port = None if base is None else base + PORTS_PER_NODE * rank
         bind = m.bind or ("127.0.0.1" if single else m.host)
         device = m.device if isinstance(m.device, str) else m.device[rank % len(m.device)]
-        return Place(self._first[machine] + rank, machine, rank, m.host, port, device, bind, m.threads)
+        return Place(self._first[machine] + rank, machine, rank, m.host, port, device, bind, m.threads,
+                     m.behind_nat)  # fmt: skip
 
     def _check_ports(self) -> None:
         taken: dict[tuple[str, int], Place] = {}

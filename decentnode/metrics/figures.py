@@ -112,6 +112,9 @@ FIGURES = (
     ),
     Figure("bytes_saved_total", "bytes", "of data and metadata, not sent: one call of a whole clique (all_reduce) did",
            "communication/torch_distributed/group_collective.py", "saved MB", 1e-6, of=("bytes_saved",), how=_total),
+    Figure("bytes_relayed_total", "bytes", "that nodes passed on for those behind NAT, beside their own: whatever goes "
+           "through a connection, once for each relay", "wire/relay.py", "relayed MB", 1e-6, of=("bytes_relayed",),
+           how=_total),
     Figure("rounds_without_total", "rounds", "that nodes finished without the payload of a neighbor, which came too "
            "late or not at all, added over the nodes; `losses` has them by neighbor", "Node.finish_round",
            "rounds without", digits=0, of=("rounds_without",), how=_total),

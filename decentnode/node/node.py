@@ -541,6 +541,7 @@ class Node:
             **({"dealt": packed(self.training.dealt)} if self.config.orphans == "adopted" else {}),
             **{f"bytes_{purpose}": sent for purpose, sent in counters.bytes_sent().items()},
             "bytes_saved": counters.saved_bytes,
+            **({"bytes_relayed": relayed} if (relayed := counters.relayed_bytes) else {}),
             "faults": sum(counters.faults.values()) + counters.earlier.get("faults", 0),
             **(self.checkpoints.closing_figures() if self.checkpoints is not None else {}),
         }

@@ -24,7 +24,7 @@ from decentnode.errors import AssemblyError
 from decentnode.launch.admission import Request, admitted
 from decentnode.wire.generation import Limits
 from decentnode.wire.invitation import SECRET_BYTES, issue
-from decentnode.wire.messages import REACH_DIRECT, Granted
+from decentnode.wire.messages import REACH_DIRECT, REACH_RELAYED, Granted
 from tests.communication.contract import flat_schema, together
 from tests.conftest import free_ports, wait_until
 
@@ -76,15 +76,17 @@ def asks(
     tell: Callable[[str], None] = lambda _: None, invitation: str = "", reach: int = REACH_DIRECT,
 ) -> tuple[Granted, int]:
     port = free_ports(2)
-    request = Request(control[uid].removeprefix("tcp://"), uid, "127.0.0.2", port, keys, invitation, reach)
+    host = "127.0.0.77" if reach == REACH_RELAYED else "127.0.0.2"  # where nobody listens
+    request = Request(control[uid].removeprefix("tcp://"), uid, host, port, keys, invitation, reach)
     return admitted(request, seconds, tell), port
 
 
 def takes_part(
-    nodes: list[ZeroMQ], control: dict[int, str], keys: Path | None = None, invitation: str = ""
+    nodes: list[ZeroMQ], control: dict[int, str], keys: Path | None = None, invitation: str = "",
+    reach: int = REACH_DIRECT,
 ) -> None:
     """A node asks node 1, which sends it to node 0, and becomes a member."""
-    granted, port = asks(control, 1, keys, invitation=invitation)
+    granted, port = asks(control, 1, keys, invitation=invitation, reach=reach)
     assert granted.uid == 2 and granted.config == TOLD
     guest = made(2, port, control, keys, granted)
     nodes.append(guest)
@@ -180,3 +182,13 @@ def test_with_an_authorized_key_no_invitation_is_needed(tmp_path: Path) -> None:
     members, own = keys_of(tmp_path, authorized=True)
     with run_of_two(members, secret=SECRET) as (_, control):
         assert asks(control, 0, own)[0].uid == 2
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_a_newcomer_that_nobody_can_connect_to_becomes_a_member(tmp_path: Path, with_keys: bool) -> None:
+    members, own = keys_of(tmp_path, authorized=True) if with_keys else (None, None)
+    with run_of_two(members) as (nodes, control):
+        takes_part(nodes, control, own, reach=REACH_RELAYED)
+        assert sum(node.counters.relayed_bytes for node in nodes) > 0
+        # node 1 hears of the newcomer from itself before node 0 has told it who that is
+        assert {kind for node in nodes[:2] for kind in node.counters.faults} <= {"unknown_uid"}

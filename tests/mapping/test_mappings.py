@@ -137,3 +137,13 @@ def test_a_device_is_found_or_missed_by_name(
             device_of(wanted, rank)
     else:
         assert device_of(wanted, rank) == torch.device(found)
+
+
+def test_machines_behind_nat_are_said_so_and_not_all_of_them() -> None:
+    options = {"machines": 3, "nodes_per_machine": 2, "addresses": ["a", "b", "c"]}
+    found = linear(**options, behind_nat=[2])
+    assert [found.place(uid).behind_nat for uid in range(6)] == [False] * 4 + [True] * 2
+    with pytest.raises(MappingError, match=r"behind_nat must have numbers of machines, below 3, got 3"):
+        linear(**options, behind_nat=[3])
+    with pytest.raises(MappingError, match="a machine at least must be one that the others can connect to"):
+        table({"nodes": 1, "host": "a", "behind_nat": True}, {"nodes": 1, "host": "b", "behind_nat": True})

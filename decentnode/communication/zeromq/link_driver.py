@@ -218,6 +218,9 @@ class LinkDriver:
             self.links.refuse(fault)
             return None
 
+    def relay_refused(self, fault: PeerFault) -> None:
+        self.links.refuse(fault)
+
     def handshake_refused(self, uid: int, code: int) -> None:
         self._handshakes.refused_there(uid, code)
 

@@ -29,9 +29,10 @@ from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import GUEST, Authenticator, Security
-from decentnode.errors import NodeFailed
+from decentnode.errors import NodeFailed, PeerFault
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 from decentnode.wire.generation import Caller
+from decentnode.wire.relay import RELAY_MESSAGES, ROUTE, RelayHub
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ out."""
 LINGER_SECONDS = 0.2
 """How long the last messages (a Bye, acknowledgements) have to get into a connection. All else was acknowledged, so
 that no buffer on the way is full; libzmq keeps them for that long where a peer that closed at the same time is gone."""
+RELAY_LINGER_SECONDS = 2.0
+"""How much longer a relay may stay than itself needs to, for the nodes whose bytes it passes on."""
 CLOSING_LOOK_SECONDS = 0.02
 """How often a node that closes looks whether it has finished."""
 JOIN_SECONDS = 0.1
@@ -80,6 +83,9 @@ class Handler(Protocol):
 
     def knocked(self, plane: int, frames: Sequence[memoryview], caller: Caller, now: float) -> bytes | None:
         """A request of a node that is in no mapping; the answer."""
+
+    def relay_refused(self, fault: PeerFault) -> None:
+        """A frame came that no end of a relayed connection sends."""
 
     def log_in(self, uid: int) -> bytes:
         """A credential for one connection to a peer's bulk socket, where that needs one."""
@@ -137,6 +143,9 @@ class NodeSockets(abc.ABC):
         self.endpoints: dict[int, Endpoints] = {}
         """Where every peer listens; `connect_to` sets it."""
         self._by_ipv6: dict[str, bool] = {}
+        self.relay: RelayHub | None = None
+        """What passes on bytes between others where this node is a relay; set before the start."""
+        self._relays_until = math.inf
         self.joining = True
         """Whether it is told of handshakes that peers break off; from the start until the node has joined."""
         self._handler, self._security = handler, security
@@ -296,7 +305,17 @@ class NodeSockets(abc.ABC):
         if self._left is None or self._calls:
             return False
         with self.lock:
-            return self._handler.finished() or self._left.over(clock.now())
+            if not self._handler.finished():
+                return self._left.over(clock.now())
+        now = clock.now()
+        if self.relay is None or not self.relay.busy(self._identity()):
+            return True
+        if self._relays_until == math.inf:  # those that it relays for have their last words still to say
+            self._relays_until = now + RELAY_LINGER_SECONDS
+        return now >= self._relays_until or self._left.over(now)
+
+    def _identity(self) -> bytes:
+        return b"%d" % self.uid if self._security is None else self._security.keyring.public[self.uid]
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -317,6 +336,9 @@ class NodeSockets(abc.ABC):
                 frame = recv(_NOW, copy=False)
                 frames.append(frame.buffer)
             user = str(frame.get("User-Id")).encode() if secure else b""
+            if route[0] and route.startswith(ROUTE):
+                self._pass_on(plane, listener, route, frames, user)
+                continue
             if route[0]:  # it chose its own: a newcomer, which waits for an answer
                 self._answer(plane, listener, route, frames, user, _address(frame))
                 continue
@@ -340,14 +362,42 @@ class NodeSockets(abc.ABC):
         assert self._security is not None
         return self._security.keyring.uid_of.get(user.removeprefix(GUEST))
 
+    def _key_of(self, user: bytes) -> bytes:
+        """The public key that a connection has proved; b"" where none is."""
+        if self._security is None:
+            return b""
+        return user.removeprefix(GUEST) if user.startswith(GUEST) else self._security.keyring.public[int(user)]
+
+    def _pass_on(
+        self, plane: int, listener: zmq.Socket[bytes], route: bytes, frames: list[memoryview], user: bytes
+    ) -> None:
+        """A frame of a relayed connection. An end that does not take what is for it is given up, and begins anew."""
+        hub = self.relay
+        if hub is None or plane != CONTROL or len(frames) != 1:
+            return
+        try:
+            hub.take(route, self._key_of(user), frames[0], clock.now())
+        except PeerFault as fault:
+            self._handler.relay_refused(fault)
+        while hub.outbox:
+            to, frame = hub.outbox.pop(0)
+            try:
+                listener.send_multipart([to, frame.encoded()], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                hub.lost(to)
+
+    def be_relay(self, hub: RelayHub) -> None:
+        """Before the start: pass on bytes between others."""
+        self.relay = hub
+        self.listeners[CONTROL].sndhwm = RELAY_MESSAGES
+        self.listeners[CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
+
     def _answer(
         self, plane: int, listener: zmq.Socket[bytes], route: bytes, frames: list[memoryview], user: bytes,
         address: str,
     ) -> None:
         """Somebody asks to be admitted: answer on the same connection, or not at all."""
-        key = b""
-        if self._security is not None:
-            key = user.removeprefix(GUEST) if user.startswith(GUEST) else self._security.keyring.public[int(user)]
+        key = self._key_of(user)
         with self.lock:
             reply = self._handler.knocked(plane, frames, Caller(key.decode(), address), clock.now())
         if reply is not None:
@@ -421,9 +471,13 @@ class NodeSockets(abc.ABC):
             connections.end_monitor(sender, monitor)
         sender.close(linger=0)
 
+    def by_ipv6(self, at: str) -> bool:
+        """Whether an endpoint is connected to by IPv6."""
+        return self._by_ipv6.get(host_of(at), False)
+
     def _connect(self, uid: int, plane: int) -> zmq.Socket[bytes]:
         at, security = self.endpoints[uid][plane], self._security
-        sender = connections.sender(self.context, SEND_MESSAGES, self._by_ipv6.get(host_of(at), False))
+        sender = connections.sender(self.context, SEND_MESSAGES, self.by_ipv6(at))
         events = BROKEN_HANDSHAKES if self.joining and plane == CONTROL else 0
         if security is not None and self._by_credential(plane):
             connections.log_in_once(sender, security.keyring, self._handler.log_in(uid))

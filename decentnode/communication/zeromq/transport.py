@@ -40,6 +40,7 @@ from decentnode.communication.zeromq.link_state import CONTROL, MAX_PAYLOADS
 from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
 from decentnode.communication.zeromq.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.relays import Relays
 from decentnode.communication.zeromq.security import (
     Admission,
     Keyring,
@@ -144,6 +145,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         process: SharedProcess | None = None,
         faults: LinkFaults | None = None,
         growth: Growth | None = None,
+        relayed: Collection[int] = (),
     ) -> None:
         """As `TransportParts`. keyring: the node's keys; required where the config is `secure`. Raises ValueError for
         cliques or edges that contradict the mapping."""
@@ -193,6 +195,14 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if reconfiguration is not None:
             watch = reconfiguration.membership.watch
             self._status.waiting_began = lambda since: self._io.due_by(watch.next_ask(since))
+        self._relays = Relays(uid, self._machine_of, relayed, self._founders, self._addresses.others, self._io,
+                              keyring)  # fmt: skip
+        if reconfiguration is not None:
+            self._relays.is_newcomer = reconfiguration.membership.seats.known.__contains__
+            own_seat = reconfiguration.membership.seats.known.get(uid)
+            if own_seat is not None and own_seat.relayed:
+                self._relays.relayed.add(uid)
+        self._relays.set_up(growth is not None, self.counters)
         self._driver.serve(self._protocol)
         self._run = self._run_parts()
         self._closed = False
@@ -239,7 +249,11 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             peers.add(seat.uid)
         if self._security is not None:
             self._security.keyring.public[seat.uid] = seat.key.encode()
-        self._io.add_peer(seat.uid, endpoints)
+        if seat.relayed:
+            self._relays.relayed.add(seat.uid)
+        else:
+            self._relays.relayed.discard(seat.uid)
+        self._io.add_peer(seat.uid, self._relays.way_to(seat.uid, endpoints))
         self._links.sender.control_kind = self._maker.sum_kind(CONTROL, self._addresses.others)
 
     def _takes_again(self, uid: int) -> None:
@@ -261,7 +275,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             growth = replace(growth, secret=read_secret(parts.base_dir / config.invitations))
         return cls(config, uid=parts.uid, machine_of=parts.machine_of, schemas=parts.schemas, digest=parts.digest,
                    run_id=parts.run_id, bind=parts.bind, keyring=keyring, device=parts.device,
-                   limits=parts.limits, process=parts.process, faults=parts.faults, growth=growth)  # fmt: skip
+                   limits=parts.limits, process=parts.process, faults=parts.faults, growth=growth,
+                   relayed=parts.relayed)  # fmt: skip
 
     def _begin_generation(self) -> None:
         """What a generation needs before its paths are open; `GenerationPaths.open` makes the rest of it."""
@@ -289,6 +304,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._addresses.add(endpoints)
         self._maker.over_tcp = self._addresses.over_tcp()
         self._io.connect_to(self._addresses.others)
+        self._relays.begin(self._local)
         self._links.sender.control_kind = self._maker.sum_kind(CONTROL, self._addresses.others)
 
     def start(self, timeout_seconds: float) -> None:
@@ -579,5 +595,6 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             self._closed = True
             in_vain = self._status.failure is not None or bool(self._status.regrouping)
             self._io.close(0.5 if in_vain else CLOSE_SECONDS)
+            self._relays.close()
             self._paths.close(broken=False, leaving_chunks=True)
             self._status.fail(NodeFailed(f"node {self.uid}: its communication was closed"))  # to whoever still waits

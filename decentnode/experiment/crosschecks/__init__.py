@@ -10,6 +10,7 @@ from decentnode.experiment.crosschecks.asynchronous import rounds_need_nobody
 from decentnode.experiment.crosschecks.communication import (
     edges_have_their_ways,
     generations_can_be_had,
+    hidden_machines_can_be_reached,
     inproc_is_one_machine,
     nodes_can_be_stepped,
     time_outs_follow_each_other,
@@ -82,6 +83,7 @@ CHECKS: tuple[Check, ...] = (
     inproc_is_one_machine,
     nodes_can_be_stepped,
     edges_have_their_ways,
+    hidden_machines_can_be_reached,
     generations_can_be_had,
     time_outs_follow_each_other,
     newcomers_can_be_admitted,

@@ -53,6 +53,27 @@ def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(("communication", "edges"), f": {error}")
 
 
+def hidden_machines_can_be_reached(experiment: Experiment) -> Iterator[Problem]:
+    """mapping.behind_nat: relays are ZeroMQ's; no communicator of torch.distributed connects through them."""
+    mapping, config = mapping_of(experiment), experiment.communication
+    if mapping is None:
+        return
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    hidden = {place.uid for place in places if place.behind_nat}
+    if not hidden or not isinstance(config, ZeroMQConfig):
+        return
+    machine_of = {place.uid: place.machine for place in places}
+    routing = config.routing(machine_of)
+    for uid in sorted(hidden):
+        other = next((each for each in machine_of if machine_of[each] != machine_of[uid]
+                      and routing.path(uid, each) != "zeromq"), None)  # fmt: skip
+        if other is not None:
+            message = f": nodes {uid} and {other} would use {routing.path(uid, other)}, but nobody can connect to " \
+                      f"node {uid}, which is behind NAT: what goes through relays is zeromq's alone"  # fmt: skip
+            yield Problem(("communication",), message, other=("mapping",))
+            return
+
+
 def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
     """Whoever waits for something waits longer than for what it consists of: a ping, a silent node, a round. The start
     of a generation takes the longest round by itself (`GenerationWait`)."""

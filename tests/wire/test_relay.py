@@ -1,0 +1,142 @@
+"""A relay without sockets: whom it serves, what it passes on, and what it refuses."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from decentnode.errors import PeerFault
+from decentnode.wire.relay import (
+    CLOSE,
+    CREDIT,
+    DATA,
+    HELLO,
+    MAX_ENDS,
+    MAX_STREAMS,
+    OPEN,
+    OPENED,
+    PIECE_BYTES,
+    PING,
+    RELAY_VERSION,
+    RESET,
+    SILENT_SECONDS,
+    Frame,
+    RelayHub,
+    order,
+)
+
+A, B, C = b"relay a", b"relay b", b"relay c"
+
+
+class Relay(RelayHub):
+    """Knows uids below 1000; takes frames at a time that the test says."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda identity: identity.isdigit() and int(identity) < 1000)
+        self.now = 0.0
+
+    def tell(self, route: bytes, kind: int, stream: int = 0, number: int = 0, body: bytes = b"",
+             plane: int = 0) -> list[tuple[bytes, int, int, bytes]]:  # fmt: skip
+        """Returns what it says then: (route, kind, stream, body)."""
+        self.take(route, b"", memoryview(Frame(kind, stream, plane, number, body).encoded()), self.now)
+        said = [(to, frame.kind, frame.stream, bytes(frame.body)) for to, frame in self.outbox]
+        self.outbox.clear()
+        return said
+
+    def hello(self, route: bytes, identity: bytes, offers: bool = True) -> None:
+        self.take(route, b"", memoryview(Frame(HELLO, 0, int(offers), RELAY_VERSION, identity).encoded()), self.now)
+        assert [(to, frame.number) for to, frame in self.outbox] == [(route, 1)]
+        self.outbox.clear()
+
+
+def with_stream() -> Relay:
+    """Node 5 at A has opened stream 2 to node 7 at B, where it is stream 1."""
+    hub = Relay()
+    hub.hello(A, b"5", offers=False)
+    hub.hello(B, b"7")
+    assert hub.tell(A, OPEN, 2, body=b"7", plane=1) == [(B, OPEN, 1, b"")]
+    assert hub.tell(B, OPENED, 1) == [(A, OPENED, 2, b"")]
+    return hub
+
+
+def test_a_stream_carries_both_ways_and_ends_on_both_sides() -> None:
+    hub = with_stream()
+    assert hub.tell(A, DATA, 2, body=b"there") == [(B, DATA, 1, b"there")]
+    assert hub.tell(B, DATA, 1, body=b"and back") == [(A, DATA, 2, b"and back")]
+    assert hub.tell(B, CREDIT, 1, 5) == [(A, CREDIT, 2, b"")]
+    assert hub.relayed_bytes == len(b"there") + len(b"and back")
+    assert hub.busy(b"9") and not hub.busy(b"5") and not hub.busy(b"7")
+    assert hub.tell(A, CLOSE, 2) == [(B, CLOSE, 1, b"")]
+    assert hub.tell(B, DATA, 1, body=b"late") == [] and not hub.busy(b"9")
+
+
+def test_who_is_not_there_is_not_reached() -> None:
+    hub = with_stream()
+    for stream, target in ((4, b"8"), (2, b"7"), (3, b"7"), (0, b"7"), (6, b"5")):  # 5 does not offer itself
+        assert hub.tell(A, OPEN, stream, body=target) == [(A, CLOSE, stream, b"")]
+    assert hub.tell(C, OPEN, 2, body=b"7") == hub.tell(C, DATA, 2) == [(C, RESET, 0, b"")]
+    assert hub.tell(A, PING) == [(A, PING, 0, b"")]
+
+
+def test_who_is_unknown_is_told_so_and_served_nothing() -> None:
+    hub = Relay()
+    for identity in (b"1000", b"x"):
+        hub.take(C, b"", memoryview(Frame(HELLO, 0, 1, RELAY_VERSION, identity).encoded()), 0.0)
+        assert [(to, frame.number) for to, frame in hub.outbox] == [(C, 0)]
+        hub.outbox.clear()
+    assert not hub._ends and hub.tell(C, PING) == [(C, RESET, 0, b"")]
+
+
+def test_what_a_connection_proves_counts_and_not_what_it_says() -> None:
+    hub = RelayHub(lambda identity: identity == b"the key")
+    hub.take(A, b"the key", memoryview(Frame(HELLO, 0, 1, RELAY_VERSION, b"another key").encoded()), 0.0)
+    assert [*hub._offered] == [b"the key"]
+
+
+def test_the_end_of_a_connection_is_told_to_the_others() -> None:
+    hub = with_stream()
+    hub.lost(B)
+    assert [(to, frame.kind, frame.stream) for to, frame in hub.outbox] == [(A, CLOSE, 2)]
+    hub.outbox.clear()
+    assert hub.tell(A, OPEN, 4, body=b"7") == [(A, CLOSE, 4, b"")] and not hub.busy(b"9")
+    hub.hello(C, b"7")
+    assert hub.tell(A, OPEN, 6, body=b"7") == [(C, OPEN, 1, b"")]
+
+
+def test_who_is_silent_is_forgotten() -> None:
+    hub = with_stream()
+    hub.now = SILENT_SECONDS - 1
+    hub.tell(A, PING)
+    hub.now = SILENT_SECONDS + 1
+    assert hub.tell(A, PING) == [(A, CLOSE, 2, b""), (A, PING, 0, b"")]
+    assert [*hub._ends] == [A]
+
+
+def test_ends_and_streams_are_bounded() -> None:
+    hub = with_stream()
+    for number in range(1, MAX_STREAMS):
+        assert hub.tell(A, OPEN, 2 + 2 * number, body=b"7")[0][1] == OPEN
+    assert hub.tell(A, OPEN, 2 + 2 * MAX_STREAMS, body=b"7") == [(A, CLOSE, 2 + 2 * MAX_STREAMS, b"")]
+    for number in range(MAX_ENDS - 2):
+        hub.hello(b"relay %d" % number, b"9")
+    hub.take(C, b"", memoryview(Frame(HELLO, 0, 1, RELAY_VERSION, b"8").encoded()), 0.0)
+    assert hub.outbox[-1][1].number == 0 and len(hub._ends) == MAX_ENDS
+
+
+@pytest.mark.parametrize("raw", [
+    b"", b"\1", struct.pack("<BBII", 0, 0, 0, 0), struct.pack("<BBII", 9, 0, 0, 0), struct.pack("<BBII", PING, 2, 0, 0),
+    struct.pack("<BBII", PING, 0, 0, 0) + b"more", struct.pack("<BBII", DATA, 0, 2, 0) + bytes(PIECE_BYTES + 1),
+    Frame(HELLO, number=RELAY_VERSION).encoded(), Frame(HELLO, number=RELAY_VERSION, body=bytes(41)).encoded(),
+    Frame(HELLO, number=RELAY_VERSION + 1, body=b"5").encoded(), Frame(RESET).encoded(),
+], ids=str)  # fmt: skip
+def test_what_no_end_sends_is_a_fault_and_changes_nothing(raw: bytes) -> None:
+    hub = with_stream()
+    with pytest.raises(PeerFault):
+        hub.take(A, b"", memoryview(raw), 0.0)
+    assert not hub.outbox and hub.tell(A, DATA, 2, body=b"x") == [(B, DATA, 1, b"x")]
+
+
+def test_every_node_begins_with_another_relay() -> None:
+    assert [order(uid, [0, 2, 5]) for uid in (6, 7, 8)] == [[0, 2, 5], [2, 5, 0], [5, 0, 2]]
+    assert order(3, []) == []
