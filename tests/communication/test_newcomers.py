@@ -191,4 +191,4 @@ def test_a_newcomer_that_nobody_can_connect_to_becomes_a_member(tmp_path: Path, 
         takes_part(nodes, control, own, reach=REACH_RELAYED)
         assert sum(node.counters.relayed_bytes for node in nodes) > 0
         # node 1 hears of the newcomer from itself before node 0 has told it who that is
-        assert {kind for node in nodes[:2] for kind in node.counters.faults} <= {"unknown_uid"}
+        assert {kind for node in nodes[:2] for kind in node.counters.faults} <= {"unknown_uid", "stranger"}
