@@ -39,12 +39,14 @@ from decentnode.sharing import FRAGMENTS, SHARINGS
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.tasks import TASKS
+from decentnode.trackers import TRACKERS
 from decentnode.training import TRAININGS
 
 TABLES: dict[str, Mapping[str, str]] = {
     "graph": GRAPHS, "weights": WEIGHTS, "mapping": MAPPINGS, "data": DATASETS, "partition": PARTITIONS,
     "task": TASKS, "model": MODELS, "training": TRAININGS, "sharing": SHARINGS, "compression": CODECS,
     "communication": COMMUNICATIONS, "fragments": FRAGMENTS, "faults": FAULTS, "sampler": SAMPLERS,
+    "tracker": TRACKERS,
 }  # fmt: skip
 """Kinds whose components a YAML section names."""
 GROUPS: dict[str, type[Settings]] = {
@@ -72,6 +74,7 @@ KINDS: dict[str, str] = {
     "sampler": "How a node finds those that it sends to, where it knows only some: the key `sampler` of `node`.",
     "simulate": "How `decentnode simulate` computes the nodes.",
     "run": "Where the results go.",
+    "tracker": "What a run's figures are told to while it goes on: the entries of `run.trackers`, a list.",
 }
 """Every kind with one sentence."""
 MOST_MEANT = 4

@@ -28,7 +28,7 @@ def test_every_component_and_key_is_described(kind: str, name: str) -> None:
 
 
 def test_every_section_of_an_experiment_is_a_kind() -> None:
-    below = {"experiment", "partition", "compression", "fragments", "sampler"}
+    below = {"experiment", "partition", "compression", "fragments", "sampler", "tracker"}
     assert {"name", "seed"} | KINDS.keys() - below == Experiment.model_fields.keys()
     assert KINDS.keys() == TABLES.keys() | GROUPS.keys()
 
@@ -93,7 +93,7 @@ def test_a_key_of_many_components_is_told_with_some_of_them() -> None:
     assert "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("word", ["extra", "worker", "dense"])
+@pytest.mark.parametrize("word", ["extra", "market", "dense"])
 def test_a_name_of_another_kind_is_proposed_only_where_it_is_near(word: str) -> None:
     """There are so many that most words are a little like one of them."""
     with pytest.raises(UsageError) as caught:

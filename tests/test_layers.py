@@ -15,7 +15,7 @@ FLOORS: list[list[str]] = [
      "words", "user_cache"],
     ["config", "mixing", "metrics"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks", "faults",
-     "samplers"],
+     "samplers", "trackers"],
     ["sharing", "training", "communication", "checkpoint"],
     ["node", "parallel"],
     ["experiment"],

@@ -45,6 +45,7 @@ COMMANDS: dict[str, str] = {
     "replay": "Repeat a run from what its nodes recorded, with its failures, and name the first difference.",
     "timeline": "Compute when nodes begin and end their rounds in a described world, and who waits for whom.",
     "trace": "Write when the nodes of a run trained, sent, waited and mixed, for Perfetto.",
+    "track": "Tell TensorBoard, W&B, MLflow, a CSV file or Prometheus what a run has recorded.",
     "report": "Write runs into one HTML file that explains them.",
     "plot": "Draw test metrics, loss and consensus distance of runs.",
 }

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from decentnode.config.component import ADDED, Settings
+from decentnode.config.component import ADDED, Config, Settings, section
 from decentnode.logs import Level
+from decentnode.trackers import TRACKERS
 
 
 class ProfileConfig(Settings):
@@ -36,6 +37,9 @@ class RunConfig(Settings):
     trace: Annotated[int, Field(ge=0), ADDED] = 0
     """Every so many rounds nodes write to trace.jsonl when they trained, sent, waited and mixed, and when they
     evaluated; `decentnode trace` makes a time line of it. 0: never."""
+    trackers: Annotated[tuple[Annotated[Config, section(TRACKERS, "tracker")], ...], ADDED] = ()
+    """What the run's figures are told to while it goes on: a list of trackers, by name alone or as sections. Each runs
+    in a process of its own on every machine, and tells of that machine's nodes. One that fails ends no run."""
     profile: Annotated[ProfileConfig | None, ADDED] = None
     """Of which round of which node torch's profiler writes profile_round_<round>.json into the node's folder, for
     Perfetto and chrome://tracing; of none when not given."""

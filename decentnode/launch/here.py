@@ -7,6 +7,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -36,6 +37,7 @@ from decentnode.launch.provenance import local_modules
 from decentnode.launch.run_dir import Records, node_dir
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.simulated import Stoppable
+from decentnode.launch.trackers import Trackers
 
 PROGRESS_SECONDS = 0.25
 """Least time between two reports of a node's rounds."""
@@ -72,6 +74,8 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
         observer.facts(found, records.directory)
         observer.header([*resumed(experiment, request), *header(experiment), *other_code(experiment)])
         run = _Run(found, records, observer, signals, started)
+        beside = Path(request.config or "x").absolute().parent
+        run.trackers = Trackers(found.trackers, records.directory, found.machine, beside, observer.notice)
         log = node_dir(records.directory, found.local[0]) / "log.txt"
         with logs.into(log, f"node {found.local[0]:03d}"), _generators_kept():
             run.run(request, lambda task: run_nodes(task, experiment, run.on_message, run.begin, run.tick))
@@ -96,6 +100,7 @@ class _Run:
         self.ledger = Ledger(records.directory)
         self.start_seconds: float | None = None
         self.error: BaseException | None = None
+        self.trackers: Trackers | None = None
         self._nodes: Sequence[Stoppable] = []
         self._joined = 0
         self._stopping = False
@@ -155,6 +160,8 @@ class _Run:
             self._nodes[0].ask_stop()
         if self.signals.suspend_if_asked(self.observer.suspending):
             self.observer.resumed()
+        if self.trackers is not None:
+            self.trackers.tick()
         self.observer.tick()
 
     def conclude(self) -> Outcome:
@@ -176,4 +183,7 @@ class _Run:
             exit_code = exit_code or EnvironmentFault.exit_code
         for notice in self.records.notices:
             self.observer.notice(notice)
+        if self.trackers is not None:
+            heard = len(self.signals.received)
+            self.trackers.close(lambda: len(self.signals.received) > heard)
         return Outcome(exit_code, self.records.directory, found, cause, error=self.error)

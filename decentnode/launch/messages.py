@@ -81,6 +81,8 @@ class Facts:
     """Whether the records of all nodes are checked when the run is over."""
     min_nodes: int = 1
     """The least number of nodes of a generation."""
+    trackers: list[dict[str, Any]] = field(default_factory=list)
+    """The sections of `run.trackers`."""
     finished: str = ""
     """Of a run that is asked to go on and has nothing left to do: a sentence that says so."""
 

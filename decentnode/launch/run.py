@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from decentnode import clock, entropy
@@ -59,6 +60,7 @@ from decentnode.launch.run_dir import Records, node_dir
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.sockets import SocketDir
 from decentnode.launch.strikes import Strikes
+from decentnode.launch.trackers import Trackers
 from decentnode.launch.workers import Context, Worker, end_all, late_nodes, start_node
 
 TICK_SECONDS = 0.25
@@ -119,6 +121,7 @@ class Run:
         self._absent: NodesAbsent | None = None
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
         self._sockets = SocketDir()
+        self._trackers: Trackers | None = None
         self._strikes = Strikes(facts.faults, facts.local, self.directory)
         self._leaving = Leaving(facts, self.directory)
         self._phase_since = self._noticed = clock.now()
@@ -129,6 +132,8 @@ class Run:
         """Fork the local nodes. Returns before they are ready."""
         self._context = context
         self._run_id = entropy.word(8) if 0 in self.facts.local and not self.request.join else ""
+        beside = (Path(self.request.folder or ".") / self.request.config).absolute().parent
+        self._trackers = Trackers(self.facts.trackers, self.directory, self.facts.machine, beside, self.observer.notice)
         processes = self.facts.processes
         self.workers += [start_node(context, self._task(uids, self.request.join)) for uids in processes]
         self._enter("joining" if self.facts.in_process else "starting")
@@ -180,6 +185,8 @@ class Run:
                 self._listen(worker, ready)
             self._check_time(clock.now())
             poll()
+            if self._trackers is not None:
+                self._trackers.tick()
             self.observer.tick()
 
     def _listen(self, worker: Worker, ready: Collection[Any]) -> None:
@@ -510,6 +517,9 @@ class Run:
                 exit_code = exit_code or EnvironmentFault.exit_code
             for notice in self.records.notices:
                 self.observer.notice(notice)
+        if self._trackers is not None:
+            heard = len(self.signals.received)
+            self._trackers.close(lambda: self._killed_by_user or len(self.signals.received) > heard)
         together = {each.uid for each in self.ledger.failures if cause is not None and each.title == cause.title}
         told = {*together, *self.ledger.finished, *self.ledger.left}
         followers = tuple(uid for uid in self.facts.local if uid not in told) if cause else ()

@@ -20,7 +20,7 @@ def test_resolved_reads_back(write):
     assert "sharing:\n  name: full  # a.yaml:6\n" in text
     assert yaml.safe_load(text) == {
         **experiment.resolved(), "run": {"dir": str(experiment.run_dir), "log_level": "info", "record": "auto",
-                                             "trace": 0, "profile": None},
+                                             "trace": 0, "trackers": [], "profile": None},
         "derived": ["mapping", "task"],
     }  # fmt: skip
     again = load(write(text, "again.yaml"), environ={})

@@ -31,7 +31,7 @@ from decentnode.experiment.crosschecks.graph import (
 )
 from decentnode.experiment.crosschecks.model import model_can_be_trained
 from decentnode.experiment.crosschecks.parts import Check
-from decentnode.experiment.crosschecks.run import profile_is_of_the_run, virtual_time_is_told
+from decentnode.experiment.crosschecks.run import profile_is_of_the_run, trackers_are_told_apart, virtual_time_is_told
 from decentnode.experiment.crosschecks.sharing import (
     everybody_hears_of_everybody,
     groups_suit_the_graph,
@@ -92,4 +92,5 @@ CHECKS: tuple[Check, ...] = (
     what_comes_can_be_averaged,
     sampler_suits_the_run,
     profile_is_of_the_run,
+    trackers_are_told_apart,
 )

@@ -26,6 +26,15 @@ def profile_is_of_the_run(experiment: Experiment) -> Iterator[Problem]:
                       other=("graph",))  # fmt: skip
 
 
+def trackers_are_told_apart(experiment: Experiment) -> Iterator[Problem]:
+    """Of a kind of tracker there is one: their files have its name."""
+    names = [each.name for each in experiment.run.trackers]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield Problem(("run", "trackers", index), f": {name} is told already; name each tracker once",
+                          other=("run", "trackers", names.index(name)))  # fmt: skip
+
+
 def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
     """Virtual seconds are those of rounds that begin with the local steps, and in which all neighbors are waited
     for."""

@@ -1,0 +1,77 @@
+"""`decentnode track`: tells a tracker of a run that is there, or that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pydantic
+
+from decentnode import clock
+from decentnode.cli.run_names import run_names
+from decentnode.errors import DecentnodeError, EnvironmentFault, UsageError, told
+
+POLL_SECONDS = 1.0
+
+
+@click.command()
+@click.argument("run", metavar="RUN", shell_complete=run_names)
+@click.option("--to", "tracker", required=True, metavar="TRACKER",
+              help="A name of `decentnode list tracker`, or a section: '{name: wandb, mode: offline}'.")  # fmt: skip
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over, or Ctrl-C.")
+def command(run: str, tracker: str, follow: bool) -> None:
+    """Tell TRACKER all that RUN has recorded, as `run.trackers` does while a run goes on.
+
+    RUN is a run directory, the folder of an experiment (its latest run) or latest. A tracker that failed or was not
+    there during a run loses nothing: the figures are in the run's folder.
+    """
+    from decentnode.config.component import look_beside
+    from decentnode.launch.run_dir import resolve
+    from decentnode.trackers.process import Feed, GivenUp, make, opened
+
+    path = resolve(run)
+    look_beside(Path.cwd())
+    section, tracked = _section(tracker), opened(path)
+    try:
+        made = make(section, tracked)
+    except DecentnodeError:
+        raise
+    except pydantic.ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise UsageError(f"--to {section['name']}: {said}") from error
+    except Exception as error:  # the tracker's library may raise anything
+        raise EnvironmentFault(f"tracker {section['name']}: {told(error)}") from error
+    if made.place:
+        click.echo(made.place)
+    refused: list[str] = []
+    feed = Feed(tracked, made, refused.append)
+    try:
+        feed.poll()
+        while follow and not (path / "summary.json").exists():
+            clock.sleep(POLL_SECONDS)
+            feed.poll()
+        feed.finish()
+    except KeyboardInterrupt:
+        feed.finish()
+    except GivenUp as error:
+        raise EnvironmentFault(f"tracker {section['name']} {error}") from error
+    if refused:
+        missing = f"{feed.refused} of {feed.told + feed.refused} points are missing"
+        raise EnvironmentFault(f"tracker {section['name']} {refused[0]}: {missing}")
+    click.echo(f"{feed.told} points told")
+
+
+def _section(text: str) -> dict[str, Any]:
+    """Returns a tracker's section, of a name or of YAML. Raises UsageError."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--to must be a name or a section, got {text!r}") from error
+    found = {"name": found} if isinstance(found, str) else found
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise UsageError(f"--to must be a name or a section with a name, got {json.dumps(found)}")
+    return found

@@ -1,0 +1,152 @@
+"""The processes that trackers run in: started with the run, listened to, and waited for a moment at its end.
+
+A tracker's library may raise, hang, print, start processes or end its own: none of that reaches the run. What it is to
+be told lies in the nodes' files, so that nothing waits for it in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from decentnode import clock
+
+CLOSE_SECONDS = 30.0
+"""How long trackers may take, once the run is over, to write what is left."""
+TICK_SECONDS = 0.5
+"""Least time between two looks at the trackers."""
+MOST_SAID = 20
+"""Lines of one tracker that are passed on; later ones are in its log."""
+MOST_BYTES = 1 << 16
+"""That are read of a tracker at once."""
+
+
+class _Tracker:
+    """One tracker's process."""
+
+    def __init__(self, section: dict[str, Any], run: Path, machine: int, beside: Path) -> None:
+        """Raises OSError."""
+        self.name = str(section["name"])
+        self.log = run / "trackers" / f"{self.name.replace(':', '.')}.log"
+        self.ended = False
+        self.failed = False
+        """Whether it has said itself why it ended."""
+        self._said = 0
+        self._text = b""
+        self.log.parent.mkdir(exist_ok=True)
+        self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(status, True)
+        try:
+            with open(self.log, "ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "decentnode.trackers.process", str(run), json.dumps(section),
+                     "--machine", str(machine), "--status", str(status), "--beside", str(beside)],
+                    stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(status,),
+                    start_new_session=True,  # Ctrl-C in a terminal is for the run, which then tells the tracker
+                )  # fmt: skip
+        except OSError:
+            os.close(self._status)
+            raise
+        finally:
+            os.close(status)
+
+    def listen(self) -> Iterator[str]:
+        """Yields what there is to tell the user. Does not wait."""
+        if self.ended:
+            return
+        gone = self.process.poll() is not None
+        with contextlib.suppress(BlockingIOError):
+            self._text += os.read(self._status, MOST_BYTES)
+        *lines, self._text = self._text.split(b"\n")
+        self._text = self._text[-MOST_BYTES:]
+        for line in lines:
+            yield from self._told(line.decode(errors="replace"))
+        if gone:
+            self.ended = True
+            os.close(self._status)
+            if self.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self.process.stdin.close()
+            if self.process.returncode and not self.failed:
+                yield f"tracker {self.name} ended with exit code {self.process.returncode}: see {self.log}"
+
+    def _told(self, line: str) -> Iterator[str]:
+        self._said += 1
+        if line.startswith("! "):
+            self.failed = True
+            yield f"tracker {self.name} {line[2:]}; the run goes on without it, its log is {self.log}"
+        elif self._said <= MOST_SAID:
+            yield f"tracker {self.name}: {line[2:]}" if line.startswith("= ") else f"tracker {self.name} {line}"
+
+    def let_go(self) -> None:
+        """Tell it that the run is over."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+
+    def kill(self) -> None:
+        """Kill it with all processes that it has started, and reap it."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Trackers:
+    """All trackers of a run on this machine. Not for several threads; no method raises."""
+
+    def __init__(
+        self, sections: Sequence[dict[str, Any]], run: Path | None, machine: int, beside: Path,
+        notice: Callable[[str], None],
+    ) -> None:
+        """Start their processes. run: None for a dry run, which is told to nobody. beside: the folder of the
+        experiment's file, where modules of the user's own may lie."""
+        self._notice = notice
+        self._trackers: list[_Tracker] = []
+        self._ticked = clock.now()
+        for section in sections if run is not None else ():
+            assert run is not None
+            try:
+                self._trackers.append(_Tracker(section, run, machine, beside))
+            except OSError as error:
+                notice(f"tracker {section['name']} could not be started: {error.strerror}")
+
+    def tick(self) -> None:
+        """Pass on what trackers say. Does not wait; to be called often."""
+        if self._trackers and clock.now() - self._ticked >= TICK_SECONDS:
+            self._ticked = clock.now()
+            self._listen()
+
+    def _listen(self) -> None:
+        for each in self._trackers:
+            for text in each.listen():
+                self._notice(text)
+
+    def close(self, impatient: Callable[[], bool] = lambda: False, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Let them write what is left, and end them. Blocking for at most `timeout_seconds`, and not once `impatient`
+        says so; who has not ended by then is killed and named. Idempotent."""
+        for each in self._trackers:
+            each.let_go()
+        until = clock.now() + timeout_seconds
+        self._listen()
+        while any(not each.ended for each in self._trackers) and clock.now() < until and not impatient():
+            for each in self._trackers:
+                if not each.ended:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        each.process.wait(0.1)
+                    break
+            self._listen()
+        for each in self._trackers:
+            if not each.ended:
+                each.kill()
+                each.failed = True
+                self._listen()
+                self._notice(f"tracker {each.name} did not end within {timeout_seconds:.0f} s and was killed; "
+                             f"decentnode track tells it again")  # fmt: skip
+        self._trackers.clear()

@@ -1,0 +1,57 @@
+"""Reads the records of a run while its nodes write them. The files are the queue: however slow the reader is, no node
+waits, and no record waits in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 20
+"""That are read of one file at a time; a longer line is no record, and left out."""
+
+
+class Follower:
+    """Yields the records of all nodes in a run directory that were not read yet, also of nodes that come later."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._read: dict[Path, int] = {}
+        """How many bytes of each file were read, up to the end of a line."""
+
+    @property
+    def uids(self) -> list[int]:
+        """The nodes that have a folder in the run directory: those of this machine."""
+        return sorted(int(each.name) for each in self._run.glob("nodes/*") if each.name.isdecimal())
+
+    def poll(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields (uid, record), at most MOST_BYTES of each node. Raises no error for what cannot be read now."""
+        for uid in self.uids:
+            for path in self._run.glob(f"nodes/{uid:03d}/metrics.jsonl"):
+                yield from ((uid, record) for record in self._more(path))
+
+    def _more(self, path: Path) -> Iterator[dict[str, Any]]:
+        begin = self._read.get(path, 0)
+        try:
+            with open(path, "rb") as file:
+                file.seek(begin)
+                data = file.read(MOST_BYTES)
+        except OSError:
+            return
+        end = data.rfind(b"\n") + 1
+        if not end:
+            end = len(data) if len(data) == MOST_BYTES else 0
+        self._read[path] = begin + end
+        for line in data[:end].splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # torn by a crash
+                continue
+            if isinstance(record, dict):
+                yield record
+
+    def at_end(self) -> bool:
+        """Whether everything that is written has been read, other than a line without its end."""
+        return all(each.stat().st_size - self._read.get(each, 0) < MOST_BYTES
+                   for each in self._run.glob("nodes/*/metrics.jsonl"))  # fmt: skip

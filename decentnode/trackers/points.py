@@ -1,0 +1,117 @@
+"""Joins the records of a machine's nodes to points: one per round, and one per evaluation."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from decentnode.trackers.base import Point
+
+HOLD_SECONDS = 10.0
+"""How long a round waits for the records of all nodes. Then it is told of those that are there: a node that is dead or
+far behind holds nothing up."""
+MOST_HELD = 256
+"""Rounds that wait at the most; of more the earliest is told as it is."""
+OF_THE_RUN = ("consensus_distance", "consensus_rms", "contributors")
+"""Figures of an evaluation that are the same on all nodes."""
+
+
+@dataclass
+class _Held:
+    """What is known of one round."""
+
+    since: float
+    records: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Points:
+    """Takes records, returns points. Records that come when their round has been told are left out."""
+
+    def __init__(self, uids: Collection[int], every: int = 1) -> None:
+        """uids: of the nodes on this machine. every: rounds between two points of training."""
+        self.uids, self.every = frozenset(uids), every
+        self.late = 0
+        """Records that came too late."""
+        self._held: dict[tuple[str, int], _Held] = {}
+        self._told: dict[str, int] = {"round": -1, "evaluation": -1}
+        """The last round of each kind that was told."""
+
+    def take(self, uid: int, record: Mapping[str, Any], now: float) -> Iterator[Point]:
+        """Yields what a record completes. now: `clock.now()`."""
+        kind, number = record.get("kind"), record.get("round")
+        if kind not in self._told or not isinstance(number, int):
+            return
+        rounds = number + (kind == "round")
+        if kind == "round" and rounds % self.every:
+            return
+        if rounds <= self._told[kind]:
+            self.late += 1
+            return
+        held = self._held.setdefault((kind, rounds), _Held(now))
+        held.records[uid] = record
+        if self.uids <= held.records.keys():
+            yield from self._tell_until(kind, rounds)
+        while len(self._held) > MOST_HELD:
+            yield from self._tell_until(*min(self._held, key=lambda key: key[1]))
+
+    def overdue(self, now: float) -> Iterator[Point]:
+        """Yields what has waited too long."""
+        for kind, rounds in [key for key, held in self._held.items() if now - held.since > HOLD_SECONDS]:
+            yield from self._tell_until(kind, rounds)
+
+    def rest(self) -> Iterator[Point]:
+        """Yields all that is left."""
+        for kind in self._told:
+            yield from self._tell_until(kind, max((rounds for held, rounds in self._held if held == kind), default=-1))
+
+    def _tell_until(self, kind: str, rounds: int) -> Iterator[Point]:
+        """Yields the rounds up to this one, in order: what still waited for a node that is further now never comes."""
+        for key in sorted(key for key in self._held if key[0] == kind and key[1] <= rounds):
+            held = self._held.pop(key)
+            self._told[kind] = max(self._told[kind], key[1])
+            records = [held.records[uid] for uid in sorted(held.records)]
+            values = _training(records) if kind == "round" else _evaluated(records)
+            if values:
+                yield Point(key[1], max(float(each.get("time", 0.0)) for each in records), values)
+
+
+def _numbers(records: list[Mapping[str, Any]], name: str) -> list[float]:
+    found = [each[name] for each in records if name in each]
+    return [float(value) for value in found
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)]  # fmt: skip
+
+
+def _training(records: list[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over the nodes; the bytes that all of them have sent so far."""
+    found = {"train/loss": "loss", "train/learning_rate": "lr", "time/round_seconds": "seconds",
+             "time/train_seconds": "train_seconds", "time/wait_seconds": "wait_seconds",
+             "time/mix_seconds": "mix_seconds"}  # fmt: skip
+    values = {name: statistics.fmean(known) for name, key in found.items() if (known := _numbers(records, key))}
+    for purpose in ("data", "metadata", "protocol", "evaluation", "control"):
+        if known := _numbers(records, f"{purpose}_bytes_sent"):
+            values[f"bytes_sent/{purpose}"] = math.fsum(known)
+    values["nodes"] = len(records)
+    return values
+
+
+def _evaluated(records: list[Mapping[str, Any]]) -> dict[str, float]:
+    """Of every metric the mean over all nodes of the run, the extremes over those of this machine, and the value of the
+    merged model."""
+    values: dict[str, float] = {}
+    last = records[-1]
+    for key in dict.fromkeys(key for each in records for key in each):
+        if key in ("round", "time", "virtual_seconds", *OF_THE_RUN) or key.endswith(("_mean", "_merged")):
+            continue
+        if own := _numbers(records, key):
+            of_all = _numbers([last], f"{key}_mean")
+            values |= {f"test/{key}": of_all[0] if of_all else statistics.fmean(own), f"test/{key}_min": min(own),
+                       f"test/{key}_max": max(own)}  # fmt: skip
+            if merged := _numbers([last], f"{key}_merged"):
+                values[f"test/{key}_merged"] = merged[0]
+    for key in OF_THE_RUN[:2]:
+        if known := _numbers([last], key):
+            values[key.replace("_", "/", 1)] = known[0]
+    return values

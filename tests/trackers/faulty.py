@@ -1,0 +1,56 @@
+"""A tracker that fails in a way that its section names."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import ClassVar, Literal
+
+from decentnode.config import component
+from decentnode.trackers.base import Tracker, TrackerConfig
+
+
+class FaultyConfig(TrackerConfig):
+    at: Literal["start", "write", "third", "close", "never"] = "never"
+    how: Literal["raise", "hang", "exit"] = "raise"
+
+
+class Faulty(Tracker):
+    """Keeps the points that it takes in a file, until it fails."""
+
+    Config: ClassVar[type[component.Config]] = FaultyConfig
+    config: FaultyConfig
+
+    def __init__(self, config, run):
+        super().__init__(config, run)
+        self._file = open(run.folder / "taken.txt", "w")  # noqa: SIM115
+        self._count = 0
+        self._fail("start")
+
+    def _fail(self, at):
+        if self.config.at != at:
+            return
+        if self.config.how == "exit":
+            os._exit(7)
+        if self.config.how == "hang":
+            time.sleep(10_000)
+        raise RuntimeError(f"nothing is right\nat {at}")
+
+    def log(self, point):
+        self._count += 1
+        self._fail("write")
+        if self._count == 3:
+            self._fail("third")
+        print(point.round, *point.values, file=self._file, flush=True)
+
+    def close(self, summary):
+        self._fail("close")
+        print("closed", (summary or {}).get("status"), file=self._file, flush=True)
+
+
+class Second(Faulty):
+    """Another name for the same."""
+
+
+class Third(Faulty):
+    """And another."""

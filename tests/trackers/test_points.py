@@ -1,0 +1,72 @@
+"""Records of nodes become points; what nodes write is read while they write it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from decentnode.trackers import follow
+from decentnode.trackers.follow import Follower
+from decentnode.trackers.points import HOLD_SECONDS, MOST_HELD, Points
+
+
+def trained(number: int, **more: float) -> dict[str, object]:
+    return {"kind": "round", "round": number, "time": 10.0 + number, "loss": 0.5, "edges": {}, **more}
+
+
+def test_a_round_is_told_when_all_nodes_have_recorded_it() -> None:
+    points = Points([0, 1])
+    assert not list(points.take(0, trained(0, loss=1.0, data_bytes_sent=100), 0.0))
+    assert not list(points.take(0, trained(1), 0.0))
+    (point,) = points.take(1, trained(0, loss=2.0, data_bytes_sent=300), 0.0)
+    assert (point.round, point.time, point.values["train/loss"], point.values["bytes_sent/data"]) == (1, 10.0, 1.5, 400)
+    assert point.values["nodes"] == 2
+    assert [each.round for each in points.rest()] == [2]
+
+
+def test_an_evaluation_has_the_whole_run_s_figures_and_this_machine_s_extremes() -> None:
+    points = Points([0, 1])
+    record = {"kind": "evaluation", "round": 5, "time": 1.0, "accuracy_mean": 0.7, "accuracy_merged": 0.9,
+              "consensus_distance": 0.25, "consensus_rms": 2.0, "contributors": 9, "loss": float("nan")}  # fmt: skip
+    assert not list(points.take(0, {**record, "accuracy": 0.5}, 0.0))
+    (point,) = points.take(1, {**record, "accuracy": 0.6}, 0.0)
+    assert point.round == 5 and point.values == {
+        "test/accuracy": 0.7, "test/accuracy_min": 0.5, "test/accuracy_max": 0.6, "test/accuracy_merged": 0.9,
+        "consensus/distance": 0.25, "consensus/rms": 2.0,
+    }  # fmt: skip
+
+
+def test_a_dead_node_holds_nothing_up_and_no_round_waits_in_memory_for_ever() -> None:
+    points = Points([0, 1])
+    for number in range(3):
+        assert not list(points.take(0, trained(number), float(number)))
+    assert not list(points.overdue(HOLD_SECONDS))
+    (first,) = points.overdue(HOLD_SECONDS + 0.5)
+    assert first.round == 1 and first.values["nodes"] == 1
+    assert not list(points.take(1, trained(0), 20.0)) and points.late == 1, "its round has been told"
+    told = [each.round for number in range(3, 10 * MOST_HELD) for each in points.take(0, trained(number), 3.0)]
+    assert told == list(range(2, 9 * MOST_HELD + 1)) and len(points._held) == MOST_HELD
+
+
+def test_files_are_read_on_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "MOST_BYTES", 64)
+    path = tmp_path / "nodes" / "003" / "metrics.jsonl"
+    follower = Follower(tmp_path)
+    assert list(follower.poll()) == [] and follower.uids == []
+    path.parent.mkdir(parents=True)
+    line = json.dumps({"round": 1}) + "\n"
+    path.write_text(line + line[:5])
+    assert [uid for uid, _ in follower.poll()] == [3] and list(follower.poll()) == [], "half a line is no record"
+    with open(path, "a") as file:
+        file.write(line[5:] + "torn}\n" + 10 * line)
+    found = []
+    while not follower.at_end():
+        found += [*follower.poll()]
+    found += [*follower.poll()]
+    assert len(found) == 11
+    path.write_text(path.read_text() + 200 * "x" + "\n" + line)
+    for _ in range(9):
+        found += [*follower.poll()]
+    assert len(found) == 12, "a line without end is passed over"
