@@ -257,5 +257,7 @@ _END = object()
 def limits_of(experiment: Experiment) -> Limits:
     """Returns when a node counts as gone, and which and how many nodes it takes to go on without it."""
     config, node = experiment.communication, experiment.node
-    least = node.min_nodes or experiment.make_mapping().num_nodes // 2 + 1
-    return Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds, frozenset(experiment.servers()))
+    merges = node.on_partition == "both"
+    least = node.min_nodes or (1 if merges else experiment.make_mapping().num_nodes // 2 + 1)
+    needed = frozenset(experiment.servers())
+    return Limits(config.suspect_seconds, config.timeout_seconds, least, node.rounds, needed, merges)

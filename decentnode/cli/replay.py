@@ -69,6 +69,9 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
     if experiment.node.schedule not in ("sequential", "overlapped"):
         raise UsageError(f"node.schedule was {experiment.node.schedule}: its nodes mix what has come by then, and no "
                          f"record says what had")  # fmt: skip
+    if experiment.node.on_partition == "both" and any(event.kind == "entered" for _, event in every_event(lives)):
+        raise UsageError("node.on_partition was both: sides of a broken network may have gone on apart, and a replay "
+                         "has one generation at a time; --check compares the records without repeating the run")
     for each in lives.values():
         first = next((event for event in each[0].events if event.kind in ("steps", "resumed")), None)
         if first is not None and first.kind == "steps" and first.round:

@@ -173,6 +173,10 @@ class Hooks(Generic[ConfigT]):
     def caught_up(self) -> None:
         """This node, one of `Generation.fresh`, now has a model."""
 
+    def took_part(self, generation: Generation) -> None:
+        """This node's model is one with those of the other members of `generation`, as far as it can be: it had such a
+        one, or got it."""
+
     def stop_asked(self) -> None:
         """Any thread: this node is to stop; it waits for nobody who could make up a generation with it any more."""
 

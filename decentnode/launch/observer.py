@@ -125,4 +125,6 @@ def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     more = sum(uid >= num_nodes for uid in members)
     count = f"{len(members) - more} of {num_nodes} nodes{f' and {more} more' if more else ''}"
     what = f"generation {number}: {count} go on from round {record['round']}"
-    return " ".join([what, *changes])
+    if "merged" in record:
+        changes += ["; models that went on apart became their mean"]
+    return " ".join([what, *changes]).replace(" ;", ";")

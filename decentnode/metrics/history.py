@@ -160,13 +160,14 @@ class History:
 
     def entered(
         self, name: tuple[int, bytes], members: Collection[int], first_round: int, fresh: Collection[int],
-        stopping: bool,
+        stopping: bool, merging: bool = False,
     ) -> None:
         """The node is a member of a generation in force."""
         number, origin = name
         self._tell("entered", {
             "generation": number, "origin": origin.hex(), "round": first_round, "members": sorted(members),
             "fresh": sorted(fresh), **({"stopping": True} if stopping else {}),
+            **({"merging": True} if merging else {}),
         })  # fmt: skip
 
     def restored(self, round: int = -1, name: tuple[int, bytes] = (0, b""), digest: str = "") -> None:

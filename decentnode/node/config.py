@@ -14,6 +14,8 @@ from decentnode.node.asynchronous.config import AsynchronousConfig
 from decentnode.samplers import SAMPLERS
 from decentnode.wire.messages import MAX_SEATS
 
+MergeWeights = Literal["samples", "rounds"]
+
 
 class EarlyStopConfig(BestConfig):
     """When a run ends before its last round."""
@@ -73,6 +75,13 @@ class NodeConfig(Settings):
     """With regroup: the least number of nodes of a generation. Default: more than half of the run's nodes, so that of
     the two sides of a broken network at most one goes on. After the last round nodes that finished count too, and after
     a stop any number is enough."""
+    on_partition: Annotated[Literal["majority", "both"], ADDED] = "majority"
+    """With regroup: which sides of a broken network go on. majority: the one that has `min_nodes`; the others wait for
+    it. both: each side goes on in a generation of its own, however small. Once they hear each other again they become
+    one, which begins with the round of the furthest member; before it all models become their weighted mean."""
+    merge_weights: Annotated[MergeWeights, ADDED] = "samples"
+    """With on_partition both: what a model counts in that mean. samples: the samples that its node trained on since it
+    parted from the others. rounds: its rounds since then."""
     orphans: Annotated[Literal["lost", "adopted"], ADDED] = "lost"
     """With regroup: what becomes of the training samples of nodes that are not members. lost: nobody trains on them
     until the node is back. adopted: the data's partition deals them to the members, and they go back when the node

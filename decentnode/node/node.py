@@ -30,6 +30,7 @@ from decentnode.node.evaluation import Evaluator, mean_of
 from decentnode.node.faults import NodeFaults
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.handover import agree_on_course, begin_rules_anew, give_models
+from decentnode.node.merging import Work, merge_models
 from decentnode.node.plan import Planners
 from decentnode.node.resumable import NodeCheckpoints
 from decentnode.node.sampling import Sampling
@@ -130,6 +131,7 @@ class Node:
         """After how many rounds it was; -1 before the first."""
         self.doing = "joining"
         """What the node does now, in a few words, for status.json."""
+        self._trained = Work()
         self._stop_asked = self._ended = self._leave_asked = False
         self._totals = RoundTotals(self.communication.counters)
 
@@ -312,31 +314,46 @@ class Node:
         first_round = min(generation.first_round, self.config.rounds)
         if self.communication.history is not None:
             self.communication.history.entered(
-                generation.name, generation.members, first_round, generation.fresh, generation.stopping
-            )
-        if generation.fresh:
+                generation.name, generation.members, first_round, generation.fresh, generation.stopping,
+                generation.merging,
+            )  # fmt: skip
+        then, now = {*before.members}, {*generation.members}
+        self._trained.part(then - now)
+        merged = {}
+        if generation.merging:
+            self.doing = "merging models"
+            weight = self._trained.since_parted(now - generation.fresh, self.config.merge_weights)
+            share = yield from merge_models(self, generation.fresh, weight, "generation/merge")
+            merged = {"merged": {"weight": weight, "share": share}}
+        elif generation.fresh:
             self.doing = "getting a model" if self.uid in generation.fresh else "giving a model"
             yield from give_models(self, generation.fresh, "generation/model")
         yield from agree_on_course(self, generation.fresh, "generation/course")
+        self._trained.meet(now)
+        self.communication.took_part(generation)
         if self.uid in generation.fresh:
             if self.checkpoints is not None:
                 self.checkpoints.take_own(first_round)
             self.training.skip_to(first_round)
             self.communication.caught_up()
             self.round = first_round
+        elif generation.merging and not generation.stopping:
+            if self.round < first_round:
+                self.training.skip_to(first_round)  # rounds of others, which are in the model
+                self.round = first_round
         elif not (self.schedule.asynchronous or generation.stopping):
             yield from self._catch_up(first_round)
         if self.checkpoints is not None:
             self.checkpoints.begin_generation()
         self.deal_samples(self.round)
         yield from begin_rules_anew(self, "generation")
-        then, now = {*before.members}, {*generation.members}
         if self._sampling is not None:
             self._sampling.forget(then - now)
         self.record({
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
             "round": self.round, "time": clock.wall(),
             "members": sorted(now), "left": sorted(then - now), "joined": sorted(now - then | generation.fresh),
+            **merged,
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), self.round)
         if self.uid == generation.members[0]:
@@ -477,6 +494,7 @@ class Node:
             self.trace.end(round)
 
     def _after_steps(self, round: int) -> None:
+        self._trained.add(self.schedule.update.samples)
         if self.faults is not None:
             self.schedule.times.train += self.faults.slow_down(self.schedule.times.train)
         if self.config.check_finite and not math.isfinite(float(self.training.model.parameters.sum())):

@@ -71,6 +71,9 @@ class Generation:
     origin: bytes = NO_ORIGIN
     stopping: bool = False
     """A stop was asked for: no round begins, the members evaluate and close."""
+    merging: bool = False
+    """Members come from generations that went on apart: before its first round all models become one, their weighted
+    mean."""
 
     @property
     def name(self) -> Name:
@@ -91,6 +94,9 @@ class Limits:
     """Rounds of the run: no round begins at or after this one."""
     needed: frozenset[int] = frozenset()
     """Nodes without which no round begins: servers, for which their clients wait."""
+    merges: bool = False
+    """Whether all sides of a broken network go on, and become one generation once they hear each other
+    (`node.on_partition: both`). The claim above then does not hold, with any `min_nodes`."""
 
     def suffice(self, members: Collection[int]) -> bool:
         """Returns whether rounds may begin with these."""

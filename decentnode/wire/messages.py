@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """The run id in messages of a node that does not know the run's yet."""
 ORIGIN_BYTES = 12
 NO_ORIGIN = bytes(ORIGIN_BYTES)
 """The origin of the generation that a run starts with."""
+NAME_BYTES, MAX_SIDES = 8 + ORIGIN_BYTES, 8
+"""Of the name of a generation in a list of names, and most names in one (`Prepare.merges`)."""
 
 MAX_NODES = 1 << 20
 MAX_GENERATION = 1 << 32
@@ -314,6 +316,9 @@ class Prepare(Message):
     TYPE: ClassVar[int] = 24
     members: bytes = blob(MAX_NODES // 8)
     seats: bytes = field(default=b"", metadata={"blob": MAX_SEATS_BYTES, "exact": False})
+    merges: bytes = field(default=b"", metadata={"blob": MAX_SIDES * NAME_BYTES, "exact": False})
+    """The names of the generations that went on apart and become one with this (wire/membership/sides.py): whoever is
+    in none of them takes it for a late copy of another attempt."""
 
 
 @dataclass(frozen=True)
@@ -325,18 +330,22 @@ class Promise(Message):
     position: int = number(MAX_ROUND)
     fresh: int = number(2)
     stopping: int = number(2)
+    line: bytes = field(default=b"", metadata={"blob": NAME_BYTES, "exact": False})
+    """The name of the last generation whose members this node's model was one with; empty where it does not matter."""
 
 
 @dataclass(frozen=True)
 class Commit(Message):
     """From the leader: every member has promised this generation. Members in `fresh` (a bitmap) get a model before its
-    first round. stopping: no round begins in it."""
+    first round. stopping: no round begins in it. merging: members come from generations that went on apart, and average
+    their models before it."""
 
     TYPE: ClassVar[int] = 26
     members: bytes = blob(MAX_NODES // 8)
     fresh: bytes = blob(MAX_NODES // 8)
     first_round: int = number(MAX_ROUND)
     stopping: int = number(2)
+    merging: int = field(default=0, metadata={"limit": 2})
 
 
 @dataclass(frozen=True)

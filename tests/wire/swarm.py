@@ -33,8 +33,10 @@ SETTLE_SECONDS = 60 * SUSPECT
 class Swarm(World):
     """A world whose nodes finish after the last round, and wait only for whom they would really wait."""
 
-    def __init__(self, num_nodes: int, seed: int, loss: float, rounds: int, late: float) -> None:
-        super().__init__(num_nodes, seed=seed, loss=loss, rounds=rounds)
+    def __init__(
+        self, num_nodes: int, seed: int, loss: float, rounds: int, late: float, merges: bool = False
+    ) -> None:
+        super().__init__(num_nodes, seed=seed, loss=loss, rounds=rounds, merges=merges)
         self.late = late
         self.departed: set[int] = set()
         self.stopped = False
@@ -118,7 +120,7 @@ class Swarm(World):
                     del self.processes[uid]
                     self.departed.add(uid)
         whole = self.in_force()
-        assert len(whole) <= 1, f"two are in force: {whole}"
+        assert len(whole) <= 1 or self.limits.merges, f"two are in force: {whole}"
 
     def _tell_stop(self, process: Process, generation: Generation) -> None:
         """A stop goes from member to member."""
@@ -139,8 +141,8 @@ class Swarm(World):
         return not any(frozenset((a, b)) in self.cut for a in generation.members for b in generation.members)
 
 
-def plan(seed: int) -> tuple[Swarm, list[Fault]]:
-    """The schedule number `seed`: always the same."""
+def plan(seed: int, merges: bool = False) -> tuple[Swarm, list[Fault]]:
+    """The schedule number `seed`: always the same. merges: all sides of a broken network go on."""
     draw = random.Random(seed)
     num_nodes = draw.choice([3, 3, 4, 5, 5, 6, 7])
     rounds = draw.choice([6, 20, 10**9, 10**9])
@@ -150,12 +152,12 @@ def plan(seed: int) -> tuple[Swarm, list[Fault]]:
         (kind, draw.randrange(1 << 10), draw.choice([0.25, 0.5, 1.0, SUSPECT, 2 * SUSPECT, 5 * SUSPECT]))
         for kind in draw.choices(kinds, weights, k=draw.randint(2, 14))
     ]
-    return Swarm(num_nodes, seed, loss, rounds, late), faults
+    return Swarm(num_nodes, seed, loss, rounds, late, merges), faults
 
 
-def survive(seed: int, membership: type[Membership] = Membership) -> str:
+def survive(seed: int, membership: type[Membership] = Membership, merges: bool = False) -> str:
     """One schedule; "" or what went wrong."""
-    world, faults = plan(seed)
+    world, faults = plan(seed, merges)
     if membership is not Membership:
         world.use(membership)
     try:
@@ -198,9 +200,9 @@ def _end(world: Swarm) -> str:
     return f"never came together again: {stages}"
 
 
-def shard(first: int, count: int) -> list[tuple[int, str]]:
+def shard(first: int, count: int, merges: bool = False) -> list[tuple[int, str]]:
     """Schedules first .. first + count - 1: those that failed."""
-    return [(seed, wrong) for seed in range(first, first + count) if (wrong := survive(seed))]
+    return [(seed, wrong) for seed in range(first, first + count) if (wrong := survive(seed, merges=merges))]
 
 
 def main() -> int:

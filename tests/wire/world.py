@@ -48,13 +48,17 @@ class World:
 
     def __init__(
         self, num_nodes: int, *, seed: int = 0, loss: float = 0.0, min_nodes: int | None = None,
-        rounds: int | None = None, needed: Collection[int] = (),
+        rounds: int | None = None, needed: Collection[int] = (), merges: bool = False,
     ) -> None:
+        """merges: all sides of a broken network go on; the least number of nodes is one then, unless it is given."""
         self.num_nodes, self.loss, self.random = num_nodes, loss, random.Random(seed)
-        least = num_nodes // 2 + 1 if min_nodes is None else min_nodes
-        self.limits = Limits(SUSPECT, 20.0, least, MAX_ROUND if rounds is None else rounds, frozenset(needed))
+        least = (1 if merges else num_nodes // 2 + 1) if min_nodes is None else min_nodes
+        last = MAX_ROUND if rounds is None else rounds
+        self.limits = Limits(SUSPECT, 20.0, least, last, frozenset(needed), merges)
         self.draw = random.Random(f"{seed} origins").randbytes
         self.now = 100.0
+        self.averages = True
+        """With `merges`: whether members come to an end with averaging their models."""
         self.processes = {uid: Process(self.make(uid, RUN)) for uid in range(num_nodes)}
         self.cut: set[frozenset[int]] = set()
         self.late = 0.0
@@ -141,6 +145,8 @@ class World:
         membership = process.membership
         if membership.steady and membership.position < self.limits.rounds and not membership.stopping:
             membership.position += self.random.random() < 0.3
+        if self.limits.merges and self.averages and membership.steady and self.random.random() < 0.7:
+            membership.line = membership.generation.name  # its owner has averaged with the others, where it had to
 
     def waited_for(self, uid: int) -> Iterable[int]:
         """Whom the training of `uid` waits for."""

@@ -53,6 +53,11 @@ class Generations:
         with self._driver.lock:
             self.reconfiguration.caught_up()
 
+    def took_part(self, generation: Generation) -> None:
+        """As `Reconfiguration.took_part`."""
+        with self._driver.lock:
+            self.reconfiguration.took_part(generation)
+
     def stop(self) -> None:
         """Any thread or signal handler: as `Reconfiguration.stop`."""
         self._driver.call(lambda: self.reconfiguration.stop(clock.now()))

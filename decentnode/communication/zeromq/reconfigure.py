@@ -236,6 +236,10 @@ class Reconfiguration:
         """This node has a model."""
         self.membership.fresh = False
 
+    def took_part(self, generation: Generation) -> None:
+        """This node's model is one with those of the members of `generation`."""
+        self.membership.line = generation.name
+
     def installed(self, generation: Generation, now: float) -> None:
         """What belonged to the old generation has been put away for this one."""
         self._obey(self.membership.installed(generation, now), now)

@@ -474,6 +474,10 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if self._generations is not None:
             self._generations.caught_up()
 
+    def took_part(self, generation: Generation) -> None:
+        if self._generations is not None:
+            self._generations.took_part(generation)
+
     def stop_asked(self) -> None:
         if self._generations is not None:
             self._generations.stop()

@@ -12,6 +12,7 @@ from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
+from decentnode.node.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.requirements import Requirements
 from decentnode.wire.membership.watch import Watch
@@ -97,12 +98,14 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
     node, graph, config = experiment.node, graph_of(experiment), experiment.communication
     if node.missing != "regroup":
         keys = {"restarts": node.restarts, "min_nodes": node.min_nodes is not None, "orphans": node.orphans != "lost",
-                "newcomers": node.newcomers, "repair": node.repair != "none"}
+                "newcomers": node.newcomers, "repair": node.repair != "none",
+                "on_partition": node.on_partition != "majority"}
         for key in [key for key, given in keys.items() if given][:1]:
             message = f": {key} needs missing: regroup, got {node.missing}"
             yield Problem(("node", key), message, other=("node", "missing"))
         return
     yield from _graph_can_be_repaired(experiment)
+    yield from _sides_can_go_on(experiment)
     if not config.has_generations:
         yield Problem(("node", "missing"), f": {config.name} has no generations of members; auto, zeromq, "
                       "shared_memory and collective have", other=("communication", "name"))  # fmt: skip
@@ -128,3 +131,27 @@ def _graph_can_be_repaired(experiment: Experiment) -> Iterator[Problem]:
     if node.sampler is not None:
         yield Problem(("node", "repair"), f": the sampler finds whom a node sends to, and not the graph, got "
                       f"{node.repair}", other=("node", "sampler"))  # fmt: skip
+
+
+def _sides_can_go_on(experiment: Experiment) -> Iterator[Problem]:
+    """node.on_partition: both asks that nothing belongs to one side of a broken network alone."""
+    node, sharing, config = experiment.node, experiment.sharing, experiment.communication
+    if node.on_partition == "majority":
+        return
+    needs = getattr(load_class(sharing.name, SHARINGS, "sharing"), "requirements", Requirements())
+    reasons: dict[tuple[str, ...], tuple[bool, str]] = {
+        ("node", "min_nodes"): (node.min_nodes is not None, "each side goes on, however small"),
+        ("node", "orphans"): (node.orphans != "lost", "both sides would adopt each other's samples and train on all of "
+                              "them"),
+        ("node", "newcomers"): (bool(node.newcomers), "both sides would give one uid to two newcomers"),
+        ("node", "checkpoint"): (node.checkpoint is not None, "a checkpoint is of one round of all nodes, and both "
+                                 "sides would write theirs"),
+        ("node", "schedule"): (SCHEDULES[node.schedule].asynchronous, "the first side that has made all rounds would "
+                               "end the run"),
+        ("sharing",): (needs.star, "a side without the servers has nobody to train with"),
+        ("communication", "name"): (config.name == "collective", "a group of torch.distributed meets at one "
+                                    "node, which is on one side"),
+    }  # fmt: skip
+    for path, (found, reason) in reasons.items():
+        if found:
+            yield Problem(path, f": {reason}, got on_partition: both", other=("node", "on_partition"))

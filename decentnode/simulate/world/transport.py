@@ -371,6 +371,10 @@ class Simulated(Communication[ZeroMQConfig]):
         if self.reconfiguration is not None:
             self.reconfiguration.caught_up()
 
+    def took_part(self, generation: Generation) -> None:
+        if self.reconfiguration is not None:
+            self.reconfiguration.took_part(generation)
+
     def stop_asked(self) -> None:
         of = self.reconfiguration
         if of is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import from_bitmap
 from decentnode.wire.generation import Generation, Install
+from decentnode.wire.membership.sides import unpacked
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import Commit, Go, Message, Prepare, Ready
 
@@ -29,7 +30,11 @@ class Follower:
             return
         if prepare.source not in members or not state.may_propose(prepare.source, name):
             raise PeerFault("wrong_sender", f"generation {prepare.generation} prepared by {prepare.source}")
-        if state.steady and prepare.source not in state.generation.members:  # the others went on without it
+        foreign = prepare.source not in state.generation.members and not state.guest
+        if state.limits.merges and foreign and state.generation.name not in unpacked(prepare.merges):
+            state.say_current(prepare)  # a late copy of an attempt on the other side of a broken network
+            return
+        if foreign and state.steady and not state.limits.merges:  # the others went on without it
             state.say_current(prepare)
             return
         if name < state.promised or name[0] <= state.generation.number:
@@ -58,8 +63,9 @@ class Follower:
             members = tuple(sorted(from_bitmap(commit.members, state.num_nodes)))
             fresh = frozenset(from_bitmap(commit.fresh, state.num_nodes))
             state.pending = Generation(
-                commit.generation, members, commit.first_round, fresh, commit.origin, bool(commit.stopping)
-            )
+                commit.generation, members, commit.first_round, fresh, commit.origin, bool(commit.stopping),
+                bool(commit.merging),
+            )  # fmt: skip
             state.change("Commit")
             state.events.append(Install(state.pending))
         self.repeat()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from decentnode.wire.codec import bitmap
 from decentnode.wire.generation import Install, Name, proposer_of
 from decentnode.wire.membership.proposal import Proposal
+from decentnode.wire.membership.sides import packed
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import Commit, Go, Prepare, Promise, Ready
 
@@ -27,12 +30,21 @@ class Leader:
         number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
         self.prepare(state.new_name(number), members, now)
 
-    def prepare(self, name: Name, members: frozenset[int], now: float) -> None:
+    def take_in(self, sides: Mapping[Name, frozenset[int]], now: float) -> None:
+        """Begin an attempt with this node's generation and those that went on apart from it (name -> members)."""
+        state = self._state
+        members = frozenset(state.counted_on() | {state.uid}).union(*sides.values())
+        number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
+        self.prepare(state.new_name(number), members, now, frozenset({state.generation.name, *sides}))
+
+    def prepare(
+        self, name: Name, members: frozenset[int], now: float, merges: frozenset[Name] = frozenset()
+    ) -> None:
         """Begin an attempt with these, under a name that is higher than any that this node promised."""
         state = self._state
         state.promised, state.coordinator = name, state.uid
         state.change("proposes")
-        state.proposal = Proposal(name, members, dict.fromkeys(members - {state.uid}, now))
+        state.proposal = Proposal(name, members, dict.fromkeys(members - {state.uid}, now), merges=merges)
         state.proposal.promises[state.uid] = state.promise()
         self._check_promises(now)
         self._say_stage()
@@ -128,7 +140,8 @@ class Leader:
         members, pending = bitmap(proposal.members, state.num_nodes), state.pending
         for uid in sorted(proposal.members - {state.uid}):
             if state.stage == "preparing":
-                state.say(uid, Prepare, proposal.name, members, state.seats.encoded())
+                state.say(uid, Prepare, proposal.name, members, state.seats.encoded(), packed(proposal.merges))
             elif pending is not None:
                 fresh = bitmap(pending.fresh, state.num_nodes)
-                state.say(uid, Commit, proposal.name, members, fresh, pending.first_round, int(pending.stopping))
+                state.say(uid, Commit, proposal.name, members, fresh, pending.first_round, int(pending.stopping),
+                          int(pending.merging))  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
-from decentnode.wire.generation import Caller, Generation, GenerationEvent, Going, JoinRefused, Limits
+from decentnode.wire.generation import Caller, Generation, GenerationEvent, Going, JoinRefused, Limits, Name
 from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership.follower import Follower
 from decentnode.wire.membership.leader import Leader
@@ -130,8 +130,8 @@ class Membership(MemberState):
         waiting_since: when the training began to wait for other nodes; None while it does not.
         """
         if self.stage != "steady" or waiting_since is None:
-            return self._repeat_at
-        return min(self._repeat_at, self.watch.next_ask(waiting_since))
+            return min(self._repeat_at, self.sides.due)
+        return min(self._repeat_at, self.sides.due, self.watch.next_ask(waiting_since))
 
     def tick(
         self, now: float, waiting_for: Iterable[int] = (), waiting_since: float = math.inf
@@ -140,6 +140,7 @@ class Membership(MemberState):
 
         waiting_for: the nodes that the training waits for; waiting_since: since when.
         """
+        self._look_for_others(now)
         due = min(self._repeat_at, self.watch.next_ask(waiting_since) if self.stage == "steady" else math.inf)
         if now < due:
             return self._take_events(now)
@@ -195,13 +196,16 @@ class Membership(MemberState):
             self._handlers[type(message)](message, now)
         return self._take_events(now)
 
-    def _on_ping(self, ping: Ping, now: float) -> None:  # noqa: ARG002
+    def _on_ping(self, ping: Ping, now: float) -> None:
         if ping.source in self.generation.members:
             self.say(ping.source, Pong)
         else:
             self.say_current(ping)
+            self.sides.look(now)
 
     def _on_pong(self, pong: Pong, now: float) -> None:
+        if self.limits.merges and pong.source not in self.generation.members and self.steady:
+            self.say_current(pong)  # it takes this node for a member of its generation still
         if name_of(pong) == self.generation.name:  # a node that lives in another generation is missed in this one
             self.watch.answered(pong.source, now)
         if self.stage == "suspecting" and pong.source == self.coordinator:
@@ -299,10 +303,47 @@ class Membership(MemberState):
         if about not in (own, self.promised) or self.uid in members or self._follower.active:
             return
         self.highest_seen = max(self.highest_seen, name)
+        if self.limits.merges:
+            self._hear_of_side(current, name, members, now)
+            return
         counts = current.steady and current.source < self.founders
         outvoted = counts and self.rivals.heard(name, current.source, now, own)
         if outvoted or (self.stage == "short" and name > own):
             self.go_outside(now, f"the others went on without this node, in generation {current.generation}")
+
+    def _hear_of_side(self, current: Current, name: Name, members: set[int], now: float) -> None:
+        """A node is in a generation that goes on apart from this one; with `Limits.merges` nobody is excluded for it.
+
+        What it says is about this node's generation, so it was sent since that began. A member of it that entered a
+        higher one has left it.
+        """
+        if current.source in self.generation.members:
+            if name > self.generation.name:
+                self._suspect({current.source}, now, f"{self.describe(current.source)} is in another generation")
+        elif self.steady and current.steady:
+            self.sides.heard(name, frozenset(members), current.source, now)
+            self._take_in(now)
+
+    def _take_in(self, now: float) -> None:
+        """Where this node leads: propose one generation with the sides that are smaller and all there."""
+        present = self.counted_on() | {self.uid}
+        if self.uid != min(present) or self.stopping:
+            return
+        sides = dict(self.sides.to_take_in(self.generation.members, present))
+        if sides:
+            back = self.names(set().union(*sides.values()))
+            self.end_generation(f"{back} went on apart, and can be heard again")
+            self._leader.take_in(sides, now)
+
+    def _look_for_others(self, now: float) -> None:
+        """Where this node leads a generation without some: ping them, now and then."""
+        if not self.limits.merges or self.stage != "steady" or now < self.sides.due:
+            return
+        self.sides.pinged(now)
+        if self.uid == min(self.counted_on() | {self.uid}):
+            for uid in self.others():
+                if uid not in self.generation.members:
+                    self.say(uid, Ping)
 
     def _on_denied(self, denied: Denied, now: float) -> None:  # noqa: ARG002
         if self.stage == "outside" and denied.digest == self.digest:
@@ -407,6 +448,8 @@ class Membership(MemberState):
         """The pending generation is in force."""
         assert self.pending is not None
         generation, members = self.pending, set(self.pending.members)
+        if self.limits.merges:  # who failed here may have been let in again on another side
+            self.failed -= members - {*self.generation.members}
         self.generation = generation
         self.drop_attempt()
         self.change(cause)
@@ -419,6 +462,8 @@ class Membership(MemberState):
         self.suspects.clear()
         self.left -= members
         self.failed -= generation.fresh
+        if self.limits.merges and len(members) < self.founders:
+            self.sides.begin(now)
         self.events.append(Going(generation))
         dead = self.failed & members
         if dead:  # it failed after it had got ready

@@ -24,6 +24,8 @@ class Proposal:
     promises: dict[int, Promise] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
     committed_at: float = 0.0
+    merges: frozenset[Name] = frozenset()
+    """Generations that went on apart and become one with this."""
 
     def silent(self, now: float, limits: Limits, committing: bool, patience: float = math.inf) -> set[int]:
         """Returns members that send nothing for `patience`, of `limits.suspect_seconds` at most, and, while committing,
@@ -53,7 +55,8 @@ class Proposal:
             return None
         number, origin = self.name
         stopping = any(promise.stopping for promise in self.promises.values())
-        return Generation(number, tuple(sorted(self.members)), max(ahead), fresh, origin, stopping)
+        lines = {promise.line for uid, promise in self.promises.items() if uid not in fresh}
+        return Generation(number, tuple(sorted(self.members)), max(ahead), fresh, origin, stopping, len(lines) > 1)
 
 
 class Rivals:

@@ -20,6 +20,7 @@ from decentnode.wire.generation import (
 from decentnode.wire.membership.joining import JoinRequests
 from decentnode.wire.membership.proposal import Proposal, Rivals
 from decentnode.wire.membership.seats import Seats
+from decentnode.wire.membership.sides import Sides, packed
 from decentnode.wire.membership.stages import Cause, Stage, next_stage
 from decentnode.wire.membership.watch import Watch
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Current, Join, Message, Ping, Promise
@@ -92,6 +93,12 @@ class MemberState:
         self.watch = Watch(limits.suspect_seconds)
         self.rivals = Rivals(self.founders, limits)
         self.joining = JoinRequests(limits.suspect_seconds)
+        self.sides = Sides(limits.suspect_seconds)
+        """Of those that went on apart; used with `Limits.merges` alone."""
+        self.line: Name = FIRST
+        """The last generation whose members this node's model was one with: it took part in it, with a model that it
+        had of that line already, was given or got by the mean of all. The owner sets it. Where members of the next one
+        differ in it, their models become one first."""
 
     @property
     def steady(self) -> bool:
@@ -164,6 +171,7 @@ class MemberState:
         self.reason = reason
         self.yields_until = 0.0
         self.watch.clear()
+        self.sides.end()
         self.events.append(Broken(reason))
 
     def drop_attempt(self) -> None:
@@ -180,6 +188,7 @@ class MemberState:
         self.joining.begin(now)
         for known in (self.suspects, self.failed, self.joiners, self.rivals):
             known.clear()
+        self.sides.end()
         self.events.append(Outside(reason))
 
     # -- messages ---------------------------------------------------------------------------------------------
@@ -192,7 +201,9 @@ class MemberState:
     def promise(self) -> Promise:
         """This node's answer to `Prepare`: for the highest name that it promised."""
         number, origin = self.promised
-        return Promise(self.run, number, self.uid, self.position, int(self.fresh), int(self.stopping), origin=origin)
+        line = packed([self.line]) if self.limits.merges else b""
+        return Promise(self.run, number, self.uid, self.position, int(self.fresh), int(self.stopping), line,
+                       origin=origin)  # fmt: skip
 
     def say_promise(self, to: int) -> None:
         self.outbox.append((to, self.promise()))
