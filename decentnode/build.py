@@ -28,6 +28,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
+from decentnode.sharing.weighed import Weighed
 from decentnode.tensors import FlatModel
 from decentnode.training import TRAININGS
 from decentnode.wire.generation import Limits
@@ -148,6 +149,9 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
 
     def make_rules() -> list[Sharing]:
         rules = [make_sharing(experiment.sharing, machines) for _ in shapes]
+        quorum = experiment.node.quorum
+        if quorum is not None and quorum.weights != "neighbors":
+            rules = [Weighed(rule, quorum.weights) for rule in rules]
         for rule, each in zip(rules, shapes, strict=True):
             rule.set_parameter_shapes(each)
         return rules

@@ -39,6 +39,8 @@ class EdgeCounters:
     frames_received: int = 0
     wait_seconds: float = 0.0
     """Time this node's rounds waited for the peer when it was the last one missing."""
+    late_payloads: int = 0
+    """Payloads of the peer that came after this node had gone on without them. With the inbox's lock held."""
     resends: int = 0
     """Frames sent again because the peer did not get them the first time."""
 
@@ -103,6 +105,10 @@ class Counters:
     def saved_bytes(self) -> int:
         return self.earlier.get("saved", 0) + sum(edge.saved_bytes for _, edge in self.known())
 
+    @property
+    def late_payloads(self) -> int:
+        return self.earlier.get("late", 0) + sum(edge.late_payloads for _, edge in self.known())
+
     def bytes_sent(self) -> dict[Purpose, int]:
         """To all peers, by purpose. Any thread."""
         data = metadata = protocol = evaluation = control = 0
@@ -121,7 +127,7 @@ class Counters:
         """Returns what a checkpoint keeps: bytes by purpose, saved ones, and faults."""
         faults = self.earlier.get("faults", 0) + sum(self.faults.values())
         return {**{str(purpose): sent for purpose, sent in self.bytes_sent().items()}, "saved": self.saved_bytes,
-                "relayed": self.relayed_bytes, "faults": faults}  # fmt: skip
+                "relayed": self.relayed_bytes, "late": self.late_payloads, "faults": faults}  # fmt: skip
 
 
 def purpose_of(key: str) -> Purpose:

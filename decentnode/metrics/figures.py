@@ -118,6 +118,8 @@ FIGURES = (
     Figure("rounds_without_total", "rounds", "that nodes finished without the payload of a neighbor, which came too "
            "late or not at all, added over the nodes; `losses` has them by neighbor", "Node.finish_round",
            "rounds without", digits=0, of=("rounds_without",), how=_total),
+    Figure("late_payloads_total", "payloads", "that came after their receivers had gone on without them; they are "
+           "dropped", "Counters", "late payloads", digits=0, of=("late_payloads",), how=_total),
     Figure("checkpoints", "checkpoints", "that every node wrote", "node/checkpoints.py", "checkpoints", digits=0,
            of=("checkpoints",), how=_least),
     Figure("checkpoints_kept", "checkpoints", "that every node has at the end", "node/checkpoints.py",

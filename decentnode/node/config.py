@@ -36,6 +36,11 @@ class QuorumConfig(Settings):
     grace_seconds: float = Field(0.1, ge=0)
     """How long the others are waited for from then on, in seconds. Local steps that the exchange is hidden behind do
     not count."""
+    weights: Annotated[Literal["neighbors", "samples", "tokens"], ADDED] = "neighbors"
+    """What a payload that is mixed counts; the share counts neighbors in any case. neighbors: what the graph's weights
+    say. samples: that, times how many training samples its sender has trained on since its payload before. tokens:
+    times how many tokens; of a task without any, samples. What comes counts against each other: a row of the weights
+    sums to one, whoever is missing. The mean of all models is kept with neighbors alone."""
 
 
 class NodeConfig(Settings):
@@ -70,7 +75,7 @@ class NodeConfig(Settings):
     quorum: Annotated[QuorumConfig | None, ADDED] = None
     """With return_weight: a round goes on as soon as the payloads of so many neighbors are there and a grace window
     after that is over, long before the time-out. Who comes later is left out of this round, its weight returned to the
-    node itself. Default: all are waited for, up to the time-out."""
+    node itself: it is dropped, and counted as late. Default: all are waited for, up to the time-out."""
     min_nodes: int | None = Field(None, ge=1)
     """With regroup: the least number of nodes of a generation. Default: more than half of the run's nodes, so that of
     the two sides of a broken network at most one goes on. After the last round nodes that finished count too, and after

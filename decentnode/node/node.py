@@ -484,7 +484,7 @@ class Node:
             "wait_seconds": times.wait, "mix_seconds": times.mix, "overlap": times.overlap,
             "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
             **{f"{purpose}_bytes_sent": sent for purpose, sent in self.communication.counters.bytes_sent().items()},
-            "edges": self._totals.edge_deltas(), **self._totals.slowest(),
+            "edges": self._totals.edge_deltas(), **self._totals.slowest(), **self._totals.late(),
             **({"missing": sorted(self._missing)} if self._missing else {}),
             **({"lost": sorted(self._lost)} if self._lost else {}),
             **({"fragments": self.schedule.due} if len(self._fragments) > 1 else {}), **self.schedule.report(),

@@ -167,7 +167,9 @@ class Schedule(abc.ABC):
         started = clock.now()
         if trains:
             direct = self._direct if self.sharing.requirements.gradient else None
-            self.update = self.training.local_update(round, direct)
+            self.update = update = self.training.local_update(round, direct)
+            for fragment in self.fragments:
+                fragment.rule.trained(update.samples, update.samples if update.units is None else update.units)
         else:
             self.training.rest(round)
         self.trained = round

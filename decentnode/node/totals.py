@@ -27,6 +27,7 @@ class RoundTotals:
         """uid -> rounds that went on without it."""
         self._edges: dict[int, tuple[int, int, int, int, float]] = {}
         self._waits: dict[int, float] = {}
+        self._late: dict[int, int] = {}
 
     def add(self, seconds: float, times: RoundTimes, lost: Collection[int]) -> None:
         """Count a round. seconds: of the whole round; lost: the neighbors that it went on without."""
@@ -50,6 +51,14 @@ class RoundTotals:
                 found[str(uid)] = [round(now - then, 6) for now, then in zip(total, last, strict=True)]
         return found
 
+    def late(self) -> dict[str, dict[str, int]]:
+        """Returns how many payloads of whom came too late since the last call; empty without any."""
+        found = {uid: edge.late_payloads - self._late.get(uid, 0) for uid, edge in self._counters.known()
+                 if edge.late_payloads != self._late.get(uid, 0)}  # fmt: skip
+        for uid, count in found.items():
+            self._late[uid] = self._late.get(uid, 0) + count
+        return {"late": {str(uid): count for uid, count in found.items()}} if found else {}
+
     def slowest(self) -> dict[str, float]:
         """Returns the neighbor that was waited for longest since the last call, and for how many seconds; empty without
         a wait."""
@@ -71,7 +80,7 @@ class RoundTotals:
             "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
             "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(ordered)),
             "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
-            "rounds_without": self._rounds_without,
+            "rounds_without": self._rounds_without, "late_payloads": self._counters.late_payloads,
             **({"without": packed_counts(self._without)} if self._without else {}),
         }
 

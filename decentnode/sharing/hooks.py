@@ -88,6 +88,10 @@ class Hooks:
         """
         return gradient
 
+    def trained(self, samples: int, units: int) -> None:
+        """Called after the local steps of a round, before `adjust`. samples: how many the node has trained on. units:
+        the parts that the mean loss was over: tokens, where the task has such, else samples."""
+
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
         """Called after the local steps and before `outgoing`; changes model [P] in place. loss: the round's mean."""
 

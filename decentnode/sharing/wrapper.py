@@ -64,6 +64,9 @@ class Wrapper(Sharing):
     def direction(self, gradient: Tensor, view: RoundView) -> Tensor:
         return self.rule.direction(gradient, view)
 
+    def trained(self, samples: int, units: int) -> None:
+        self.rule.trained(samples, units)
+
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:
         self.rule.adjust(model, view, loss)
 

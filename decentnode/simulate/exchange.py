@@ -22,6 +22,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.hooks import Hooks
 from decentnode.sharing.stacked import has_stacked_form
+from decentnode.sharing.weighed import Weighed
 from decentnode.simulate.forward import Unsuitable
 from decentnode.simulate.population import Population
 from decentnode.training.base import Direction
@@ -287,6 +288,8 @@ class RowExchange(Exchange):
         super().__init__(population)
         if overlapped:
             raise Unsuitable("schedule: overlapped needs a rule that has a form for all nodes at once")
+        if isinstance(population.shared[0].make_rules()[0], Weighed):
+            raise Unsuitable("weights follow from what each node has trained on in the round")
         experiment, shared = population.experiment, population.shared[0]
         hub, config = Hub(population.num_nodes), InprocConfig.model_validate({"name": "inproc"})
         fragments = shared.fragments or (Fragment(0, population.num_parameters, population.graph),)

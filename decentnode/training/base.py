@@ -31,6 +31,8 @@ class Update:
     """Further figures for metrics.jsonl, such as the gradient norm and the learning rate."""
     last_gradient: Tensor | None = None
     """[P] gradient of the last step, only when `keep_gradient` was asked for."""
+    units: int | None = None
+    """Parts that the mean loss is over: tokens, where the task has such. None: as many as samples."""
 
 
 @dataclass(frozen=True)

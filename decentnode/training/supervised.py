@@ -215,7 +215,7 @@ class Supervised(Training):
         report = {"lr": learning_rate, **self._gradients.report()}
         if config.clip_norm is not None:
             report["gradient_norm"] = float(norms) / max(steps, 1)
-        return Update(steps, samples, mean, report, last_gradient)
+        return Update(steps, samples, mean, report, last_gradient, int(units))
 
     def took(self, seconds: float) -> None:
         if self._pace is not None and self._pace_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -57,3 +58,23 @@ def test_who_was_frozen_is_given_the_models_of_its_rounds_or_none(tmp_path: Path
         without = [each["round"] for each in rounds[uid] if UID in each.get("missing", ())]
         assert set(range(ROUND, ROUND + AWAY)) <= set(without), without
         assert without[-1] < ROUNDS - 1, "it caught up"
+
+
+@pytest.mark.parametrize("way", ["zeromq", "shared_memory"])
+@pytest.mark.slow
+def test_a_quorum_goes_on_without_a_slow_node_and_counts_what_comes_late(tmp_path: Path, way: str) -> None:
+    """Over real sockets: its payloads are dropped, and weigh as much as it has trained on where they come in time."""
+    witness = Witness()
+    outcome = run(
+        tmp_path, witness, graph={"name": "complete", "nodes": 3}, communication={"name": way, "timeout_seconds": 30},
+        node={"rounds": 6, "evaluate_every": 0, "missing": "return_weight",
+              "quorum": {"share": 0.5, "grace_seconds": 0.02, "weights": "samples"}},
+        faults=[{"do": "slow", "nodes": [2], "factor": 400, "at_round": 1}],
+    )  # fmt: skip
+    assert outcome.exit_code == 0 and outcome.run_dir is not None, witness.failures
+    rounds = {uid: list(read_kind(outcome.run_dir / "nodes" / f"{uid:03d}" / "metrics.jsonl", "round"))
+              for uid in range(3)}  # fmt: skip
+    assert all([each["round"] for each in found] == list(range(6)) for found in rounds.values())
+    assert any(2 in each.get("missing", ()) for uid in (0, 1) for each in rounds[uid])
+    summary = json.loads((outcome.run_dir / "summary.json").read_text())
+    assert summary["rounds_without_total"] >= 1 and summary["late_payloads_total"] >= 1

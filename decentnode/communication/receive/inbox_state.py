@@ -93,6 +93,8 @@ class InboxState:
         """Sources that are waited for."""
         self._spare = 0
         """Once no more than so many of them are missing, whoever waits is told of each that comes."""
+        self._late: dict[int, ExchangeKey] = {}
+        """By source, the payload that was counted as late last."""
         self._wanted_what: tuple[ExchangeKey, int] = ((-1, 0), 0)
         """(key, chunk) of them that is waited for; chunk may be WHOLE."""
         self._usual = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
@@ -115,6 +117,7 @@ class InboxState:
             self._came(self.mailbox.put(message, buffer, now))
             return
         if message.round < self._floor or key in self._finished:
+            self._count_late(key, message.source)
             raise PeerFault("stale_round", f"round {message.round} from {message.source}")
         if message.round >= self._end:
             self._port.consumed(message.source, buffer.nbytes + MESSAGE_COST)
@@ -131,6 +134,12 @@ class InboxState:
             self._absorb(key, message.source, incoming)
         self._wake(key, message.source, incoming)
 
+    def _count_late(self, key: ExchangeKey, source: int) -> None:
+        """Something of a payload came after its exchange was over: the payload counts once, whatever comes of it."""
+        if self._late.get(source) != key:
+            self._late[source] = key
+            self.counters.edge(source).late_payloads += 1
+
     def start_receive(
         self, key: ExchangeKey, source: int, tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None]
     ) -> bool:
@@ -141,6 +150,8 @@ class InboxState:
             return self.mailbox.begin(key, source, coming)
         sources = self.incoming.get(key, {})
         if key[0] < self._floor or key[0] >= self._end or key in self._finished or source in sources:
+            if key[0] < self._end and source not in sources:
+                self._count_late(key, source)
             let_go()
             return False
         self.incoming.setdefault(key, {})[source] = coming
@@ -179,6 +190,7 @@ class InboxState:
                 self._came(self.mailbox.put_slot(key, source, payload, now))
                 return size
             if round < self._floor or key in self._finished:
+                self._count_late(key, source)
                 raise PeerFault("stale_round", f"round {round} from {source}")
             if round >= self._end:
                 payload.let_go()
@@ -312,6 +324,7 @@ class InboxState:
         self.together.clear()
         self.skips.clear()
         self._wanted = set()
+        self._late.clear()
         self.status.silent.clear()
         self._floor, self._end, self._round = round, math.inf, -1
 

@@ -39,6 +39,7 @@ from decentnode.experiment.crosschecks.sharing import (
     sharing_is_a_rule,
     sharing_suits_the_graph,
     step_brings_nodes_together,
+    weights_of_a_quorum_suit_the_rule,
 )
 from decentnode.experiment.crosschecks.training import (
     batches_suit_the_model,
@@ -76,6 +77,7 @@ CHECKS: tuple[Check, ...] = (
     everybody_hears_of_everybody,
     losses_can_be_borne,
     step_brings_nodes_together,
+    weights_of_a_quorum_suit_the_rule,
     clients_suit_the_servers,
     models_suit_a_server,
     steps_suit_control_variates,

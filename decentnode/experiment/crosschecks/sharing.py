@@ -24,6 +24,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import exchange_rounds, unheard
+from decentnode.sharing.weighed import why_not
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,17 @@ def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
     if getattr(experiment.communication, "non_finite", "pass") == "reject":
         yield Problem(("communication", "non_finite"), f": {never}, and reject goes on without some; non_finite: pass "
                       "would do, with node.check_finite: true", other=("sharing",))  # fmt: skip
+
+
+def weights_of_a_quorum_suit_the_rule(experiment: Experiment) -> Iterator[Problem]:
+    """Weights by samples or tokens are other ones in every round, and their columns do not sum to one."""
+    quorum = experiment.node.quorum
+    if quorum is None or quorum.weights == "neighbors":
+        return
+    name = experiment.sharing.name
+    if problem := why_not(_requirements(experiment)):
+        yield Problem(("node", "quorum", "weights"), f": {name} {problem}, got {quorum.weights}; weights: neighbors "
+                      "would do, or sharing: full", other=("sharing",))  # fmt: skip
 
 
 def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:

@@ -54,6 +54,9 @@ def test_who_comes_after_the_grace_window_is_left_out(rule: str, elements: int, 
     assert all(missing[uid, first] == [SLOW] for uid in range(SLOW))
     assert all(seconds[uid, round] < FAST_SECONDS + GRACE + 0.2 for uid in range(SLOW) for round in range(ROUNDS))
     assert all(missing[SLOW, round] is None for round in range(ROUNDS)), "what the slow one waits for was there before"
+    for uid in range(SLOW):  # dropped, and counted once, in whatever pieces they come
+        left_out = [round for round in range(ROUNDS) if missing[uid, round]]
+        assert made.nodes[uid].figures()["late_payloads"] == len(left_out)
     assert all(process.round == ROUNDS for process in made.nodes.values())
 
 

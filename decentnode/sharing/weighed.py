@@ -1,0 +1,115 @@
+"""Any sharing rule whose mixing counts what nodes have trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, ScalarSpec
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.wrapper import Wrapper
+
+Unit = Literal["samples", "tokens"]
+TRAINED = "trained"
+"""The scalar of a payload that says how much its sender has trained on."""
+MOST_TRAINED = 1 << 40
+"""Largest such number that is accepted: a peer that says more is not believed."""
+
+
+def why_not(needs: Requirements) -> str:
+    """Returns what a rule needs that weights by samples or tokens do not give; "" where it can have them."""
+    if needs.star:
+        return "has weights of its own (weighted_by)"
+    if needs.overrides_topology or needs.phases > 1:
+        return "chooses neighbors and weights by itself"
+    if needs.symmetric or needs.doubly_stochastic or needs.column_stochastic or needs.static or needs.tree:
+        return "needs weights that keep the mean of all models, or that stay the same"
+    return "" if needs.tolerates_missing else "never recovers from a payload that does not come"
+
+
+class Weighed(Wrapper):
+    """Mixes by w_ij n_j / sum_k w_ik n_k, over the payloads that came and the node's own, in place of w_ij.
+
+    n_j is how many samples or tokens node j has trained on since the payload before; it comes with the payload. Rows
+    sum to one; columns do not, so that the mean of all models is kept only where all n_j are alike. Where nobody has
+    trained, it is w_ij. The numbers belong to whole payloads: a model is not mixed slice by slice while it arrives.
+    """
+
+    def __init__(self, rule: Sharing, unit: Unit) -> None:
+        """Raises ValueError for a rule that needs other weights."""
+        if problem := why_not(rule.requirements):
+            raise ValueError(f"weights by {unit} do not suit {type(rule).__name__}, which {problem}")
+        super().__init__(rule)
+        self._unit = unit
+        self._trained = self._sent = 0
+        """Since the last payload; and what that one said."""
+
+    def changed(self, inner: Requirements) -> Requirements:
+        spec = ScalarSpec(int, low=0, high=MOST_TRAINED)
+        return replace(inner, elementwise=False, linear=False, scalars={**inner.scalars, TRAINED: spec})
+
+    def trained(self, samples: int, units: int) -> None:
+        super().trained(samples, units)
+        self._trained += samples if self._unit == "samples" else units
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        found = self.rule.outgoing(model, view)
+        self._sent = min(self._trained, MOST_TRAINED)
+        if found:
+            self._trained = 0
+        told: dict[int, Payload] = {}
+        made: dict[int, Payload] = {}
+        for uid, payload in found.items():  # one object for several neighbors stays one
+            if id(payload) not in made:
+                made[id(payload)] = replace(payload, scalars={**payload.scalars, TRAINED: self._sent})
+            told[uid] = made[id(payload)]
+        return told
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
+        told = payload.scalars[TRAINED]
+        inner = self.rule.unpack(_without(payload), uid, view)
+        return replace(inner, scalars={**inner.scalars, TRAINED: told})
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        self.rule.mix(model, *self._weighed(received, view))
+
+    def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        self.rule.mix_into(out, model, *self._weighed(received, view))
+
+    def _weighed(
+        self, received: Mapping[int, Payload], view: RoundView
+    ) -> tuple[dict[int, Payload], RoundView]:
+        """Returns the payloads as the inner rule has them, and the view with the weights of what they count."""
+        plain = {uid: _without(payload) for uid, payload in received.items()}
+        counts = {uid: int(payload.scalars[TRAINED]) for uid, payload in received.items() if uid != view.uid}
+        parts = {uid: view.weights[uid] * count for uid, count in counts.items()}
+        whole = view.weights[view.uid] * self._sent + sum(parts.values())
+        if not whole:
+            return plain, view
+        row = {uid: part / whole for uid, part in parts.items()}
+        row[view.uid] = 1.0 - sum(row.values())
+        return plain, replace(view, weights=dict(sorted(row.items())))
+
+    def own_contribution(self, model: Tensor, view: RoundView) -> Payload | None:  # noqa: ARG002
+        return None
+
+    def succeed(self, former: Self) -> None:
+        super().succeed(former)
+        self._trained = former._trained
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rule": self.rule.state_dict(), "trained": self._trained}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rule.load_state_dict(state["rule"])
+        self._trained = int(state["trained"])
+
+
+def _without(payload: Payload) -> Payload:
+    """Returns a payload as the inner rule knows it."""
+    return replace(payload, scalars={name: each for name, each in payload.scalars.items() if name != TRAINED})
