@@ -41,9 +41,7 @@ class Weighed(Wrapper):
     """
 
     def __init__(self, rule: Sharing, unit: Unit) -> None:
-        """Raises ValueError for a rule that needs other weights."""
-        if problem := why_not(rule.requirements):
-            raise ValueError(f"weights by {unit} do not suit {type(rule).__name__}, which {problem}")
+        """rule: one of which `why_not` says nothing."""
         super().__init__(rule)
         self._unit = unit
         self._trained = self._sent = 0

@@ -25,6 +25,7 @@ from decentnode.sharing.d2 import D2
 from decentnode.sharing.former import FORMER
 from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.weighed import Weighed
 from decentnode.sharing.wrapper import Wrapper
 from tests.compression.contract import codec
 from tests.graph.contract import make
@@ -67,6 +68,7 @@ WRAPPERS: dict[str, tuple[Callable[[Sharing], Sharing], set[str]]] = {
     "Compressed": (lambda inner: Compressed(inner, int8()), {"elementwise", "linear", "scalars"}),
     "Compressed twice": (lambda inner: Compressed(Compressed(inner, int8()), int8()),
                          {"elementwise", "linear", "scalars"}),
+    "Weighed": (lambda inner: Weighed(inner, "samples"), {"elementwise", "linear", "scalars"}),
 }  # fmt: skip
 """Name -> (makes one, the fields that it changes)."""
 
