@@ -50,7 +50,7 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$want" ]; then
     [ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || "$py" -m venv --clear "$venv"
     log=$venv/pip.log
     if ! { "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-      -c "$root/constraints.txt" -e "$root[dev]" 2>&1 9>&- | tee "$log" | show_steps; [ "${PIPESTATUS[0]}" = 0 ]; }; then
+      -c "$root/constraints.txt" -e "$root[dev,e2e]" 2>&1 9>&- | tee "$log" | show_steps; [ "${PIPESTATUS[0]}" = 0 ]; }; then
       tail -n 20 "$log" >&2
       echo "the set-up failed; all that pip said is in $log" >&2
       exit 3

@@ -74,6 +74,11 @@ def run_here(words: list[str], leaves: bool) -> None:
         rounds = [node.round for node in nodes]  # the first that has made all of them ends an asynchronous run
         assert max(rounds) == 2 and (min(rounds) == 2 or nodes[0].schedule.asynchronous)
         return
+    if words[0] == "dashboard":  # which serves until somebody ends it
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("decentnode.dashboard.serve.serve", lambda listening, *_: listening.close())
+            assert not main.main(words, prog_name="decentnode", standalone_mode=False)
+        return
     more = ["--plain", "--set", "node.rounds=2"] if words[0] in ("run", "simulate") else []
     more += ["--set", "communication=inproc", "--set", "faults=[]"] if words[0] == "run" else []
     assert not main.main([*words, *more], prog_name="decentnode", standalone_mode=False)

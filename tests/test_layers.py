@@ -22,7 +22,7 @@ FLOORS: list[list[str]] = [
     ["build", "compat", "describe", "objects"],
     ["simulate"],
     ["launch", "report"],
-    ["sweeps"],
+    ["sweeps", "dashboard"],
     ["cli"],
     ["api", "__main__"],
 ]

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from decentnode import clock
 from decentnode.cli.output import Output, OutputKind
+from decentnode.dashboard.serve import Child
 from decentnode.launch.messages import Facts, Failed
 from decentnode.launch.observer import Observer, names
 from decentnode.launch.outcome import Outcome
@@ -59,10 +60,12 @@ class ConsoleObserver(Observer):
     scheduler's log nothing else says so."""
 
     def __init__(
-        self, output: Output, *, started: float, share: str, live: bool | None = None, quiet: bool = False
+        self, output: Output, *, started: float, share: str, live: bool | None = None, quiet: bool = False,
+        page: Child | None = None,
     ) -> None:
         """share: the command that started this machine's share, up to the machine's number; for the hint to the
-        others."""
+        others. page: shows the run in a browser, from when it has a folder."""
+        self._page = page
         self.output = output
         self.console = Console(file=cast(IO[str], output))
         self.started = started
@@ -103,6 +106,9 @@ class ConsoleObserver(Observer):
         measured = measured_in({"task": facts.task})
         self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured)
         self.say("run", f"{facts.name}: {shown(run_dir) if run_dir else 'dry run, nothing is written'}")
+        if self._page is not None and run_dir is not None:
+            self._page.start(run_dir)
+            self._print(f"[dim]{'page':<8}[/] {escape(self._page.url)}", kind=OutputKind.RESULT)
         self._single = len(facts.machines) == 1
         if not self._single:
             local = plural(len(facts.local), "node")

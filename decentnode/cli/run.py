@@ -11,12 +11,14 @@ from decentnode.launch.messages import Request
 @click.command()
 @click.argument("config", type=click.Path(), required=False)
 @click.option("--dry-run", is_flag=True, help="Build everything and do one round in one process; write nothing.")
+@start.watched
 @start.resuming
 @start.options
 @click.pass_context
 def command(
     ctx: click.Context, config: str | None, dry_run: bool, resume: str | None, overrides: tuple[str, ...],
     run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,
+    dashboard: bool, dashboard_port: int | None,
 ) -> None:
     """Run all nodes of CONFIG on this machine; without CONFIG the built-in quickstart.
 
@@ -28,4 +30,5 @@ def command(
     config, resume = start.resumed(config, resume)
     file, variables = start.config_of(config or start.default_config(), start.environ())
     request = Request(file, chosen, variables, in_process=dry_run, resume=resume)
-    ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json, dry_run=dry_run))
+    ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json, dry_run=dry_run,
+                         page=start.page_of(dashboard, dashboard_port)))  # fmt: skip

@@ -19,6 +19,7 @@ from decentnode.launch.messages import Request
 
 if TYPE_CHECKING:
     from decentnode.cli.output import Output
+    from decentnode.dashboard.serve import Child
     from decentnode.launch.outcome import Outcome
 
 RESOLVED = "config.resolved.yaml"
@@ -66,6 +67,28 @@ def options(function: F) -> F:
     ):  # fmt: skip
         function = option(function)
     return function
+
+
+def watched(function: F) -> F:
+    """Decorator: adds the options of a page that shows the run."""
+    for option in (
+        click.option("--dashboard-port", type=click.IntRange(0, 65535),
+                     help="With --dashboard: its port; 8765 or any that is free when not given."),
+        click.option("--dashboard", is_flag=True, help="Show the run in a browser while it goes on."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def page_of(wanted: bool, port: int | None) -> Child | None:
+    """Returns the page of the options that `watched` adds; it listens already. Raises EnvironmentFault."""
+    if not wanted:
+        if port is not None:
+            raise click.UsageError("--dashboard-port needs --dashboard")
+        return None
+    from decentnode.dashboard.serve import Child
+
+    return Child("127.0.0.1", port)
 
 
 def resuming(function: F) -> F:
@@ -142,8 +165,12 @@ def again(request: Request, outcome: Outcome) -> list[str]:
     return [command, *config, *arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
 
 
-def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False) -> int:
-    """Run this machine's share to its end and print its progress and results. Returns the exit code. Blocking."""
+def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run: bool = False,
+          page: Child | None = None) -> int:  # fmt: skip
+    """Run this machine's share to its end and print its progress and results. Returns the exit code. Blocking.
+
+    page: shows the run, for as long as it goes on.
+    """
     started = clock.now() - since_start()
     from decentnode.launch import forkserver
 
@@ -158,7 +185,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     changes = shlex.join(arguments(request))
     share = " ".join(filter(None, [launcher, shlex.quote(request.config), changes, "--machine"]))
     live = False if plain else None
-    observer = ConsoleObserver(output, started=started, share=share, live=live, quiet=quiet)
+    observer = ConsoleObserver(output, started=started, share=share, live=live, quiet=quiet, page=page)
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `supervise` listens to it; after it nobody until below
     try:
         outcome = supervise(
@@ -169,6 +196,8 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
             result.put(json.dumps(outcome.summary) + "\n", OutputKind.RESULT)
     finally:
         observer.end()
+        if page is not None:
+            page.close()
         drain(interrupted, output, result)
     return outcome.exit_code
 

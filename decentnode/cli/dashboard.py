@@ -1,0 +1,48 @@
+"""`decentnode dashboard`: a page over runs that go on or are over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--port", type=click.IntRange(0, 65535),
+              help="Port to listen at; 8765, or any where that is taken, when not given. 0: any.")  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True,
+              help="Address to listen at. Any but this machine's own opens the page to the network.")  # fmt: skip
+@click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
+              help="Folder of all runs, which the page lists.")  # fmt: skip
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
+def command(runs: tuple[str, ...], port: int | None, host: str, run_dir: Path, opens: bool) -> None:
+    """Show RUN in a browser, live or to be replayed: the graph, who waits for whom, curves, events, machines; and
+    pause, resume, stop and evaluate it. Ctrl-C ends the page, not the run.
+
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest; without any the newest
+    run. Whoever knows the address that is printed, with its token, sees and controls the runs.
+    """
+    import sys
+
+    from decentnode.dashboard.serve import check_installed, is_loopback, listen, new_token, serve, url
+    from decentnode.launch.run_dir import resolve
+
+    check_installed()
+    paths = [resolve(run, run_dir) for run in runs]
+    if not paths and not run_dir.is_dir():
+        raise click.UsageError(f"no runs in {run_dir}: name a RUN, or their folder by --run-dir")
+    listening = listen(host, port)
+    if not is_loopback(host):
+        click.echo(f"warning: port {listening.getsockname()[1]} is open to the network: whoever reaches it and has the "
+                   "token sees these runs and can stop them, and nothing is encrypted. Without --host the page is "
+                   "open to this machine alone, and ssh -L leads there from elsewhere.", err=True)  # fmt: skip
+    token = new_token()
+    address = url(listening, host, token)
+    click.echo(address)
+    sys.stdout.flush()
+    if opens:
+        import webbrowser
+
+        webbrowser.open(address)
+    serve(listening, paths, list(dict.fromkeys([*(path.parent.parent for path in paths), run_dir])), token, host)

@@ -1,0 +1,84 @@
+"""The runs that a dashboard shows, by names that it gives them: no path comes from outside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from decentnode import clock
+
+MOST_RUNS = 500
+LOOK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run in the list."""
+
+    id: str
+    name: str
+    """Of its experiment."""
+    path: Path
+    changed: float
+    """Seconds since 1970."""
+
+
+class Catalog:
+    """Finds runs: those that were named, and those in folders of runs. Not thread-safe."""
+
+    def __init__(self, named: Sequence[Path], folders: Sequence[Path]) -> None:
+        """named: folders of runs, shown first. folders: of experiments, in which new runs may appear."""
+        self.named = [path.resolve() for path in named]
+        self._folders = list(dict.fromkeys(path.resolve() for path in folders))
+        self._looked = -LOOK_SECONDS
+        self._found: dict[str, Listed] = {}
+
+    def runs(self) -> list[Listed]:
+        """Returns the runs, the named ones first, then the newest first. Blocking: looks at the disk now and then."""
+        if clock.now() - self._looked >= LOOK_SECONDS:
+            self._looked = clock.now()
+            self._look()
+        return [*self._found.values()]
+
+    def get(self, id: str) -> Path | None:
+        """Returns the folder of a run; None for a name that the catalog did not give."""
+        if id not in self._found:
+            self._look()
+        found = self._found.get(id)
+        return None if found is None else found.path
+
+    def _look(self) -> None:
+        others = [run for folder in self._folders for run in _inside(folder)]
+        others = sorted({*others} - {*self.named}, key=_changed, reverse=True)
+        chosen = [*self.named, *others][:MOST_RUNS]
+        self._found = {}
+        for path in chosen:
+            id = f"{path.parent.name}/{path.name}"
+            if id in self._found:  # two folders of runs may have one of the same name and time
+                id = f"{id}~{len(self._found)}"
+            self._found[id] = Listed(id, path.parent.name, path, _changed(path))
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The runs in a folder of experiments: runs/<name>/<time>, links left out."""
+    found = []
+    try:
+        with os.scandir(folder) as experiments:
+            for experiment in experiments:
+                if not experiment.is_dir(follow_symlinks=False):
+                    continue
+                with os.scandir(experiment.path) as runs:
+                    found += [Path(run.path) for run in runs
+                              if run.is_dir(follow_symlinks=False) and os.path.isdir(os.path.join(run.path, "nodes"))]
+    except OSError:
+        return found
+    return found
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

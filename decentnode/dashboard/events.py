@@ -1,0 +1,78 @@
+"""What happened beside the rounds, for a time line: who died, came back, was refused, and what people asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from decentnode.metrics.history_kinds import HISTORY
+
+MOST_EVENTS = 4000
+MOST_PEERS, MOST_TEXT = 64, 300
+
+GROUPS = {
+    "dead": ("failed", "peer_lost", "suspected", "diverged", "outside", "connection_lost"),
+    "back": ("connection_renewed", "knocked"),
+    "refused": ("stranger", "wrong_identity", "handshake_failed", "refused", "turned_away", "wrong_config",
+                "wrong_seat", "not_encrypted", "replayed_login", "hello_flood"),
+    "fault": ("fault", "checksum_mismatch", "non_finite", "malformed_payload"),
+    "control": ("control", "stopped", "early_stop"),
+}  # fmt: skip
+"""Kinds of events by what they are on the time line. A generation is "dead" or "back" by who left or came."""
+_GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
+QUIET = frozenset({"joined", "finished", "recording", "generation_over"})
+"""Of these every node has one, and the time line says nothing new by them."""
+
+
+class EventList:
+    """The first MOST_EVENTS events of a run; later ones are counted."""
+
+    def __init__(self) -> None:
+        self.more = 0
+        self._events: list[tuple[int, dict[str, Any]]] = []
+        self._generations: set[tuple[str, str]] = set()
+        self._controls: set[tuple[str, str]] = set()
+
+    def take(self, uid: int, record: dict[str, Any], version: int) -> None:
+        """One record of events.jsonl, or one of metrics.jsonl that is about no round or evaluation."""
+        kind, time = record.get("kind"), record.get("time")
+        if not isinstance(kind, str) or kind in QUIET or kind in HISTORY or not isinstance(time, int | float):
+            return
+        if not math.isfinite(time):
+            return
+        if kind == "generation" and not isinstance(record.get("members"), list):
+            return
+        if len(self._events) >= MOST_EVENTS:
+            self.more += 1
+            return
+        told = self._told(kind, record)
+        if told is not None:
+            self._events.append((version, {"time": time, "uid": uid, "kind": kind[:40], **told}))
+
+    def _told(self, kind: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        if kind == "generation":
+            key = str(record.get("generation")), str(record.get("origin"))
+            if key in self._generations:
+                return None
+            self._generations.add(key)
+            left, joined = _uids(record.get("left")), _uids(record.get("joined"))
+            group = "dead" if left and not joined else "back" if joined else "other"
+            return {"group": group, "left": left, "joined": joined,
+                    "detail": f"generation {key[0][:20]} from round {record.get('round')}"}  # fmt: skip
+        if kind == "control":
+            key = str(record.get("what")), str(record.get("round"))
+            if key in self._controls:
+                return None
+            self._controls.add(key)
+            return {"group": "control", "detail": f"{key[0][:20]}, {key[1][:20]} rounds"}
+        peer = record.get("peer")
+        return {"group": _GROUP_OF.get(kind, "other"), "detail": str(record.get("detail") or "")[:MOST_TEXT],
+                **({"peer": peer} if isinstance(peer, int) else {})}  # fmt: skip
+
+    def after(self, version: int) -> list[dict[str, Any]]:
+        """Returns those that came after this version."""
+        return [event for came, event in self._events if came > version]
+
+
+def _uids(found: Any) -> list[int]:
+    return [uid for uid in found if isinstance(uid, int)][:MOST_PEERS] if isinstance(found, list) else []

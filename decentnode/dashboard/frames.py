@@ -1,0 +1,95 @@
+"""What every node and edge of a run was after each round, in arrays of bounded size: a long run is thinned out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+NODE_COLUMNS = ("time", "loss", "seconds", "wait", "sent", "generation", "metric", "train")
+"""Of a node after a round: seconds since the run began, training loss, seconds of the round and of its waits, payload
+bytes sent so far, the generation that it is in, its last evaluation in the task's main metric, seconds of its steps."""
+EDGE_COLUMNS = ("bytes", "wait", "mixed")
+"""Of payloads from one node to another, in a round: bytes received, seconds that the receiver waited for them, and when
+it mixed the last of them (seconds since the run began)."""
+MOST_FRAMES = 4000
+MOST_BYTES = 96 << 20
+"""Of all frames of one run."""
+
+TIME, LOSS, SECONDS, WAIT, SENT, GENERATION, METRIC, TRAIN = range(len(NODE_COLUMNS))
+BYTES, WAITED, MIXED = range(len(EDGE_COLUMNS))
+
+
+@dataclass
+class Frame:
+    """All nodes after so many rounds. NaN where nothing is known: a node that is not there has no time."""
+
+    nodes: np.ndarray
+    """[N, columns] float64."""
+    edges: np.ndarray
+    """[E, columns] float32."""
+    version: int = 0
+    """Of the recording when it was changed last."""
+
+
+@dataclass
+class Frames:
+    """Frames by rounds finished. With more than the bounds allow, every other one is dropped, and of those to come."""
+
+    most: int = MOST_FRAMES
+    most_bytes: int = MOST_BYTES
+    stride: int = 1
+    """Rounds from one frame to the next."""
+    thinned: int = 0
+    """Version at which frames were dropped last."""
+    kept: dict[int, Frame] = field(default_factory=dict)
+
+    def at(self, rounds: int, nodes: int, edges: int, version: int) -> Frame | None:
+        """Returns the frame after `rounds`, with at least so many nodes and edges, to be changed; None where it is not
+        kept."""
+        if rounds % self.stride:
+            return None
+        frame = self.kept.get(rounds)
+        if frame is None:
+            frame = self.kept[rounds] = Frame(_unknown(nodes, NODE_COLUMNS, np.float64),
+                                              _unknown(edges, EDGE_COLUMNS, np.float32))  # fmt: skip
+            if len(self.kept) > self.most or len(self.kept) * _bytes(nodes, edges) > self.most_bytes:
+                self._thin(version)
+                if rounds % self.stride:
+                    return None
+        frame.nodes, frame.edges = grown(frame.nodes, nodes), grown(frame.edges, edges)
+        frame.version = version
+        return frame
+
+    def _thin(self, version: int) -> None:
+        if len(self.kept) > 2:
+            self.stride *= 2
+            self.thinned = version
+            self.kept = {rounds: frame for rounds, frame in self.kept.items() if rounds % self.stride == 0}
+
+    def packed(self, first: int, count: int, nodes: int, edges: int) -> bytes:
+        """Returns up to `count` frames from `first` rounds on as little-endian float32: their number, N and E, then per
+        frame its rounds, [N, columns] and [E, columns]."""
+        chosen = sorted(rounds for rounds in self.kept if rounds >= first)[:count]
+        parts = [np.array([len(chosen), nodes, edges], "<f4")]
+        for rounds in chosen:
+            frame = self.kept[rounds]
+            parts += [np.array([rounds], "<f4"), grown(frame.nodes, nodes).astype("<f4").ravel(),
+                      grown(frame.edges, edges).astype("<f4").ravel()]  # fmt: skip
+        return b"".join(part.tobytes() for part in parts)
+
+
+def _unknown(rows: int, columns: tuple[str, ...], dtype: type) -> np.ndarray:
+    return np.full((rows, len(columns)), np.nan, dtype)
+
+
+def grown(array: np.ndarray, rows: int) -> np.ndarray:
+    """Returns the array with at least so many rows, the new ones unknown."""
+    missing = rows - len(array)
+    if missing <= 0:
+        return array
+    return np.concatenate([array, np.full((missing, array.shape[1]), np.nan, array.dtype)])
+
+
+def _bytes(nodes: int, edges: int) -> int:
+    return 8 * nodes * len(NODE_COLUMNS) + 4 * edges * len(EDGE_COLUMNS)

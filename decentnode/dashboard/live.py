@@ -1,0 +1,174 @@
+"""What the nodes of a run do at this moment, and the machines that they run on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from decentnode import clock
+from decentnode.launch.supervisor_file import died
+from decentnode.metrics import summary as summaries
+from decentnode.report.run_status import state_of
+
+MOST_WAITED = 32
+MOST_STATUS_BYTES = 1 << 20
+MOST_MACHINES = 256
+NODES_SECONDS, MACHINES_SECONDS = 1.0, 2.0
+"""Between two looks: nodes write their status once a second."""
+
+
+class Status:
+    """What each node of one run last said that it does, from its status.json. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        """uid -> time of the file, version, what it says."""
+        self._looked = -NODES_SECONDS
+        self.version = 0
+
+    def poll(self, uids: list[int]) -> None:
+        """Look at the files of these nodes, where it is time to. Blocking."""
+        now = clock.now()
+        if now - self._looked < NODES_SECONDS:
+            return
+        self._looked = now
+        self.version += 1
+        for uid in uids:
+            path = self._path / "nodes" / f"{uid:03d}" / "status.json"
+            try:
+                written = os.stat(path).st_mtime_ns
+                before = self._files.get(uid)
+                found = before[2] if before is not None and before[0] == written else _read(path)
+                found["doing"] = state_of(found)
+            except (OSError, ValueError, TypeError, AttributeError):
+                continue
+            if before is None or before[0] != written or _told(before[2]) != _told(found):
+                self._files[uid] = written, self.version, found
+            found["told"] = _told(found)
+
+    def changes(self, since: int) -> dict[str, Any]:
+        """Returns uid -> what it does, of those that do something else than at version `since`. For JSON."""
+        return {str(uid): found["told"] for uid, (_, version, found) in self._files.items() if version > since}
+
+    @property
+    def pids(self) -> set[int]:
+        """Of the nodes' processes."""
+        return {pid for _, _, found in self._files.values() if isinstance(pid := found.get("pid"), int) and pid > 0}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        found = json.loads(file.read(MOST_STATUS_BYTES))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold one object")
+    return found
+
+
+def _told(status: Mapping[str, Any]) -> dict[str, Any]:
+    if "told" in status and status["told"]["doing"] == status.get("doing"):
+        return dict(status["told"])
+    whom = status.get("waiting_for")
+    seconds = status.get("waiting_seconds")
+    return {
+        "doing": str(status.get("doing", ""))[:80],
+        "for": [uid for uid in whom if isinstance(uid, int)][:MOST_WAITED] if isinstance(whom, list) else [],
+        "seconds": seconds if isinstance(seconds, int | float) else 0.0,
+    }
+
+
+def state_of_run(path: Path) -> dict[str, Any]:
+    """Returns a run's state (running, finished, interrupted, failed, died, unfinished) and its summary's figures."""
+    try:
+        found = summaries.read(path / "summary.json")
+        figures = {key: value for key, value in found.items() if isinstance(value, int | float | str)}
+        return {"state": str(found.get("status", "finished")), "figures": figures}
+    except (OSError, ValueError):
+        pass
+    if died(path):
+        return {"state": "died", "figures": {}}
+    return {"state": "running" if (path / "supervisor.json").exists() else "unfinished", "figures": {}}
+
+
+class Machines:
+    """The machines of one run; of this one also its load. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mapped: list[dict[str, Any]] = []
+        self._processes: dict[int, psutil.Process] = {}
+        self._looked = -MACHINES_SECONDS
+        self._network: tuple[float, float, float] | None = None
+        self._told: list[dict[str, Any]] = []
+
+    def poll(self, pids: set[int]) -> list[dict[str, Any]]:
+        """Returns the machines: host, nodes, what they have, and the load of this one. For JSON. Blocking."""
+        now = clock.now()
+        if now - self._looked < MACHINES_SECONDS:
+            return self._told
+        self._looked = now
+        self._mapped = self._mapped or self._read_mapping()
+        own = self._environment()
+        self._told = []
+        for machine in self._mapped:
+            known = own.get(machine["machine"], {})
+            here = bool(known) and known.get("host") == socket.gethostname()
+            self._told.append({**machine, **{key: str(known[key])[:120] for key in ("cpu", "cores", "memory", "system")
+                                             if key in known}, **({"load": self._load(pids, now)} if here else {})})
+        return self._told
+
+    def _read_mapping(self) -> list[dict[str, Any]]:
+        try:
+            with open(self._path / "mapping.yaml", "rb") as file:
+                places = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            found: dict[int, dict[str, Any]] = {}
+            for place in places:
+                machine = found.setdefault(int(place["machine"]), {
+                    "machine": int(place["machine"]), "host": str(place.get("host"))[:120], "uids": []})  # fmt: skip
+                machine["uids"].append(int(place["uid"]))
+            return [found[machine] for machine in sorted(found)][:MOST_MACHINES]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+            return []
+
+    def _environment(self) -> dict[int, dict[str, Any]]:
+        """What the folder's env.json says of a machine, by its number; until there is one, of this machine."""
+        try:
+            found = json.loads((self._path / "env.json").read_text(encoding="utf-8"))
+            return {int(found.get("machine", 0)): found}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def _load(self, pids: set[int], now: float) -> dict[str, Any]:
+        memory, network = psutil.virtual_memory(), psutil.net_io_counters()
+        before, self._network = self._network, (now, network.bytes_sent, network.bytes_recv)
+        rates = [0.0, 0.0]
+        if before is not None and now > before[0]:
+            rates = [(self._network[at] - before[at]) / (now - before[0]) for at in (1, 2)]
+        self._processes = {pid: self._processes.get(pid) or process for pid in pids
+                           if (process := _process(pid)) is not None}  # fmt: skip
+        cpu = resident = 0.0
+        for process in self._processes.values():
+            try:
+                cpu += process.cpu_percent() / 100
+                resident += process.memory_info().rss
+            except psutil.Error:
+                continue
+        return {"cores": psutil.cpu_count(), "busy": psutil.cpu_percent(percpu=True),
+                "memory": [memory.total - memory.available, memory.total], "network": rates,
+                "run_cores": cpu, "run_memory": resident}  # fmt: skip
+
+
+def _process(pid: int) -> psutil.Process | None:
+    """None where the process is gone, or is no Python: its number may belong to another by now."""
+    try:
+        process = psutil.Process(pid)
+        return process if "python" in process.name() or "decentnode" in process.name() else None
+    except psutil.Error:
+        return None

@@ -1,0 +1,334 @@
+"""A run as the page shows it, read from its folder a little at a time; and what has changed since somebody looked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decentnode import clock
+from decentnode.dashboard.events import EventList
+from decentnode.dashboard.frames import (
+    BYTES,
+    EDGE_COLUMNS,
+    GENERATION,
+    LOSS,
+    METRIC,
+    MIXED,
+    NODE_COLUMNS,
+    SECONDS,
+    SENT,
+    TIME,
+    TRAIN,
+    WAIT,
+    WAITED,
+    Frames,
+    grown,
+)  # fmt: skip
+from decentnode.dashboard.tail import Replaced, Tail
+from decentnode.report.measured import measured_by
+
+PIECE_BYTES = 256 << 10
+"""Of one file that is read before it is the next one's turn, so that all nodes come along together."""
+MOST_EDGES = 40_000
+MOST_NODES = 4096
+MOST_EVALUATIONS = 2000
+
+Row = list[float | None]
+
+
+def number(value: Any) -> float:
+    """NaN for what is none."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def plain(values: Iterable[float]) -> Row:
+    """For JSON, with six digits and None for what is unknown."""
+    return [None if not math.isfinite(value) else float(f"{value:.6g}") for value in map(float, values)]
+
+
+class Recording:
+    """One run. Not thread-safe. What it keeps is bounded, however long the run is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.measured = measured_by(path)
+        self.version = 1
+        self.uids: list[int] = []
+        self.edges: list[tuple[int, int]] = []
+        """(source, receiver), as indices into `uids`."""
+        self.frames = Frames()
+        self.events = EventList()
+        self._place: dict[int, int] = {}
+        self._edge_place: dict[tuple[int, int], int] = {}
+        self._metrics: dict[int, Tail] = {}
+        self._event_files: dict[int, Tail] = {}
+        self._now = np.full((0, len(NODE_COLUMNS)), np.nan)
+        self._rounds: list[int] = []
+        self._mixed = np.full((0, len(EDGE_COLUMNS)), np.nan, np.float32)
+        self._node_version: list[int] = []
+        self._edge_version = np.zeros(0, np.int64)
+        self._edge_added = np.zeros(0, np.int64)
+        self._node_added = 0
+        self._sent_before: list[float] = []
+        """Of a node's earlier processes: one that was started again counts its bytes from 0."""
+        self._sent_last: list[float] = []
+        self._evaluations: dict[int, Evaluation] = {}
+        self._evaluated: dict[int, int] = {}
+        self._every_evaluation = 1
+        self.began = math.nan
+        """Seconds since 1970 of the begin of the first round; NaN before there is a record."""
+        self.ended = math.nan
+        """Seconds since 1970 of the last record."""
+        self._add_graph()
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    def poll(self, seconds: float) -> bool:
+        """Read what is new, for so long at most. Blocking. Returns whether there is more. Raises Replaced where the
+        folder is no more what was read so far: begin anew then."""
+        until = clock.now() + seconds
+        self._find_nodes()
+        self.version += 1
+        waiting = [(uid, tail) for uid, tail in self._metrics.items() if tail.look()]
+        for uid, tail in self._event_files.items():
+            if tail.look():
+                for record in tail.read(PIECE_BYTES):
+                    self.events.take(uid, record, self.version)
+        while waiting and clock.now() < until:
+            for uid, tail in waiting:
+                before = tail.offset
+                for record in tail.read(PIECE_BYTES):
+                    self._take(uid, record)
+                if tail.offset == before:  # the rest is a line that is still being written
+                    tail.size = before
+                if clock.now() >= until:
+                    break
+            waiting = [each for each in waiting if each[1].left]
+        return bool(waiting)
+
+    @property
+    def progress(self) -> float:
+        """How much of the files was read, 0 to 1."""
+        size = sum(tail.size for tail in self._metrics.values())
+        return 1.0 if not size else 1.0 - sum(tail.left for tail in self._metrics.values()) / size
+
+    def _find_nodes(self) -> None:
+        try:
+            folders = [each for each in (self.path / "nodes").iterdir() if each.name.isdecimal()]
+        except OSError as error:
+            raise Replaced(str(self.path)) from error
+        for folder in sorted(folders, key=lambda each: int(each.name)):
+            uid = int(folder.name)
+            if uid not in self._metrics and len(self._metrics) < MOST_NODES:
+                self.index(uid)
+                self._metrics[uid] = Tail(folder / "metrics.jsonl")
+                self._event_files[uid] = Tail(folder / "events.jsonl")
+
+    def _add_graph(self) -> None:
+        """The edges of a graph that stays the same; others show as payloads come over them."""
+        try:
+            with open(self.path / "graph.edges", encoding="utf-8") as file:
+                count = int(file.readline())
+                for uid in range(min(count, MOST_NODES)):
+                    self.index(uid)
+                for line in file:
+                    a, b = map(int, line.split()[:2])
+                    if a < MOST_NODES and b < MOST_NODES:
+                        self.edge(a, b)
+        except (OSError, ValueError):
+            return
+
+    def index(self, uid: int) -> int:
+        """Returns the place of a node in `uids`; a new one is added."""
+        if uid not in self._place:
+            self._place[uid] = len(self.uids)
+            self.uids.append(uid)
+            self._now = grown(self._now, len(self.uids))
+            self._rounds.append(0)
+            self._node_added = self.version
+            self._node_version.append(self.version)
+            self._sent_before.append(0.0)
+            self._sent_last.append(0.0)
+        return self._place[uid]
+
+    def edge(self, source: int, receiver: int) -> int | None:
+        """Returns the place of an edge in `edges`; a new one is added, None beyond MOST_EDGES."""
+        key = self.index(source), self.index(receiver)
+        if key not in self._edge_place:
+            if len(self.edges) >= MOST_EDGES:
+                return None
+            self._edge_place[key] = len(self.edges)
+            self.edges.append(key)
+            self._mixed = grown(self._mixed, len(self.edges))
+            self._edge_version = np.append(self._edge_version, 0)
+            self._edge_added = np.append(self._edge_added, self.version)
+        return self._edge_place[key]
+
+    # -- records ----------------------------------------------------------------------------------------------
+
+    def _take(self, uid: int, record: dict[str, Any]) -> None:
+        kind, time, rounds = record.get("kind"), number(record.get("time")), record.get("round")
+        if kind in ("generation", "control", "early_stop"):
+            self.events.take(uid, record, self.version)
+        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0 or math.isnan(time):
+            return
+        if math.isnan(self.began):  # of whatever node is read first: all times count from one moment
+            seconds = number(record.get("seconds"))
+            self.began = time - (0.0 if math.isnan(seconds) else seconds)
+        self.ended = time if math.isnan(self.ended) else max(self.ended, time)
+        place = self.index(uid)
+        if kind == "round":
+            self._take_round(place, rounds + 1, time - self.began, record)
+        elif kind == "evaluation":
+            self._take_evaluation(place, rounds, time - self.began, record)
+        elif kind == "generation":
+            self._now[place, GENERATION] = number(record.get("generation"))
+            self._node_version[place] = self.version
+
+    def _take_round(self, place: int, rounds: int, time: float, record: dict[str, Any]) -> None:
+        row = self._now[place]
+        payload = number(record.get("data_bytes_sent", 0)) + number(record.get("metadata_bytes_sent", 0))
+        payload = 0.0 if math.isnan(payload) else payload
+        if payload < self._sent_last[place]:
+            self._sent_before[place] += self._sent_last[place]
+        self._sent_last[place] = payload
+        row[[TIME, LOSS, SECONDS, WAIT, SENT, TRAIN]] = (
+            time, *(number(record.get(key)) for key in ("loss", "seconds", "wait_seconds")),
+            self._sent_before[place] + payload, number(record.get("train_seconds")),
+        )  # fmt: skip
+        if math.isnan(row[GENERATION]):
+            row[GENERATION] = 0.0
+        self._rounds[place] = rounds
+        self._node_version[place] = self.version
+        places = self._take_edges(place, time, record.get("edges"))
+        frame = self.frames.at(rounds, len(self.uids), len(self.edges), self.version)
+        if frame is not None:
+            frame.nodes[place] = self._now[place]
+            if places:
+                frame.edges[places] = self._mixed[places]
+
+    def _take_edges(self, place: int, time: float, edges: Any) -> list[int]:
+        found = []
+        for name, values in edges.items() if isinstance(edges, dict) else ():
+            if not (name.isdecimal() and isinstance(values, list) and len(values) >= 5 and int(name) < 1 << 20):
+                continue
+            received, waited = number(values[1]), number(values[4])
+            if not received and not waited:
+                continue
+            index = self.edge(int(name), self.uids[place])
+            if index is None:
+                continue
+            self._mixed[index, [BYTES, WAITED]] = received, waited
+            if received > 0:
+                self._mixed[index, MIXED] = time
+            self._edge_version[index] = self.version
+            found.append(index)
+        return found
+
+    def _take_evaluation(self, place: int, rounds: int, time: float, record: dict[str, Any]) -> None:
+        metric = number(record.get(self.measured.main.name))
+        self._now[place, METRIC] = metric
+        self._node_version[place] = self.version
+        if math.isnan(self._now[place, TIME]):
+            self._now[place, TIME] = time
+        if self._rounds[place] < rounds:
+            self._rounds[place] = rounds
+        if rounds % self.frames.stride == 0 and (not rounds or rounds in self.frames.kept):
+            frame = self.frames.at(rounds, len(self.uids), len(self.edges), self.version)
+            if frame is not None:
+                frame.nodes[place, METRIC] = metric
+                if math.isnan(frame.nodes[place, TIME]):
+                    frame.nodes[place, TIME] = time
+        order = self._evaluated.setdefault(rounds, len(self._evaluated))
+        if order % self._every_evaluation:
+            return
+        found = self._evaluations.setdefault(rounds, Evaluation())
+        found.take(place, time, record, [each.name for each in self.measured.metrics], self.version)
+        if len(self._evaluations) > MOST_EVALUATIONS:
+            self._every_evaluation *= 2
+            self._evaluations = {each: kept for each, kept in self._evaluations.items()
+                                 if self._evaluated[each] % self._every_evaluation == 0}  # fmt: skip
+
+    # -- what has changed -------------------------------------------------------------------------------------
+
+    def changes(self, since: int) -> dict[str, Any]:
+        """Returns what changed after version `since`; all for 0. For JSON."""
+        nodes = [index for index, version in enumerate(self._node_version) if version > since]
+        edges = np.flatnonzero(self._edge_version > since).tolist()
+        whole = since < self.frames.thinned
+        return {
+            "uids": self.uids if self._node_added > since else None,
+            "pairs": [[index, *self.edges[index]] for index in np.flatnonzero(self._edge_added > since).tolist()],
+            "nodes": [[index, self._rounds[index], *plain(self._now[index])] for index in nodes],
+            "edges": [[index, *plain(self._mixed[index])] for index in edges],
+            "points": self._points(0 if whole else since), "replace": whole and since > 0,
+            "evaluations": [each.point(rounds) for rounds, each in sorted(self._evaluations.items())
+                            if each.version > since],
+            "events": self.events.after(since),
+            "frames": {"stride": self.frames.stride, "last": max(self.frames.kept, default=0)},
+            "began": None if math.isnan(self.began) else self.began,
+            "ended": None if math.isnan(self.ended) else self.ended,
+            "progress": round(self.progress, 3),
+        }  # fmt: skip
+
+    def _points(self, since: int) -> list[Row]:
+        """Per frame: rounds, seconds, bytes sent by all, nodes, mean, least and most loss, share of time waited."""
+        found = []
+        every = sorted(self.frames.kept)
+        first = next((at for at, rounds in enumerate(every) if self.frames.kept[rounds].version > since), len(every))
+        before = self.frames.kept[every[first - 1]].nodes[:, SENT] if first else None  # it was filled in before
+        for rounds in every[first:]:
+            frame = self.frames.kept[rounds]
+            sent = frame.nodes[:, SENT]
+            if before is not None:  # of nodes that are gone, what they had sent
+                unknown = np.isnan(sent[: len(before)])
+                sent[: len(before)][unknown] = before[unknown]
+            before = sent
+            if frame.version <= since:
+                continue
+            here = frame.nodes[~np.isnan(frame.nodes[:, SECONDS])] if rounds else frame.nodes
+            losses = here[:, LOSS][np.isfinite(here[:, LOSS])]
+            spread = (losses.mean(), losses.min(), losses.max()) if len(losses) else (math.nan,) * 3
+            seconds, times = np.nansum(here[:, SECONDS]), here[:, TIME][np.isfinite(here[:, TIME])]
+            found.append(plain([
+                rounds, times.max() if len(times) else math.nan, np.nansum(sent), len(here), *spread,
+                np.nansum(here[:, WAIT]) / seconds if seconds else math.nan,
+            ]))  # fmt: skip
+        return found
+
+
+class Evaluation:
+    """All nodes' evaluations after so many rounds: sums and extremes."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._values: dict[str, dict[int, float]] = {}
+        self._merged: dict[str, float] = {}
+        self._consensus = self._time = math.nan
+
+    def take(self, place: int, time: float, record: dict[str, Any], metrics: list[str], version: int) -> None:
+        """The record of a node; the last one counts."""
+        for name in metrics:
+            value = number(record.get(name))
+            if not math.isnan(value):
+                self._values.setdefault(name, {})[place] = value
+            if not math.isnan(merged := number(record.get(f"{name}_merged"))):
+                self._merged[name] = merged
+        if not math.isnan(consensus := number(record.get("consensus_distance"))):
+            self._consensus = consensus
+        self._time = time if math.isnan(self._time) else max(self._time, time)
+        self.version = version
+
+    def point(self, rounds: int) -> dict[str, Any]:
+        """For JSON: [mean, least, most, merged] of each metric."""
+        found: dict[str, Row] = {}
+        for name, by_node in self._values.items():
+            values = list(by_node.values())
+            found[name] = plain([sum(values) / len(values), min(values), max(values),
+                                 self._merged.get(name, math.nan)])  # fmt: skip
+        time, consensus = plain([self._time, self._consensus])
+        return {"rounds": rounds, "time": time, "consensus": consensus, "metrics": found}

@@ -1,0 +1,120 @@
+"""One run that somebody looks at: its recording, what its nodes do, its machines; and lines of news for the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from decentnode import clock
+from decentnode.dashboard.frames import EDGE_COLUMNS, NODE_COLUMNS
+from decentnode.dashboard.live import Machines, Status, state_of_run
+from decentnode.dashboard.recording import Recording
+from decentnode.dashboard.tail import Replaced
+from decentnode.metrics.writer import finite
+from decentnode.report.repeats import Ran, read
+
+MOST_SHOWN = 8
+"""Runs that are kept in memory, and that one page shows."""
+READ_SECONDS = 0.15
+"""Of one look at the files."""
+STATE_SECONDS = 1.0
+POLL_SECONDS = 0.15
+"""Least time between two looks at the files of a run, however many pages ask."""
+NEWS = ("nodes", "edges", "points", "evaluations", "events", "status", "uids", "pairs")
+MOST_CONFIG_BYTES = 256 << 10
+
+Since = tuple[int, int, int, str]
+"""(how often the run was begun anew, version of the recording, of the status, state): what somebody has been told."""
+NOTHING: Since = (0, 0, 0, "")
+
+
+class Shown:
+    """Not thread-safe. All methods are blocking."""
+
+    def __init__(self, id: str, path: Path) -> None:
+        self.id, self.path = id, path
+        self.watchers = 0
+        """Streams that are open."""
+        self._anew = 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._recording = Recording(self.path)
+        self._status, self._machines = Status(self.path), Machines(self.path)
+        self._more = True
+        self._polled = self._looked = -1e9
+        self._state: dict[str, Any] = {}
+
+    def _poll(self) -> None:
+        now = clock.now()
+        if not self._more and now - self._polled < POLL_SECONDS:
+            return
+        try:
+            self._more = self._recording.poll(READ_SECONDS)
+        except Replaced:  # somebody wrote another run to the same place
+            self._anew += 1
+            self._begin()
+            return
+        if now - self._looked >= STATE_SECONDS:
+            self._looked = now
+            self._state = state_of_run(self.path)
+        if self._state.get("state") != "finished" or not self._status.version:
+            self._status.poll(self._recording.uids)
+        self._polled = clock.now()
+
+    def news(self, since: Since) -> tuple[bytes | None, Since, bool]:
+        """Returns (a line of JSON, or None where nothing is new; what its reader has been told then; whether the files
+        have more that was not read yet)."""
+        self._poll()
+        anew = since[0] != self._anew
+        version, status = (0, 0) if anew else since[1:3]
+        state = str(self._state.get("state"))
+        told = self._recording.changes(version)
+        machines = self._machines.poll(self._status.pids)
+        told |= {
+            "run": self.id, "anew": anew, "state": state, "status": self._status.changes(status),
+            "machines": machines, "now": clock.wall(),
+        }  # fmt: skip
+        if anew:
+            told["about"] = self._about()
+        after = self._anew, self._recording.version, self._status.version, state
+        if not anew and state == since[3] != "running" and not any(told[key] for key in NEWS):
+            return None, after, self._more
+        return json.dumps(finite(told), separators=(",", ":")).encode() + b"\n", after, self._more
+
+    def _about(self) -> dict[str, Any]:
+        try:
+            ran = read(self.path)
+        except Exception:
+            ran = Ran(self.path, self.path.parent.name, None, {}, "", {})
+        measured = self._recording.measured
+        return {
+            "name": ran.name, "seed": ran.seed, "rounds": _number(ran.config.get("node.rounds")),
+            "node_columns": NODE_COLUMNS, "edge_columns": EDGE_COLUMNS,
+            "metrics": [{"name": each.name, "text": each.text, "suffix": each.suffix, "scale": each.scale,
+                         "digits": each.digits, "better": each.better, "logarithmic": each.logarithmic}
+                        for each in measured.metrics],
+        }  # fmt: skip
+
+    def packed(self, first: int, count: int) -> bytes:
+        """As `Frames.packed`."""
+        recording = self._recording
+        if not recording.frames.kept:
+            self._poll()
+        return recording.frames.packed(first, count, len(recording.uids), len(recording.edges))
+
+    def config(self) -> str:
+        """The experiment as it was written."""
+        try:
+            with open(self.path / "config.yaml", encoding="utf-8", errors="replace") as file:
+                return file.read(MOST_CONFIG_BYTES)
+        except OSError:
+            return ""
+
+
+def _number(text: Any) -> int | None:
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,207 @@
+"""A run's files are read a little at a time, and told in changes; what is kept is bounded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decentnode.dashboard.frames import NODE_COLUMNS, SENT, TIME, Frames
+from decentnode.dashboard.recording import Recording
+from decentnode.dashboard.tail import Replaced, Tail
+from tests.dashboard.folder import BEGAN, PAYLOAD, evaluation, line, round_record, run_folder
+
+
+def whole(recording: Recording) -> dict:
+    while recording.poll(1.0):
+        pass
+    return recording.changes(0)
+
+
+# -- one file
+
+
+def test_a_tail_gives_each_line_once_and_leaves_an_unfinished_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"a": 1}\nno json\n[1]\n{"a": 2}\n{"a"')
+    tail = Tail(path)
+    assert tail.look()
+    assert [each["a"] for each in tail.read(1 << 16)] == [1, 2]
+    assert [*tail.read(1 << 16)] == []
+    with open(path, "ab") as file:
+        file.write(b': 3}\n')
+    assert tail.look()
+    assert [each["a"] for each in tail.read(1 << 16)] == [3]
+    assert not tail.look()
+
+
+def test_a_tail_passes_over_a_line_that_is_longer_than_any_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decentnode.dashboard.tail.MOST_LINE_BYTES", 64)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"a": "' + b"x" * 500 + b'"}\n{"a": 2}\n')
+    tail, found = Tail(path), []
+    for _ in range(40):
+        tail.look()
+        found += [each["a"] for each in tail.read(32)]
+    assert found == [2]
+
+
+def test_a_file_that_was_cut_short_is_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a": 1}\n')
+    tail = Tail(path)
+    tail.look()
+    assert [*tail.read(100)]
+    path.write_text("")
+    with pytest.raises(Replaced):
+        tail.look()
+
+
+# -- frames
+
+
+def test_frames_beyond_the_bound_are_thinned_out_evenly() -> None:
+    frames = Frames(most=10)
+    for rounds in range(100):
+        frame = frames.at(rounds, 2, 1, version=rounds)
+        if frame is not None:
+            frame.nodes[:, TIME] = rounds
+    assert len(frames.kept) <= 10
+    assert frames.stride == 16
+    assert sorted(frames.kept) == [*range(0, 100, 16)]
+    assert frames.thinned == 80
+
+
+def test_frames_are_bounded_in_bytes() -> None:
+    frames = Frames(most_bytes=50_000)
+    for rounds in range(400):
+        frames.at(rounds, 64, 256, version=1)
+    assert sum(each.nodes.nbytes + each.edges.nbytes for each in frames.kept.values()) <= 50_000
+
+
+def test_packed_frames_hold_what_was_put_in() -> None:
+    frames = Frames()
+    for rounds in range(3):
+        frame = frames.at(rounds, 2, 1, version=1)
+        assert frame is not None
+        frame.nodes[1, SENT] = 7.0 * rounds
+        frame.edges[0, 0] = rounds
+    found = np.frombuffer(frames.packed(1, 5, 2, 1), "<f4")
+    assert [*found[:3]] == [2, 2, 1]
+    each = found[3:].reshape(2, -1)
+    assert [*each[:, 0]] == [1, 2]
+    assert [*each[:, 1 + len(NODE_COLUMNS) + SENT]] == [7.0, 14.0]
+    assert [*each[:, 1 + 2 * len(NODE_COLUMNS)]] == [1, 2]
+
+
+# -- a run
+
+
+def test_a_run_is_told_whole_at_first(tmp_path: Path) -> None:
+    recording = Recording(run_folder(tmp_path))
+    told = whole(recording)
+    assert told["uids"] == [0, 1, 2, 3]
+    assert sorted((a, b) for _, a, b in told["pairs"]) == sorted((u, (u + d) % 4) for u in range(4) for d in (1, 3))
+    assert [point[0] for point in told["points"]] == [0, 1, 2, 3, 4, 5, 6]
+    last = told["points"][-1]
+    assert last[2:8] == [4 * 2 * PAYLOAD * 6, 4, pytest.approx(2 / 6 + 0.015, rel=1e-4),
+                         pytest.approx(2 / 6, rel=1e-4), pytest.approx(2 / 6 + 0.03, rel=1e-4), 0.25]  # fmt: skip
+    assert [each["rounds"] for each in told["evaluations"]] == [0, 2, 4, 6]
+    assert told["evaluations"][1]["metrics"]["accuracy"] == [0.2, 0.2, 0.2, 0.95]
+    assert told["nodes"][0][:2] == [0, 6]
+    assert all(each[1] == PAYLOAD for each in told["edges"])
+    assert sorted(each[2] for each in told["edges"]) == [0.0] * 4 + [0.25] * 4
+    assert told["events"] == []
+
+
+def test_later_only_what_changed_is_told(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    recording = Recording(run)
+    whole(recording)
+    since = recording.version
+    assert recording.poll(1.0) is False
+    quiet = recording.changes(since)
+    assert not any(quiet[key] for key in ("uids", "pairs", "nodes", "edges", "points", "evaluations", "events"))
+    since = recording.version
+    line(run / "nodes" / "002" / "metrics.jsonl", round_record(2, 6, 4))
+    recording.poll(1.0)
+    told = recording.changes(since)
+    assert [each[:2] for each in told["nodes"]] == [[2, 7]]
+    assert [point[0] for point in told["points"]] == [7]
+    assert told["points"][0][3] == 1, "one node has finished it"
+    assert told["points"][0][2] == 2 * PAYLOAD * (3 * 6 + 7), "bytes of the others stay counted"
+    assert told["pairs"] == []
+
+
+def test_a_node_that_is_started_again_does_not_send_fewer_bytes(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, nodes=2, rounds=3)
+    line(run / "nodes" / "001" / "metrics.jsonl", round_record(1, 3, 2, data_bytes_sent=2 * PAYLOAD))
+    told = whole(Recording(run))
+    assert told["nodes"][1][2 + SENT] == 2 * PAYLOAD * 4
+
+
+def test_a_long_run_is_kept_in_bounded_memory_and_the_page_is_told_to_begin_anew(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, nodes=2, rounds=4)
+    recording = Recording(run)
+    recording.frames.most = 8
+    whole(recording)
+    since = recording.version
+    line(run / "nodes" / "000" / "metrics.jsonl", *(round_record(0, round, 2) for round in range(4, 40)))
+    recording.poll(1.0)
+    told = recording.changes(since)
+    assert told["replace"] is True
+    assert told["frames"] == {"stride": 8, "last": 40}
+    assert [point[0] for point in told["points"]] == [0, 8, 16, 24, 32, 40]
+
+
+def test_records_that_are_wrong_do_no_harm(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, nodes=2, rounds=1)
+    for record in (
+        {"kind": "round", "round": True, "time": 1}, {"kind": "round", "round": -1, "time": 1},
+        {"kind": "round", "round": 1, "time": "now"}, {"kind": "evaluation", "round": 1, "time": None},
+        {"kind": "round", "round": 1, "time": BEGAN + 2, "edges": [1, 2], "loss": "NaN", "data_bytes_sent": "x"},
+        {"kind": "round", "round": 2, "time": BEGAN + 3, "edges": {"../x": [1, 1, 1, 1, 1], "1": "x", "5": [0]}},
+        {"kind": ["x"], "round": 1, "time": 1}, {"kind": "generation", "members": 4, "time": 3},
+    ):  # fmt: skip
+        line(run / "nodes" / "000" / "metrics.jsonl", record)
+    line(run / "nodes" / "000" / "events.jsonl", {"kind": {"x": 1}, "time": 1}, {"kind": "stranger", "time": "x"},
+         {"kind": "stranger", "time": BEGAN, "detail": "<script>" * 200})  # fmt: skip
+    told = whole(Recording(run))
+    assert [point[0] for point in told["points"]] == [0, 1, 2, 3]
+    assert told["points"][2][4:7] == [None, None, None]
+    assert len(told["events"]) == 1
+    assert len(told["events"][0]["detail"]) == 300
+
+
+def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
+    recording = Recording(tmp_path / "none")
+    with pytest.raises(Replaced):
+        recording.poll(0.1)
+    assert math.isnan(recording.began)
+
+
+# -- events
+
+
+def test_generations_and_strangers_stand_on_the_time_line_once(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, nodes=3, rounds=2)
+    for uid in (0, 1):
+        line(run / "nodes" / f"{uid:03d}" / "metrics.jsonl",
+             {"kind": "generation", "generation": 1, "origin": "ab", "round": 2, "time": BEGAN + 3, "members": [0, 1],
+              "left": [2], "joined": []},
+             {"kind": "generation", "generation": 2, "origin": "cd", "round": 2, "time": BEGAN + 4,
+              "members": [0, 1, 2], "left": [], "joined": [2]}, evaluation(uid, 2))  # fmt: skip
+    line(run / "nodes" / "000" / "events.jsonl",
+         {"time": BEGAN + 3, "uid": 0, "kind": "suspected", "peer": 2, "detail": "silent"},
+         {"time": BEGAN + 3, "uid": 0, "kind": "stranger", "peer": None, "detail": "10.0.0.9"},
+         {"time": BEGAN + 3, "uid": 0, "kind": "sent", "round": 1})  # fmt: skip
+    told = whole(Recording(run))
+    assert sorted((each["group"], each["kind"]) for each in told["events"]) == [
+        ("back", "generation"), ("dead", "generation"), ("dead", "suspected"), ("refused", "stranger")]  # fmt: skip
+    assert [each["left"] for each in told["events"] if each["kind"] == "generation"] == [[2], []]
+    generations = [row[2 + NODE_COLUMNS.index("generation")] for row in told["nodes"]]
+    assert generations == [2.0, 2.0, 0.0]
