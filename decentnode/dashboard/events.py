@@ -11,8 +11,8 @@ MOST_EVENTS = 4000
 MOST_PEERS, MOST_TEXT = 64, 300
 
 GROUPS = {
-    "dead": ("failed", "peer_lost", "suspected", "diverged", "outside", "connection_lost"),
-    "back": ("connection_renewed", "knocked"),
+    "dead": ("failed", "peer_lost", "suspected", "diverged", "outside"),
+    "back": ("knocked",),
     "refused": ("stranger", "wrong_identity", "handshake_failed", "refused", "turned_away", "wrong_config",
                 "wrong_seat", "not_encrypted", "replayed_login", "hello_flood"),
     "fault": ("fault", "checksum_mismatch", "non_finite", "malformed_payload"),

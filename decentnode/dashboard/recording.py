@@ -217,7 +217,8 @@ class Recording:
             if not (name.isdecimal() and isinstance(values, list) and len(values) >= 5 and int(name) < 1 << 20):
                 continue
             received, waited = number(values[1]), number(values[4])
-            if not received and not waited:
+            key = self._place.get(int(name)), place
+            if not (received > 0 or (waited > 0 and key in self._edge_place)):  # others it waited for in a mean
                 continue
             index = self.edge(int(name), self.uids[place])
             if index is None:

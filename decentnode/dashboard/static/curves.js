@@ -63,8 +63,9 @@ export class Chart {
     this.canvas.setAttribute("aria-label", `${title} over ${AXES[axis].title}`);
     context.font = "600 12px system-ui"; context.fillStyle = ink; context.textBaseline = "alphabetic"; context.textAlign = "left";
     context.fillText(title, LEFT - 34, 15);
+    const taken = LEFT - 34 + context.measureText(title).width + 14;
     context.font = "11px system-ui"; context.fillStyle = soft; context.textAlign = "right";
-    if (width > 330) context.fillText(this.kind.says, width - RIGHT, 15);
+    if (taken + context.measureText(this.kind.says).width < width - RIGHT) context.fillText(this.kind.says, width - RIGHT, 15);
     const every = this.series.flatMap((each) => each.rows);
     this.canvas.dataset.points = every.length;
     if (!every.length) { context.textAlign = "center"; context.fillText("nothing yet", width / 2, height / 2); this.scale = null; return; }
