@@ -1,5 +1,5 @@
-"""Pictures of the dashboard, made by a real browser: `docs/screenshots.sh` calls it with runs. The first is shown alone,
-light, dark and on a phone, the first two side by side."""
+"""Pictures of the dashboard, made by a real browser: `docs/screenshots.sh` calls it with runs. The first is shown
+alone, light, dark and on a phone, the first two side by side."""
 
 from __future__ import annotations
 
