@@ -2,7 +2,9 @@
 
 Every schedule runs twice, without and with the slow node, for about the same time: local steps take a given time
 (paced.py), so that nodes do not wait for each other's cores. `all-reduce` is the synchronous schedule on the complete
-graph, as data parallel training does it. Loss and accuracy are the merged model's on the test set at the end.
+graph, as data parallel training does it; `PyTorch DDP` is that itself (ddp_paced.py, gloo under torchrun), with the
+same model, samples of each node, batches and optimizer, for as long. Loss and accuracy are the merged model's on the
+test set at the end.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ ARMS: dict[str, list[str]] = {
     "gossip_async, push_sum": ["node.schedule=gossip_async", "sharing=push_sum"],
     "ad_psgd": ["node.schedule=ad_psgd"],
 }
+DDP = "PyTorch DDP"
 SYNCHRONOUS = ("all-reduce", "sequential", "overlapped")
 
 
@@ -40,19 +43,30 @@ def run(arm: str, options: argparse.Namespace, factor: float) -> dict[str, float
                 f"slow_node: {SLOW}, slow_factor: {factor:g}, "
                 f"optimizer: {{name: sgd, lr: {options.lr:g}}}}}")  # fmt: skip
     sets = ["graph={name: regular, nodes: 8, degree: 4}", "mapping={name: linear, nodes_per_machine: 8}", training,
-            f"node={{rounds: {rounds}, evaluate_every: 0}}", *ARMS[arm]]  # fmt: skip
+            f"node={{rounds: {rounds}, evaluate_every: 0}}", *ARMS.get(arm, [])]  # fmt: skip
+    if arm == DDP:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NODES}",
+                   str(HERE / "ddp_paced.py"), str(CONFIG), f"--seconds={options.seconds:g}"]  # fmt: skip
+        done = checked([*command, *(f"--set={each}" for each in sets)])
+        found: dict[str, float] = json.loads(done.splitlines()[-1])
+        return found
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "decentnode", "run", str(CONFIG), "--run-dir", folder, "--plain",
                    *(part for each in sets for part in ("--set", each))]  # fmt: skip
-        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        checked(command)
         latest = next(Path(folder).glob("*/latest"))
         summary: dict[str, Any] = json.loads((latest / "summary.json").read_text())
         return {"rate": statistics.median(rates(latest)), "loss": summary["loss_merged"],
                 "accuracy": summary["accuracy_merged"], "consensus": summary["consensus_distance"]}  # fmt: skip
+
+
+def checked(command: list[str]) -> str:
+    """Returns what a command prints; ends the script where it fails. It finds the modules beside this one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def rates(latest: Path) -> list[float]:
@@ -72,7 +86,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.05, help="seconds of a round's local steps")
     parser.add_argument("--factor", type=float, default=10.0, help="by which the slow node takes longer")
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=[DDP, *ARMS], default=[DDP, *ARMS])
     options = parser.parse_args()
     print(machine())
     print(f"{NODES} nodes, node {SLOW} {options.factor:g} times slower, {options.seconds:g} s per run; rounds/s of the "
