@@ -100,6 +100,10 @@ class RelayHub:
         return any(other not in mine for route, end in self._ends.items() if route not in mine
                    for other, _ in end.streams.values())  # fmt: skip
 
+    def serves(self, own: bytes) -> bool:
+        """Whether streams go through here that end at the identity `own`."""
+        return any(end.streams for end in self._ends.values() if end.identity == own)
+
     def take(self, route: bytes, proven: bytes, raw: memoryview, now: float) -> None:
         """A frame that came. proven: the identity of the connection, empty where connections prove none. Raises
         PeerFault for one that no end sends."""

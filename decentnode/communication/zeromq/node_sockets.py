@@ -48,6 +48,8 @@ LINGER_SECONDS = 0.2
 that no buffer on the way is full; libzmq keeps them for that long where a peer that closed at the same time is gone."""
 RELAY_LINGER_SECONDS = 2.0
 """How much longer a relay may stay than itself needs to, for the nodes whose bytes it passes on."""
+OWN_LINGER_SECONDS = 0.5
+"""How long a relay passes on what it said itself at its end."""
 CLOSING_LOOK_SECONDS = 0.02
 """How often a node that closes looks whether it has finished."""
 JOIN_SECONDS = 0.1
@@ -314,6 +316,25 @@ class NodeSockets(abc.ABC):
             self._relays_until = now + RELAY_LINGER_SECONDS
         return now >= self._relays_until or self._left.over(now)
 
+    def _relay_own_last_words(self, hub: RelayHub) -> None:
+        """What this node itself said at the end goes through its own relay, too. Blocking for OWN_LINGER_SECONDS at
+        most; nothing but frames of relays is taken any more."""
+        listener, until = self.listeners[CONTROL], clock.now() + OWN_LINGER_SECONDS
+        while hub.serves(self._identity()) and (remaining := until - clock.now()) > 0:
+            if not listener.poll(math.ceil(1000 * remaining)):
+                return
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    route = listener.recv(_NOW)
+                    last = listener.recv(_NOW, copy=False)
+                    frames = [last.buffer]
+                    while last.more:
+                        last = listener.recv(_NOW, copy=False)
+                        frames.append(last.buffer)
+                    if route.startswith(ROUTE):
+                        user = str(last.get("User-Id")).encode() if self._security is not None else b""
+                        self._pass_on(CONTROL, listener, route, frames, user)
+
     def _identity(self) -> bytes:
         return b"%d" % self.uid if self._security is None else self._security.keyring.public[self.uid]
 
@@ -498,6 +519,8 @@ class NodeSockets(abc.ABC):
             connections.end_monitor(self._senders[which], monitor)
         for each in self._senders.values():
             each.close(linger=int(1000 * min(left, LINGER_SECONDS)))
+        if self.relay is not None and left:
+            self._relay_own_last_words(self.relay)
         for listener, monitor in zip(self.listeners, self._monitors, strict=True):
             connections.end_monitor(listener, monitor)
             listener.close(linger=0)

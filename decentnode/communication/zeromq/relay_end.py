@@ -55,6 +55,9 @@ HELLO_SECONDS = 0.25
 """Time between two questions of a node that its relay does not know yet."""
 DOWN_SECONDS = 2.0
 """How long a relay that was given up is left alone, where there are others."""
+RETRY_SECONDS = 0.1
+"""How long a connection waits that no relay had a stream for, until all are asked again: ZeroMQ would make another at
+once, as it could connect to this process."""
 DIAL_SECONDS = 3.0
 """How long a relay may take to make a stream before another is asked."""
 CLOSE_SECONDS = 1.0
@@ -237,8 +240,11 @@ class RelayEnd(threading.Thread):
             elif now - uplink.said > PING_SECONDS:
                 uplink.said = now
                 self._say(uplink, Frame(PING))
-        for stream in [each for each in self._streams if not each.opened and now - each.asked > DIAL_SECONDS]:
-            self._dial_next(stream, now)
+        for stream in [each for each in self._streams if not each.opened]:
+            if stream.uplink is None and now - stream.asked > RETRY_SECONDS:
+                self._dial(stream, now)
+            elif now - stream.asked > DIAL_SECONDS:
+                self._dial_next(stream, now)
         if self._plan.offers and now < self._closing - CLOSE_SECONDS:
             for uid in order(self._plan.uid, list(self._plan.relays)):
                 if len(self._uplinks) >= OFFERS:
@@ -288,7 +294,7 @@ class RelayEnd(threading.Thread):
         uplink.socket.close(linger=0)
         for stream in list(uplink.streams.values()):
             stream.uplink = None
-            if stream.opened or stream.to < 0:
+            if stream.opened:
                 self._drop(stream)
             else:
                 self._dial_next(stream, now)
@@ -321,10 +327,15 @@ class RelayEnd(threading.Thread):
     def _on_frame(self, uplink: _Uplink, frame: Frame, now: float) -> None:
         stream = uplink.streams.get(frame.stream)
         if frame.kind == HELLO:
-            uplink.known = bool(frame.number)
+            if frame.number and not uplink.known:
+                uplink.known = True
+                for waiting in [each for each in self._streams if not each.opened and each.uplink is None]:
+                    self._dial(waiting, now)
+        elif frame.kind == RESET and uplink.known:
+            self._give_up(uplink, now, "knows nothing of this node any more")
         elif frame.kind == RESET:
-            if uplink.known:
-                self._give_up(uplink, now, "knows nothing of this node any more")
+            for dialed in [each for each in uplink.streams.values() if not each.opened]:
+                self._dial_next(dialed, now)
         elif frame.kind == OPEN and stream is None:
             self._on_open(uplink, frame)
         elif stream is None:
@@ -371,18 +382,21 @@ class RelayEnd(threading.Thread):
             if struct.unpack("3i", credentials)[0] != os.getpid():  # of another process of this host
                 local.close()
                 return
-            now = clock.now()
-            relays = order(uid, [each for each in self._plan.relays if each != uid])
-            up = [each for each in relays if now >= self._down.get(each, 0.0)]
-            made = _Stream(local, plane, uid, up or relays)
+            made = _Stream(local, plane, uid)
             self._streams.add(made)
-            self._dial_next(made, now)
+            self._dial(made, clock.now())
+
+    def _dial(self, stream: _Stream, now: float) -> None:
+        """Ask one relay after the other for a stream."""
+        relays = order(stream.to, [each for each in self._plan.relays if each != stream.to])
+        stream.left = [each for each in relays if now >= self._down.get(each, 0.0)]
+        self._dial_next(stream, now)
 
     def _dial_next(self, stream: _Stream, now: float) -> None:
-        """Ask the next relay for a stream; without one the connection breaks, and ZeroMQ makes another."""
+        """Ask the next relay for a stream; where none is left, all again after RETRY_SECONDS."""
         self._leave(stream, told=True)
-        if not stream.left or stream.to < 0:
-            self._drop(stream)
+        if not stream.left:
+            stream.asked = now
             return
         uplink = self._uplink(stream.left.pop(0), now)
         stream.uplink, stream.number, stream.asked = uplink, uplink.next_stream, now

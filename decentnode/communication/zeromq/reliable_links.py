@@ -60,7 +60,11 @@ class ReliableLinks:
 
     def restart(self, fresh: Collection[int]) -> None:
         """A new generation. Nothing of the old one is owed to anybody, and numbers start anew; the caller clears the
-        credits. fresh: peers whose processes are new, and what was queued for the old ones is not for them."""
+        credits. fresh: nodes whose processes are new, and what was queued for the old ones is not for them. Of a new
+        one itself all connections are made anew: a member that did not know its key yet has refused it, after which
+        ZeroMQ does not try again."""
+        if self._session.uid in fresh:
+            self.sender.renew_control()
         for uid, edge in self._edges.items():
             edge.forget()
             self._port.renew(uid, BULK)

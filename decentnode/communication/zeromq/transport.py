@@ -200,7 +200,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if reconfiguration is not None:
             self._relays.is_newcomer = reconfiguration.membership.seats.known.__contains__
             own_seat = reconfiguration.membership.seats.known.get(uid)
-            if own_seat is not None and own_seat.relayed:
+            if own_seat is not None and own_seat.via:
                 self._relays.relayed.add(uid)
         self._relays.set_up(growth is not None, self.counters)
         self._driver.serve(self._protocol)

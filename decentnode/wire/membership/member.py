@@ -15,14 +15,12 @@ from decentnode.wire.generation import Caller, Generation, GenerationEvent, Goin
 from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership.follower import Follower
 from decentnode.wire.membership.leader import Leader
-from decentnode.wire.membership.seats import Seat, behind_nat, check
+from decentnode.wire.membership.seats import Seat, check, seen_from
 from decentnode.wire.membership.stages import HEARD_BY_GUESTS, Cause
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import (
     NO_RUN,
     PROTOCOL_VERSION,
-    REACH_RELAYED,
-    REACH_UNKNOWN,
     Bye,
     Commit,
     Current,
@@ -360,11 +358,9 @@ class Membership(MemberState):
         Call `take_events` after it.
         """
         check(knock.control, knock.bulk, caller.key)
-        relayed = knock.reach == REACH_RELAYED
-        if knock.reach == REACH_UNKNOWN:
-            relayed = behind_nat(knock.control, caller.address)
+        via = seen_from(knock.control, caller.address, knock.reach)
         by = "" if invitation is None else invitation.id.hex()
-        asked = Seat(b"", knock.control, knock.bulk, caller.key, relayed, by)
+        asked = Seat(b"", knock.control, knock.bulk, caller.key, via, by)
         leader = min(self.counted_on() | {self.uid})
         if knock.version != PROTOCOL_VERSION:
             return self._turned(f"it speaks protocol {knock.version}, the run speaks {PROTOCOL_VERSION}", final=True)

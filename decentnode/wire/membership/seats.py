@@ -8,19 +8,21 @@ and the one that no generation knows is never let in.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from decentnode.errors import PeerFault
-from decentnode.wire.messages import MAX_SEATS, MAX_SEATS_BYTES, SEAT_TOKEN_BYTES
+from decentnode.wire.messages import MAX_SEATS, MAX_SEATS_BYTES, REACH_RELAYED, REACH_UNKNOWN, SEAT_TOKEN_BYTES
 
 RESERVED_SECONDS = 30.0
 """How long a seat is kept for whom it was granted to, while that node is no member."""
 ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[0-9]{1,3}(\.[0-9]{1,3}){3}):[0-9]{1,5}")
 """Addresses alone, no names: who looks a name up waits."""
+HIDDEN = "hidden"
+"""Of a node behind a relay whose own address is not known."""
+FACTS = re.compile(r"[0-9]{1,7} [0-9a-f]{16} ([0-9A-Fa-f:.]{2,45}|hidden|-) ([0-9a-f]{16}|-)")
 KEY = re.compile(r"[!-~]{40}")
 
 
@@ -33,24 +35,31 @@ class Seat:
     bulk: str
     key: str = ""
     """Its public key (Z85); empty where nodes have none."""
-    relayed: bool = False
-    """Whether nobody can connect to it, so that relays pass on what others send to it (wire/relay.py)."""
+    via: str = ""
+    """Of a node to which nobody can connect, so that relays pass on what others send to it (wire/relay.py): the address
+    that it comes from, or HIDDEN; empty of others."""
     invitation: str = ""
     """Id of the invitation that let it in, in hexadecimal; empty without one."""
 
     @property
     def owner(self) -> str:
-        """Who has the seat: its key, or where nodes have none, its address."""
-        return self.key or f"{self.control} {self.bulk}"
+        """Who has the seat: its key, or where nodes have none, its address, and that of its router."""
+        return self.key or f"{self.control} {self.bulk} {self.via}"
 
 
-def behind_nat(control: str, address: str) -> bool:
-    """Whether a node that says that it listens at `control` comes from another address, as it does where a router
-    translates its own. address: of its connection; "" where that is not known, and it counts as reached."""
+def seen_from(control: str, address: str, reach: int) -> str:
+    """Returns `Seat.via` of a node that says that it listens at `control`. Where it does not say whether others reach
+    it there, it counts as behind a router that translates addresses when it comes from another one.
+
+    address: of its connection; "" where that is not known, and it counts as reached.
+    """
     own, seen = control.rpartition(":")[0].removeprefix("tcp://").strip("[]"), address.removeprefix("::ffff:")
-    with contextlib.suppress(ValueError):
-        return bool(seen) and ip_address(own) != ip_address(seen)
-    return False
+    try:
+        same = ip_address(own) == ip_address(seen)
+    except ValueError:
+        same, seen = True, HIDDEN
+    hidden = reach == REACH_RELAYED or (reach == REACH_UNKNOWN and not same)
+    return str(seen) if hidden else ""
 
 
 def check(control: str, bulk: str, key: str) -> None:
@@ -119,7 +128,7 @@ class Seats:
 
     def encoded(self) -> bytes:
         """What `learn` reads: a line per seat."""
-        return "".join(f"{uid} {seat.token.hex()} {seat.control} {seat.bulk} {seat.key or '-'} {int(seat.relayed)} "
+        return "".join(f"{uid} {seat.token.hex()} {seat.control} {seat.bulk} {seat.key or '-'} {seat.via or '-'} "
                        f"{seat.invitation or '-'}\n" for uid, seat in sorted(self.known.items())).encode()  # fmt: skip
 
     def _parsed(self, raw: bytes) -> dict[int, Seat]:
@@ -129,13 +138,13 @@ class Seats:
         for line in raw.decode().splitlines()[: MAX_SEATS + 1]:
             words = line.split(" ")
             facts = " ".join(words[:2] + words[5:])
-            if len(words) != 7 or not re.fullmatch("[0-9]{1,7} [0-9a-f]{16} [01] ([0-9a-f]{16}|-)", facts):
+            if len(words) != 7 or not FACTS.fullmatch(facts):
                 raise PeerFault("malformed_header", f"seat {line[:80]!r}")
             key = "" if words[4] == "-" else words[4]
             check(words[2], words[3], key)
             uid = int(words[0])
             if not self.first <= uid < self.stop or uid in found:
                 raise PeerFault("unknown_uid", f"seat {uid}")
-            invitation = "" if words[6] == "-" else words[6]
-            found[uid] = Seat(bytes.fromhex(words[1]), words[2], words[3], key, words[5] == "1", invitation)
+            via, invitation = ("" if word == "-" else word for word in words[5:])
+            found[uid] = Seat(bytes.fromhex(words[1]), words[2], words[3], key, via, invitation)
         return found

@@ -127,7 +127,7 @@ class MemberState:
         """Tell the owner where a newcomer is."""
         seat = self.seats.known[uid]
         if uid != self.uid:
-            self.events.append(Seated(uid, seat.control, seat.bulk, seat.key, seat.relayed))
+            self.events.append(Seated(uid, seat.control, seat.bulk, seat.key, bool(seat.via)))
 
     def names(self, uids: set[int]) -> str:
         """"node 1, node 2" for reasons."""
