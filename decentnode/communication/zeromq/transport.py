@@ -195,6 +195,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if reconfiguration is not None:
             watch = reconfiguration.membership.watch
             self._status.waiting_began = lambda since: self._io.due_by(watch.next_ask(since))
+        self._local: Endpoints = ("", "")
+        """Where this node listens, for nodes of its host; empty before `bind`."""
         self._relays = Relays(uid, self._machine_of, relayed, self._founders, self._addresses.others, self._io,
                               keyring)  # fmt: skip
         if reconfiguration is not None:
