@@ -26,6 +26,9 @@ class Link(Settings):
     """Longest time more, in seconds, drawn for each message. A connection keeps the order all the same."""
     bytes_per_second: float | None = Field(default=None, gt=0)
     """Bandwidth from one node to another, of all connections between them. Default: no limit."""
+    buffer_bytes: int = Field(default=1 << 18, ge=0)
+    """With a bandwidth: how many bytes the way between two nodes holds before it lets them through one after the other,
+    of whichever connection. A control message waits behind so many bytes of models at most."""
     queue_messages: int = Field(default=50, ge=1)
     """Messages that a connection takes before they arrive."""
     loss: Share = 0.0

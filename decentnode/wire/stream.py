@@ -85,6 +85,10 @@ class SendStream(Generic[T]):
         probe = self._quiet_since if self._asked else self._quiet_since + self._patience
         return min(probe, self._stuck_at)
 
+    def slowness(self, now: float) -> float:
+        """Returns how many seconds acknowledgements take: the longest of late, or that which is overdue by now."""
+        return max(self._delay, now - next(iter(self._sent_at.values()), now))
+
     def sent_again(self, sequence: int) -> None:
         """Note that the message `sequence` is sent again now."""
         self._transmissions += 1

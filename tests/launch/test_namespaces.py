@@ -165,3 +165,31 @@ def test_a_name_that_is_loopback_to_its_own_machine_ends_there_at_once(
         output, _ = process.communicate()
         assert process.wait() == 3, output
     assert f"listens on '{named[0][1]}', which is 127.0.1.1 here" in output, output
+
+
+def throttle(hosts: list[tuple[str, ...]]) -> None:
+    """Let 2 MB/s through the cable each way, behind a buffer that takes half a second to empty, as slow links have."""
+    mark = hosts[0][0][:-1]
+    for (name, *_), side in zip(hosts, "ab", strict=True):
+        words = ["dev", f"{mark}v{side}", "root", "tbf", "rate", "16mbit", "burst", "64kb", "limit", "1mb"]
+        try:
+            subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", *words], check=True,
+                           capture_output=True, timeout=20)  # fmt: skip
+        except (subprocess.CalledProcessError, OSError) as error:
+            pytest.skip(f"no throttled cable here: {error}")
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_full_for_longer_than_a_silence_may_last_makes_nobody_a_suspect(
+    hosts: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    """The models of a round fill it for six seconds; answers took no time before, so that 1.5 s of silence would do."""
+    throttle(hosts)
+    config = write_config(tmp_path, hosts, model="{name: mlp, hidden: [800, 800]}", run="{record: true}",
+                          node="{rounds: 3, evaluate_every: 0, missing: regroup}")  # fmt: skip
+    with launched(config, tmp_path, *((host, "auto") for host in hosts)) as processes:
+        outputs = [process.communicate()[0] for process in processes]
+        assert [process.wait() for process in processes] == [0, 0], "\n".join(outputs)
+    files = {file.resolve() for host, _ in hosts for file in (tmp_path / host).glob("two/*/nodes/*/events.jsonl")}
+    events = [json.loads(line)["kind"] for file in files for line in file.read_text().splitlines()]
+    assert events.count("finished") == 4 and not {"suspected", "generation_over", "outside"} & {*events}

@@ -135,3 +135,17 @@ def test_a_busy_machine_makes_nobody_suspect(slowest: float) -> None:
                 due = at + of.random() * slowest * (3 if of.random() < 0.01 else 1)
             at += Watch.EVERY_SECONDS
         now = at + 1.0
+
+
+@pytest.mark.parametrize(("delays", "patience"), [
+    ([], Watch.FLOOR_SECONDS), ([0.1, 0.1, 9.0], Watch.FLOOR_SECONDS), ([0.0, 9.0], Watch.FLOOR_SECONDS),
+    ([0.5, 0.6, 0.1], 4.0), ([2.0, 3.0], LONGEST),
+])  # fmt: skip
+def test_answers_are_waited_for_longer_where_most_peers_take_long_for_models(
+    delays: list[float], patience: float
+) -> None:
+    """Links were idle as answers were measured, and are full now; one peer that takes no models is gone itself."""
+    watch = Watch(LONGEST)
+    now = asked(watch, 0.01, times=Watch.ENOUGH)
+    watch.load = lambda _now: delays
+    assert patience < silence(watch, now) <= patience + 2 * Watch.EVERY_SECONDS

@@ -145,6 +145,11 @@ class LinkSender:
         bulk = ((uid, edge.planes[BULK]) for uid, edge in self.edges.items())
         return [uid for uid, plane in bulk if plane.out.kept or plane.queue]
 
+    def slowness(self, now: float) -> list[float]:
+        """Returns how many seconds each peer takes to acknowledge bulk (`SendStream.slowness`); of those that were sent
+        any."""
+        return [edge.planes[BULK].out.slowness(now) for edge in self.edges.values() if edge.sent and not edge.gone]
+
     def send_once(self, uid: int, message: Message) -> None:
         """Send a message that its sender repeats until it is answered: to anybody, also to peers that were given up."""
         first = framing.sealed(0, codec.encode(message), self.control_kind, framing.body_sum(self.control_kind, b""))

@@ -64,6 +64,7 @@ class Reconfiguration:
         """Whether the round under way is one that the others wait for, as they have made it already."""
         self._stopping = False
         facts.watches = True
+        membership.watch.load = sender.slowness
         self._sender, self._wake = sender, wake
         self.to_install: Generation | None = None
         """A generation that is agreed on, while this node has not installed it."""

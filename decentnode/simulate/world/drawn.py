@@ -94,11 +94,11 @@ def draw(seed: int) -> Drawn:
         rule, graph = of.choice(("full", "ac")), of.choice(("exponential", "ring"))
         needs = make_rule(rule)().requirements
     schedule = of.choice(("sequential", "overlapped")) if not needs.sequential else "sequential"
-    link = Link(
-        latency_seconds=of.choice((0.001, 0.05)), jitter_seconds=of.choice((0.0, 0.05)),
-        queue_messages=of.choice((3, 50)), bytes_per_second=of.choice((2e5, 2e6)) if long else None,
+    link = Link.model_validate({
+        "latency_seconds": of.choice((0.001, 0.05)), "jitter_seconds": of.choice((0.0, 0.05)),
+        "queue_messages": of.choice((3, 50)), "bytes_per_second": of.choice((2e5, 2e6)) if long else None,
         **{each: of.choice((0.0, 0.0, 0.05)) for each in ("loss", "duplication", "reordering", "damage")},
-    )
+    })  # fmt: skip
     plan: tuple[AnyFault, ...] = tuple(_plan(of, nodes, missing))
     impatient = missing == "return_weight" and not long and of.random() < 0.5
     if impatient:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from decentnode.communication.zeromq.link_state import Body
+from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
 from decentnode.faults import AnyFault, Fate, Fates, Link, damaged
 from decentnode.simulate.world.heap import EventHeap
 
@@ -62,8 +62,8 @@ class VirtualNetwork:
         """(source, uid) between which nothing passes, and how many faults say so."""
         self.happened: Counter[str] = Counter()
         """How many messages were sent, refused, lost, repeated, damaged and overtaken, and connections cut."""
-        self._free: dict[tuple[int, int], float] = {}
-        """When the line from a node to another is free, where it has a bandwidth."""
+        self._free: dict[tuple[int, int, int], float] = {}
+        """When the line from a node to another has carried what a plane gave it, where it has a bandwidth."""
 
     def send(self, source: int, uid: int, plane: int, frames: Sequence[Body]) -> bool:
         """As `LinkPort.send`. The bytes of a body that is kept without a copy are read when they arrive."""
@@ -78,8 +78,7 @@ class VirtualNetwork:
         connection.under_way += 1
         leaves = self.heap.now
         if link.bytes_per_second is not None:
-            leaves = max(self._free.get((source, uid), 0.0), leaves) + sum(map(len, frames)) / link.bytes_per_second
-            self._free[source, uid] = leaves
+            leaves = self._carried(source, uid, plane, sum(map(len, frames)) / link.bytes_per_second)
         leaves += fate.later
         arrives = connection.last = max(connection.last, leaves + link.latency_seconds + draw() * link.jitter_seconds)
         arrives += fate.overtaken
@@ -107,6 +106,19 @@ class VirtualNetwork:
         if not connection.dead:
             self.heap.at(connection.last, lambda: self._left(source, uid, plane, connection))
         return True
+
+    def _carried(self, source: int, uid: int, plane: int, seconds: float) -> float:
+        """Returns when the line has carried a message that takes it `seconds`. Both connections share it, each in its
+        own order: what is in the line's buffer is before either, while the rest of a plane's bytes waits in the
+        connection, where those of the other pass it."""
+        free, now, other = self._free, self.heap.now, (source, uid, CONTROL + BULK - plane)
+        rate, ahead = self.link.bytes_per_second, free.get(other, 0.0) - self.heap.now
+        assert rate is not None
+        before = now + min(max(ahead, 0.0), self.link.buffer_bytes / rate)
+        done = free[source, uid, plane] = max(free.get((source, uid, plane), 0.0), before) + seconds
+        if ahead > 0:
+            free[other] += min(seconds, ahead)
+        return done
 
     def _damaged(self, frames: Sequence[Body]) -> list[bytes]:
         which = self.random.randrange(len(frames))

@@ -2,14 +2,15 @@
 been seen to take, within bounds.
 
 A fixed time is too long for the few that are frozen, and too short for the many on a machine that is busy for once. An
-answer needs no round to end: the thread at the sockets gives it. What it takes tells how busy machines and links are.
+answer needs no round to end: the thread at the sockets gives it. What it takes tells how busy machines and links are;
+so does what most peers take to acknowledge models, which may fill the links.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 
 class Watch:
@@ -30,6 +31,8 @@ class Watch:
     def __init__(self, suspect_seconds: float) -> None:
         """suspect_seconds: the longest silence that is borne, also while there were not enough answers."""
         self._longest = suspect_seconds
+        self.load: Callable[[float], Collection[float]] = lambda _now: ()
+        """load(now): how many seconds each peer takes to acknowledge models, or has taken so far; the owner sets it."""
         self._took: deque[float] = deque(maxlen=self.ANSWERS)
         """Seconds until an answer came, and by which this process was late itself: the last ones."""
         self._asked: dict[int, float] = {}
@@ -63,6 +66,8 @@ class Watch:
         if self._asked_at < waiting_since:  # what was asked in an earlier wait was not repeated since
             self._asked.clear()
         due = now >= waiting_since + self.AFTER_SECONDS
+        if due:
+            self._note_load(now)
         if not due and now >= max(waiting_since, self._beat_at + self.BEAT_SECONDS):
             self._beat_at = now
             self._beats = dict.fromkeys(waiting_for, now)
@@ -77,6 +82,13 @@ class Watch:
         for uid in watched:
             self._asked.setdefault(uid, now)
         return sorted(watched), []
+
+    def _note_load(self, now: float) -> None:
+        """Where most peers take long to acknowledge models, links are full, and answers wait behind models, too,
+        however fast they were while links were idle. What few peers do not acknowledge says nothing of the others."""
+        delays = sorted(self.load(now))
+        if delays:
+            self._took.append(delays[(len(delays) - 1) // 2])
 
     def answered(self, uid: int, now: float) -> None:
         """A node answered a ping."""

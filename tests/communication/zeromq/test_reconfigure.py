@@ -33,6 +33,10 @@ class Node:
         self.entered: Generation | None = None
         self.renewed = 0
 
+    def slowness(self, now: float) -> list[float]:
+        """As `LinkSender.slowness`."""
+        return []
+
     def renew_control(self) -> None:
         """As `LinkSender.renew_control`."""
         self.renewed += 1

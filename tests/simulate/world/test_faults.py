@@ -166,6 +166,36 @@ def test_a_closing_mean_that_takes_longer_than_the_time_out_ends_nothing(pieces:
     assert not members_of(made)
 
 
+@pytest.mark.parametrize("slow", [0.0, 5.0])
+def test_links_that_are_full_for_longer_than_a_silence_may_last_make_nobody_a_suspect(slow: float) -> None:
+    """A model takes ten seconds, in which answers wait for two and a half each way, behind what the line holds. They
+    took no time while the others waited for node 2, whose steps take `slow` seconds."""
+    made = Made(make("ring", nodes=4), RULES["full"], elements=1 << 20, rounds=3, missing="regroup", evaluate_every=0)
+    link = Link(latency_seconds=0.001, jitter_seconds=0.0, bytes_per_second=4e5, buffer_bytes=1 << 20)
+    world = made.world(config=CONFIG.model_copy(update={"suspect_seconds": 10.0, "timeout_seconds": 60.0}),
+                       limits=Limits(10.0, 60.0, 3, 3), faults=Faults(links=link),
+                       compute_seconds=lambda uid, _round: slow if uid == 2 else 0.0)  # fmt: skip
+    assert world.run(1000.0) and not any(process.error for process in world.lives)
+    assert world.heap.now > 30 and not members_of(made), "nobody was left out"
+    assert all(node.round == 3 for node in made.nodes.values())
+
+
+def test_control_messages_wait_behind_no_more_models_than_the_line_holds() -> None:
+    heap, came = EventHeap(), []
+    link = Link(latency_seconds=0.0, jitter_seconds=0.0, bytes_per_second=1e6, buffer_bytes=100_000)
+    network = VirtualNetwork(heap, link, seed=1)
+    for uid in (0, 1):
+        network.attach(uid, lambda plane, frames, _uid: came.append((heap.now, plane, len(frames[0]))),
+                       lambda _uid, _plane: None)  # fmt: skip
+    for size in (1_000_000, 1_000_000):
+        network.send(0, 1, 1, [bytes(size)])
+    network.send(0, 1, 0, [bytes(1_000)])
+    heap.run(lambda: False, 10.0)
+    assert [(round(when, 3), plane, size) for when, plane, size in came] == [
+        (0.101, 0, 1_000), (1.0, 1, 1_000_000), (2.0, 1, 1_000_000),
+    ]  # fmt: skip
+
+
 class TwoPhases(Full):
     """Averages twice in a round, and needs everybody."""
 
