@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,21 +22,37 @@ class GlobalAverage:
         """The values that the local model had, while the module has the mean and may be brought back."""
 
     @torch.no_grad()
-    def take(self, keep: bool, measure: bool) -> float:
+    def take(self, keep: bool, measure: bool, mean_of: Callable[[Tensor], Tensor] = mean_over_ranks) -> float:
         """Blocking, on all ranks: replaces the values by their means over the ranks; keep: remembers those of this one.
 
-        Returns the distance of this rank's parameters to the mean, if `measure`; 0 otherwise.
+        Returns the distance of this rank's parameters to the mean, if `measure`; 0 otherwise. Where a mean fails, the
+        values are as before. mean_of: replaces a tensor by its mean.
         """
-        tensors = self._tensors()
+        tensors, before, square = self._tensors(), [], 0.0
+        try:
+            for number, tensor in enumerate(tensors):
+                mean = mean_of(tensor.detach().clone(memory_format=torch.contiguous_format))
+                if measure and number < len(self._params):
+                    square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
+                before.append(tensor.detach().clone())
+                tensor.detach().copy_(mean)
+        except BaseException:
+            for tensor, value in zip(tensors, before, strict=False):
+                tensor.detach().copy_(value)
+            raise
         if keep:
-            self.local = [tensor.detach().clone() for tensor in tensors]
-        square = 0.0
-        for number, tensor in enumerate(tensors):
-            mean = mean_over_ranks(tensor.detach().clone(memory_format=torch.contiguous_format))
-            if measure and number < len(self._params):
-                square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
-            tensor.detach().copy_(mean)
+            self.local = before
         return square**0.5
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Where a local model is remembered, puts it in the average's place, and remembers the average for it; the
+        second call undoes that."""
+        if self.local is not None:
+            now = [tensor.detach().clone() for tensor in self._tensors()]
+            for tensor, value in zip(self._tensors(), self.local, strict=True):
+                tensor.detach().copy_(value)
+            self.local = now
 
     @torch.no_grad()
     def revert(self) -> None:
@@ -53,13 +69,17 @@ class GlobalAverage:
 
 
 @torch.no_grad()
-def consensus_distance(buckets: Sequence[Bucket]) -> float:
-    """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||, of what the buckets hold; blocking, on all ranks."""
+def consensus_distance(
+    buckets: Sequence[Bucket], mean_of: Callable[[Tensor], Tensor] = mean_over_ranks
+) -> float:
+    """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||, of what the buckets hold; blocking, on all ranks.
+
+    mean_of: replaces a tensor by its mean."""
     sums = torch.zeros(2, dtype=torch.float64, device=buckets[0].flat.device)
     for bucket in buckets:
         bucket.gather()
-        mean = mean_over_ranks(bucket.flat.clone())
+        mean = mean_of(bucket.flat.clone())
         sums[0] += (bucket.flat.double() - mean.double()).square().sum()
         sums[1] += mean.double().square().sum()
-    mean_over_ranks(sums)
+    mean_of(sums)
     return float((sums[0] / sums[1].clamp_min(1e-300)).sqrt())

@@ -163,6 +163,13 @@ class Bucket:
             self._sent_buffer = torch.empty_like(self.flat)
         return self._sent_buffer
 
+    def renew_memory(self) -> None:
+        """Gives up the buffers for snapshots and for what arrives: others may still write into these."""
+        self._slots.clear()
+        self.received.clear()
+        for name in ("_sent_buffer", "sent"):
+            self.__dict__.pop(name, None)
+
     def snapshot(self, into: Tensor, copy: Tensor | None = None) -> None:
         """Copies the parameters to `into` [S], which is sent, and to `copy` [S], if given."""
         for part in self.parts:

@@ -26,6 +26,8 @@ from decentnode.parallel.backward import BackwardWatch, tensors_in
 from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.copies import DetachedModel
 from decentnode.parallel.exchange import BucketExchange
+from decentnode.parallel.membership.pairs import PairExchange
+from decentnode.parallel.membership.wrapper import Missing, WrapperMember, job_for
 from decentnode.parallel.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
 from decentnode.parallel.process_group import (
@@ -98,6 +100,7 @@ class DecentralizedDataParallel(Module, Joinable):
         sharing: SharingRule = "full",
         transport: Literal["auto", "shared_memory", "collective"] = "auto",
         timeout_seconds: float = 300.0,
+        missing: Missing | None = None,
     ) -> None:
         """Blocking until all ranks agree on parameters and topology; all ranks then have rank 0's values.
 
@@ -109,22 +112,29 @@ class DecentralizedDataParallel(Module, Joinable):
         any. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a class
         or an object; every step is a round. transport: shared_memory between ranks of one host for CPU tensors,
         collective for torch.distributed's point-to-point and all_reduce operations; auto takes the first where it can.
+        missing: "fail" ends the training with the first rank that dies, with "regroup" the others go on and new ones
+        come in (membership/); None: as `initialize_dist` was told.
         Raises ValueError for arguments that contradict each other and for a rule that is not elementwise,
         AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
         """
         super().__init__()
         Joinable.__init__(self)
-        if not dist.is_initialized():
+        job = job_for(missing, timeout_seconds)
+        if not dist.is_initialized() and (job is None or job.admission is None):
             raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
         if (optim_fn is None) == (optimizer is None):
             raise ValueError("exactly one of optim_fn and optimizer must be given")
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.module = model
-        self._plan = self._agree(topology, ranks_per_machine(local_world_size), sharing)
+        local = ranks_per_machine(local_world_size)
+        self._member = None if job is None else WrapperMember(job, self, topology, local, sharing, transport)
+        self._plan = self._agree(topology, local, sharing)
         device = self._named[0][1].device
         self._buckets = make_buckets([p for _, p in self._named], int(bucket_size_in_mb * (1 << 20)),
                                      param_as_bucket_view, self._plan.rules())  # fmt: skip
         self._exchange = self._make_exchange(transport, timeout_seconds, device)
+        if self._member is not None:
+            self._exchange = self._member.wrap(self._exchange)
         with together("make the optimizer"):
             self.optimizer = (optim_fn(list(self._named)) if optim_fn is not None
                               else optimizer([p for _, p in self._named]))  # type: ignore[misc]  # fmt: skip
@@ -153,8 +163,9 @@ class DecentralizedDataParallel(Module, Joinable):
             check_parameters(self._named)
             graph = self._make_topology(topology, local_world_size)
             plan = Plan(graph, sharing_named(sharing), self.rank)
-        check_all_alike(model, plan, self._named[0][1].device)
-        broadcast_all([*model.parameters(), *model.buffers()])
+        if dist.is_initialized():
+            check_all_alike(model, plan, self._named[0][1].device)
+            broadcast_all([*model.parameters(), *model.buffers()])
         tag_parameters(model)
         return plan
 
@@ -167,6 +178,8 @@ class DecentralizedDataParallel(Module, Joinable):
         for bucket in self._buckets:
             bucket.next_round(self._plan, -1, self._learning_rate)
         self._launch(0)
+        if self._member is not None:
+            self._member.begin()
         for bucket in self._buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 
@@ -177,8 +190,10 @@ class DecentralizedDataParallel(Module, Joinable):
         shared = transport != "collective" and usable(self._buckets, self._plan, device)
         if transport == "shared_memory" and not shared:
             raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
-        return (SharedMemoryExchange(self._plan, timeout_seconds, self._buckets) if shared
-                else BucketExchange(self._plan, timeout_seconds))  # fmt: skip
+        if shared:
+            return SharedMemoryExchange(self._plan, timeout_seconds, self._buckets)
+        kind = BucketExchange if self._member is None else PairExchange
+        return kind(self._plan, timeout_seconds)
 
     def close(self) -> None:
         """Removes the hooks from the parameters: later backward passes only compute gradients. Idempotent.
@@ -215,8 +230,12 @@ class DecentralizedDataParallel(Module, Joinable):
     def _on_output_gradient(self, _: Tensor) -> None:
         self._watch.output_came()
 
-    @torch.no_grad()
     def _step(self) -> None:
+        with contextlib.nullcontext() if self._member is None else self._member.step():
+            self._take_step()
+
+    @torch.no_grad()
+    def _take_step(self) -> None:
         Join.notify_join_context(self)
         if self._scaler is None and self._clip > 0:
             self._clip_gradients()
@@ -239,6 +258,9 @@ class DecentralizedDataParallel(Module, Joinable):
         self.steps += 1
 
     def join_hook(self, **_: Any) -> JoinHook:
+        if self._member is not None:
+            raise ValueError('with missing="regroup" a rank that has run out of inputs closes its wrapper: the others '
+                             "go on")  # fmt: skip
         return _IdleHook(self._idle_step)
 
     @property
@@ -282,7 +304,8 @@ class DecentralizedDataParallel(Module, Joinable):
         for bucket in self._buckets:
             bucket.gather()
             self._exchange.finish(bucket, self._factor)
-            bucket.next_round(self._plan, self.steps, self._learning_rate)
+            if not self._exchange.over:
+                bucket.next_round(self._plan, self.steps, self._learning_rate)
             bucket.scatter()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
@@ -320,9 +343,11 @@ class DecentralizedDataParallel(Module, Joinable):
             return 0.0 if return_d2c else None
         if not will_revert:
             self._exchange.drain()
-        with self._exchange.average("global_avg"):
-            distance = self._average.take(keep=will_revert, measure=return_d2c)
+        distance = self._exchange.run_average(
+            "global_avg", lambda mean: self._average.take(keep=will_revert, measure=return_d2c, mean_of=mean)
+        )
         if not will_revert:
+            self._exchange.drain()  # of what a regrouping has sent meanwhile
             self._launch(self.steps)
         return distance if return_d2c else None
 
@@ -343,8 +368,7 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def consensus_distance(self) -> float:
         """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||; blocking, all ranks have to call it."""
-        with self._exchange.average("consensus_distance"):
-            return consensus_distance(self._buckets)
+        return self._exchange.run_average("consensus_distance", lambda mean: consensus_distance(self._buckets, mean))
 
     @property
     def metrics(self) -> dict[str, float]:

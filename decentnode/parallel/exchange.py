@@ -7,11 +7,11 @@ operations of one communicator from deadlock.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,13 @@ from decentnode.errors import PeerLost
 from decentnode.parallel.advance import Rows
 from decentnode.parallel.buckets import Bucket, BucketPart
 from decentnode.parallel.plan import Plan
+from decentnode.parallel.process_group import wait
+
+T = TypeVar("T")
+
+
+def _go_on(peer: int, since: float, now: float) -> None:
+    """Waits on for a rank."""
 
 
 @dataclass
@@ -37,6 +44,12 @@ class Flight:
 
 class BucketExchange:
     """The exchange of all buckets: a bucket arrives, is mixed part by part, and may depart again for the next step."""
+
+    interrupt: Callable[[int, float, float], None] = staticmethod(_go_on)
+    """interrupt(rank, since, now): called from time to time while a rank is waited for, where a transport can; raises
+    PeerLost to end the wait."""
+    over = False
+    """Whether nothing is sent any more in this step (membership/exchange.py)."""
 
     def __init__(self, plan: Plan, timeout_seconds: float) -> None:
         """Blocking: all ranks make the process groups of the topology's cliques, in the same order."""
@@ -163,6 +176,25 @@ class BucketExchange:
         """To be called when all parts of a bucket are mixed: the received parameters are no longer needed."""
         del self._flights[bucket.index]
 
+    def make_room(self, bucket: Bucket) -> None:
+        """Blocking until the bucket's next snapshots can be written."""
+
+    def flight_of(self, bucket: Bucket) -> Flight | None:
+        """The exchange of a bucket that is under way."""
+        return self._flights.get(bucket.index)
+
+    def in_flight(self) -> bool:
+        """Whether any exchange is under way."""
+        return bool(self._flights)
+
+    def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
+        """Blocking: waits for what these ranks alone have sent. Raises PeerLost. Only where waits can be broken off."""
+        raise NotImplementedError
+
+    def forget(self, bucket: Bucket) -> None:
+        """Takes a bucket's exchange for over, whatever has not arrived."""
+        self._flights.pop(bucket.index, None)
+
     def _wait(self, flight: Flight) -> None:
         started = clock.now()
         for work, peers in flight.works:
@@ -205,10 +237,16 @@ class BucketExchange:
         """
         return contextlib.nullcontext()
 
+    def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T]) -> T:
+        """What `work` returns, an operation of all ranks that is given `mean_over_ranks`. Raises as `average`."""
+        with self.average(what):
+            return work(mean_over_ranks)
 
-def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Blocking: replaces a tensor by its mean over all ranks."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
-        tensor.div_(dist.get_world_size())
+
+def mean_over_ranks(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Blocking: replaces a tensor by its mean over all ranks, or over those of a group."""
+    count = dist.get_world_size(group)
+    if count > 1:
+        wait(dist.all_reduce(tensor, group=group, async_op=True))
+        tensor.div_(count)
     return tensor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,23 +18,54 @@ from decentnode.parallel.shutdown import leave_at_exit
 MAX_TEXT_BYTES, MAX_REASON = 1 << 24, 2000
 
 
-def initialize_dist(backend: str | None = None, timeout_seconds: float = 300.0) -> tuple[int, int]:
+def initialize_dist(
+    backend: str | None = None, timeout_seconds: float = 300.0, *, missing: Literal["fail", "regroup"] = "fail",
+    join: str | None = None, listen: str | None = None, min_ranks: int | None = None, newcomers: int = 64,
+) -> tuple[int, int]:
     """Joins the default process group as torchrun's environment says; returns (rank, world size). Blocking.
 
     backend: when not given, nccl where CUDA is available and gloo elsewhere. On GPUs the local rank's device is chosen.
     The process leaves the group by itself before it ends; dist.destroy_process_group() may be called before that.
+
+    missing="regroup": ranks may die, and others come in, over gloo (membership/). join: addresses of members of a job
+    that runs, HOST:PORT, more behind commas; this process becomes a member when it wraps its model, and has no process
+    group before; what is returned stands for its rank until then. listen: HOST:PORT where the first rank of this
+    machine is to be found, the next two ports further on; any port when not given. min_ranks: fewest members that go
+    on, more than half of the first ones when not given. newcomers: most that may come beside these.
+    Raises ValueError, OSError where a port is taken, AssemblyError where no member lets this process in, UsageError.
     """
+    if missing not in ("fail", "regroup"):
+        raise ValueError(f'missing must be "fail" or "regroup", got {missing!r}')
+    elastic = missing == "regroup" or join is not None
+    if not elastic and (listen or min_ranks is not None):
+        raise ValueError('listen and min_ranks need missing="regroup"')
+    if elastic and backend not in (None, "gloo"):
+        raise ValueError(f'missing="regroup" needs the backend gloo, got {backend}')
     if not dist.is_initialized():
-        cuda = torch.cuda.is_available() and backend in (None, "nccl")
-        if cuda:
-            torch.cuda.set_device(local_device())
         for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(key, value)
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
-        dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=timedelta(seconds=timeout_seconds),
-                                device_id=device)  # fmt: skip
-        leave_at_exit()
+        if elastic:
+            from decentnode.parallel.membership import beginning  # it needs this file
+
+            leave_at_exit()
+            beginning.begin(join, listen, timeout_seconds, min_ranks, newcomers)
+            if not dist.is_initialized():
+                return beginning.expected()
+        else:
+            _join_group(backend, timeout_seconds)
+    elif elastic:
+        raise ValueError('missing="regroup" must be said where the process group is made')
     return dist.get_rank(), dist.get_world_size()
+
+
+def _join_group(backend: str | None, timeout_seconds: float) -> None:
+    cuda = torch.cuda.is_available() and backend in (None, "nccl")
+    if cuda:
+        torch.cuda.set_device(local_device())
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+    dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=timedelta(seconds=timeout_seconds),
+                            device_id=device)  # fmt: skip
+    leave_at_exit()
 
 
 def local_device() -> torch.device:
@@ -52,6 +84,21 @@ def ranks_per_machine(given: int | None = None) -> int:
     return given or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+_waits: Callable[[Any], None] | None = None
+
+
+def wait(work: Any) -> None:
+    """Blocking: waits for an operation of all ranks (torch's Work; None where there is nothing to wait for)."""
+    if work is not None:
+        (_waits or (lambda each: each.wait()))(work)
+
+
+def wait_with(how: Callable[[Any], None] | None) -> None:
+    """From now on `wait` waits so: where ranks come and go, a wait ends with their generation. None: as torch does."""
+    global _waits
+    _waits = how
+
+
 def gather_texts(text: str, device: torch.device, what: str) -> list[str]:
     """Blocking: [rank] the text of every rank. Raises ValueError if this rank's is too long. what: its name."""
     own = text.encode(errors="replace")
@@ -59,12 +106,12 @@ def gather_texts(text: str, device: torch.device, what: str) -> list[str]:
         raise ValueError(f"the description of the {what} is too long: {len(own)} bytes")
     size = torch.tensor([len(own)], dtype=torch.int64, device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
+    wait(dist.all_gather(sizes, size, async_op=True))
     longest = min(max(int(each) for each in sizes), MAX_TEXT_BYTES)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if own else padded[:0]
     texts = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
+    wait(dist.all_gather(texts, padded, async_op=True))
     return [bytes(t[: int(n)].tolist()).decode(errors="replace") for t, n in zip(texts, sizes, strict=True)]
 
 
@@ -124,8 +171,8 @@ def broadcast_all(tensors: Iterable[Tensor], source: int = 0) -> None:
     """Blocking: replaces every tensor by that of rank `source`, in place."""
     for tensor in tensors:
         if tensor.is_contiguous():
-            dist.broadcast(tensor.detach(), source)
+            wait(dist.broadcast(tensor.detach(), source, async_op=True))
         else:
             copy = tensor.detach().contiguous()
-            dist.broadcast(copy, source)
+            wait(dist.broadcast(copy, source, async_op=True))
             tensor.detach().copy_(copy)

@@ -36,7 +36,7 @@ from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import BucketExchange, Flight
 from decentnode.parallel.plan import Plan
 from decentnode.parallel.presence import WORDS, Absence, Presence
-from decentnode.parallel.process_group import check_alike, together
+from decentnode.parallel.process_group import check_alike, together, wait
 from decentnode.system import boot_id
 
 SLOTS = 2
@@ -67,9 +67,9 @@ def usable(buckets: Sequence[Bucket], plan: Plan, device: torch.device) -> bool:
     fits = device.type == "cpu" and room and most <= MAX_NEIGHBORS and stores_in_order()
     own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(device)
     hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(hosts, own)
+    wait(dist.all_gather(hosts, own, async_op=True))
     everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=device)
-    dist.all_reduce(everybody, op=dist.ReduceOp.MIN)
+    wait(dist.all_reduce(everybody, op=dist.ReduceOp.MIN, async_op=True))
     return bool(everybody)
 
 
@@ -116,7 +116,7 @@ class SharedMemoryExchange(BucketExchange):
         """Blocking: [rank] its segment, which has no name any more. All ranks go on, or none (see `together`)."""
         remove_stale(NAMES)
         token = torch.tensor([int.from_bytes(entropy.draw(8), "little") >> 2])
-        dist.broadcast(token, 0)
+        wait(dist.broadcast(token, 0, async_op=True))
         paths = [FOLDER / f"decentnode-ddp-{int(token):016x}-{rank}" for rank in range(self.graph.num_nodes)]
         own, segments = None, []
         try:
@@ -166,11 +166,17 @@ class SharedMemoryExchange(BucketExchange):
     def arrive(self, bucket: Bucket) -> Flight | None:
         flight = self._flights.get(bucket.index)
         if flight is not None:
-            use = flight.use
-            for peer in self.plan.view(flight.step).sources:
-                self._wait_for(partial(self._has_published, peer, bucket.index, use), peer, flight.step, use, "for")
-                bucket.received[peer] = self._tensors[peer][use % SLOTS][bucket.index]
+            self.collect(bucket, flight, self.plan.view(flight.step).sources)
         return flight
+
+    def make_room(self, bucket: Bucket) -> None:
+        self._place(bucket)
+
+    def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
+        use = flight.use
+        for peer in sources:
+            self._wait_for(partial(self._has_published, peer, bucket.index, use), peer, flight.step, use, "for")
+            bucket.received[peer] = self._tensors[peer][use % SLOTS][bucket.index]
 
     def release(self, bucket: Bucket) -> None:
         flight = self._flights.pop(bucket.index)
@@ -231,6 +237,7 @@ class SharedMemoryExchange(BucketExchange):
             now = clock.now()
             if now > look:
                 look = now + LOOK_SECONDS
+                self.interrupt(peer, started, now)
                 absence = self._absent(use)
                 if absence is not None and not done():
                     raise PeerLost(f"{late} failed: {absence.reason}", [absence.rank])

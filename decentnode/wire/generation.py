@@ -97,6 +97,9 @@ class Limits:
     merges: bool = False
     """Whether all sides of a broken network go on, and become one generation once they hear each other
     (`node.on_partition: both`). The claim above then does not hold, with any `min_nodes`."""
+    newcomers_count: bool = False
+    """Whether nodes that are not in the mapping count toward `min_nodes`: only where it is no more than half of those
+    that are, which two sides of a broken network may both have anyway."""
 
     def suffice(self, members: Collection[int]) -> bool:
         """Returns whether rounds may begin with these."""

@@ -84,6 +84,13 @@ class Membership(MemberState):
         self.go_outside(now, reason)
         return self._take_events(now)
 
+    def renew(self, now: float, reason: str) -> list[GenerationEvent]:
+        """Ask for another generation though nobody is missed: this node cannot go on in the one in force."""
+        if self.stage == "steady":
+            self.end_generation(reason)
+            self._turn(now)
+        return self._take_events(now)
+
     def stop(self, now: float) -> list[GenerationEvent]:
         """The run is to stop: where too few are left, any number is enough to close."""
         self.stopping = True

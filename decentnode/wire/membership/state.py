@@ -110,9 +110,9 @@ class MemberState:
         return self.pending if self.pending is not None and self.pending_ready else self.generation
 
     def in_mapping(self, uids: Collection[int]) -> set[int]:
-        """Those that are in the mapping. Newcomers do not count toward `min_nodes`: were they counted, and what
-        counts as enough grew with them, two sides of a broken network that let in others could both go on."""
-        return {uid for uid in uids if uid < self.founders}
+        """Those that count toward `min_nodes`. Newcomers do not, unless `Limits.newcomers_count`: were they counted,
+        and what counts as enough grew with them, two sides of a broken network that let in others could both go on."""
+        return {uid for uid in uids if uid < self.founders or self.limits.newcomers_count}
 
     def others(self) -> list[int]:
         """Every other node that there may be, ascending."""

@@ -1,0 +1,212 @@
+"""Where ranks listen, and how a process asks its way into a job that runs: frames, addresses, the knock at a door."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import zmq
+
+from decentnode import clock
+from decentnode.errors import AssemblyError, PeerFault, UsageError
+from decentnode.wire.codec import decode, encode
+from decentnode.wire.framing import XXH3, body_sum, opened, sealed, verify
+from decentnode.wire.messages import MAX_CONFIG_BYTES, MAX_SEATS, PROTOCOL_VERSION, Granted, Knock, Message, Turned
+
+ANSWER_SECONDS = 1.0
+AGAIN_SECONDS = 0.2
+MOST_FOUNDERS = 1 << 12
+
+
+def packed_frame(message: Message) -> bytes:
+    """A message as one frame."""
+    return sealed(0, encode(message), XXH3, body_sum(XXH3, b""))
+
+
+def unpacked_frame(frames: Sequence[bytes]) -> Message:
+    """Raises PeerFault, and nothing else, for what is no whole message."""
+    if len(frames) != 1:
+        raise PeerFault("malformed_header", f"{len(frames)} frames")
+    sequence, kind, sum_, header, body = opened(memoryview(frames[0]))
+    if body is not None or kind != XXH3:
+        raise PeerFault("malformed_header", "not a message of members")
+    verify(sequence, kind, sum_, header, b"", joined=False)
+    return decode(header)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens, as tcp://HOST:PORT, HOST being a number."""
+
+    control: str
+    """For messages of members."""
+    store: str
+    """For the making of process groups."""
+
+    def refuses(self, seconds: float) -> bool:
+        """Blocking: whether that machine says that nobody listens there any more: the process is gone."""
+        try:
+            socket.create_connection(parsed(self.control), timeout=seconds).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+def parsed(endpoint: str) -> tuple[str, int]:
+    """(host, port) of HOST:PORT, with or without tcp://. Raises ValueError."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"an address must be HOST:PORT, got {endpoint!r}")
+    return host.strip("[]"), int(port)
+
+
+def endpoint_of(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def numeric(host: str) -> str:
+    """Blocking: the address of a host by its name. Raises OSError."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def own_address(toward: str) -> str:
+    """The address of this machine from which `toward`, a host, is reached. Raises OSError."""
+    found = numeric(toward)
+    with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((found, 9))
+        return str(probe.getsockname()[0])
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where this process is to listen: `listen` of `initialize_dist`."""
+
+    host: str | None = None
+    """None: the address from which the others are reached."""
+    port: int = 0
+    """Of the first rank of this machine; 0 for any. Ranks take two each."""
+
+    @classmethod
+    def given(cls, listen: str | None) -> Listening:
+        """listen: HOST:PORT, HOST or :PORT. Raises ValueError."""
+        if not listen:
+            return cls()
+        host, found, port = listen.rpartition(":")
+        if not found:
+            return cls(listen)
+        if not port.isdecimal() or not 0 <= int(port) < (1 << 16) - 1:
+            raise ValueError(f"listen must be HOST:PORT, HOST or :PORT, got {listen!r}")
+        first = int(port) + 2 * int(os.environ.get("LOCAL_RANK", "0")) if int(port) else 0
+        return cls(host.strip("[]") or None, first)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all members of a job have alike, and a newcomer is told."""
+
+    run: bytes
+    founders: tuple[Address, ...]
+    capacity: int
+    """Uids that there can be."""
+    min_ranks: int
+    suspect_seconds: float
+
+    def encoded(self, lines: Sequence[str]) -> bytes:
+        """lines: what the wrapper of a newcomer must have like those of the members; left out where they are many."""
+        told = {"founders": [[a.control, a.store] for a in self.founders], "capacity": self.capacity,
+                "min_ranks": self.min_ranks, "suspect_seconds": self.suspect_seconds}  # fmt: skip
+        text = json.dumps(told | {"lines": list(lines)}).encode()
+        return text if len(text) <= MAX_CONFIG_BYTES else json.dumps(told | {"lines": []}).encode()
+
+    @classmethod
+    def decoded(cls, run: bytes, raw: bytes) -> tuple[Terms, tuple[str, ...]]:
+        """Raises PeerFault for what is no such text."""
+        try:
+            told = json.loads(raw)
+            founders = tuple(Address(str(control), str(store)) for control, store in told["founders"])
+            for each in founders:
+                parsed(each.control), parsed(each.store)
+            terms = cls(run, founders, int(told["capacity"]), int(told["min_ranks"]), float(told["suspect_seconds"]))
+            lines = tuple(str(line) for line in told["lines"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise PeerFault("malformed_header", f"terms of a job: {type(error).__name__}") from None
+        fine = 0 < len(founders) <= MOST_FOUNDERS and len(founders) <= terms.capacity <= len(founders) + MAX_SEATS
+        if not fine or not 0 < terms.min_ranks <= len(founders) or not 0 < terms.suspect_seconds < 1e6:
+            raise PeerFault("malformed_header", "terms of a job")
+        return terms, lines
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a newcomer was told by a member."""
+
+    uid: int
+    seat: bytes
+    seats: bytes
+    terms: Terms
+    lines: tuple[str, ...]
+    by: str
+
+
+def ask_to_join(addresses: Sequence[str], own: Address, seconds: float) -> Admission:
+    """Blocking: asks members at HOST:PORT, one after the other, for a place in their job. Raises AssemblyError after
+    `seconds`, with what became of each address, and at once where a member refuses for good; UsageError for what is no
+    address."""
+    try:
+        waiting = [endpoint_of(numeric(host), port) for host, port in map(parsed, addresses)]
+    except (ValueError, OSError) as error:
+        raise UsageError(f"join must be addresses of members, HOST:PORT and more behind commas: {error}") from None
+    found: dict[str, str] = {}
+    until = clock.now() + seconds
+    context = zmq.Context()
+    try:
+        while True:
+            for endpoint in list(waiting):
+                answer = _knock(context, endpoint, own, min(ANSWER_SECONDS, max(0.05, until - clock.now())))
+                if isinstance(answer, Admission):
+                    return answer
+                if isinstance(answer, Turned) and answer.final:
+                    raise AssemblyError(f"{endpoint} does not let this process join: {answer.reason}")
+                found[endpoint] = answer.reason if isinstance(answer, Turned) else answer
+                if isinstance(answer, Turned) and answer.at and answer.at not in waiting and len(waiting) < MAX_SEATS:
+                    with suppress(ValueError):
+                        waiting.insert(0, endpoint_of(*parsed(answer.at)))
+            if clock.now() > until:
+                what = "; ".join(f"{endpoint.removeprefix('tcp://')}: {why}" for endpoint, why in found.items())
+                raise AssemblyError(f"no member of a job lets this process join within {seconds:g} s: {what}")
+            clock.sleep(AGAIN_SECONDS)
+    finally:
+        context.destroy(0)
+
+
+def _knock(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, own: Address, seconds: float) -> (
+    Admission | Turned | str
+):
+    """One attempt: what a member answers, or why there is no answer."""
+    if Address(endpoint, "").refuses(seconds):
+        return "nobody listens there"
+    door = context.socket(zmq.DEALER)
+    door.setsockopt(zmq.LINGER, 0)
+    door.setsockopt(zmq.IPV6, int("[" in endpoint))
+    door.connect(endpoint)
+    try:
+        door.send(packed_frame(Knock(bytes(8), 0, 0, PROTOCOL_VERSION, own.control, own.store)))
+        if not door.poll(int(1000 * seconds)):
+            return f"no member of a job answers within {seconds:.1f} s"
+        message = unpacked_frame(door.recv_multipart())
+        if isinstance(message, Turned):
+            return message
+        if not isinstance(message, Granted):
+            return f"answers with {type(message).__name__}"
+        terms, lines = Terms.decoded(message.run, message.config)
+        return Admission(message.uid, message.seat, message.seats, terms, lines, endpoint)
+    except PeerFault as fault:
+        return f"answers what no member would ({fault})"
+    finally:
+        door.close(0)

@@ -1,0 +1,89 @@
+"""How a process comes to a job whose ranks come and go: it founds it with others, joins it, or comes back to it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from decentnode.parallel.membership import job as jobs
+from decentnode.parallel.membership.addresses import Address, endpoint_of, parsed
+
+KEY = "decentnode/member"
+"""In the store that ranks meet at: for each rank, which attempt of torchrun its process is of, and where it listens."""
+SEEN_SECONDS = 0.5
+
+
+def begin(join: str | None, listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int) -> None:
+    """Blocking: makes this process's job, and the process group of those that found it together. A process that joins
+    has none before it has wrapped a model. Raises as `initialize_dist`."""
+    if join is not None:
+        jobs.join([each.strip() for each in join.split(",") if each.strip()] or [""], listen, timeout_seconds)
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world == 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        jobs.start(listen, timeout_seconds, min_ranks, newcomers)
+        return
+    store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
+    raw = _underlying(store)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    running = _running(raw, rank, world, attempt)
+    if running:
+        job = jobs.join(running, listen, timeout_seconds)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world,
+                                timeout=timedelta(seconds=timeout_seconds))  # fmt: skip
+        job = jobs.start(listen, timeout_seconds, min_ranks, newcomers)
+    raw.set(f"{KEY}/{rank}", f"{attempt} {'joined' if running else 'founded'} {job.address}")
+
+
+def expected() -> tuple[int, int]:
+    """What stands for (rank, world size) in a process that is to join: a number that no member has, and one above it."""
+    job = jobs.current()
+    assert job is not None and job.admission is not None
+    uid = job.admission.uid
+    return uid, max(uid + 1, len(job.admission.terms.founders))
+
+
+def _underlying(store: Any) -> Any:
+    """The store that all attempts of torchrun share."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _running(store: Any, rank: int, world: int, attempt: int) -> list[str]:
+    """Blocking for a moment: members of the job that this rank belonged to before it was started again; none where it
+    is the first of its rank, or where all ranks were started again, as torchrun's agent does with its own."""
+    own = _entry(store, rank)
+    if own is None:
+        return []
+    found = []
+    for other in range(world):
+        entry = _entry(store, other) if other != rank else None
+        if entry is None:
+            continue
+        theirs, how, address = entry
+        if (own[0] == attempt or theirs < attempt or how == "joined") and _lives(address):
+            found.append(address)
+    return found
+
+
+def _entry(store: Any, rank: int) -> tuple[int, str, str] | None:
+    key = f"{KEY}/{rank}"
+    if not store.check([key]):
+        return None
+    with suppress(ValueError):
+        attempt, how, address = store.get(key).decode().split(" ")
+        return int(attempt), how, address
+    return None
+
+
+def _lives(address: str) -> bool:
+    with suppress(ValueError):
+        return not Address(endpoint_of(*parsed(address)), "").refuses(SEEN_SECONDS)
+    return False

@@ -1,0 +1,382 @@
+"""The thread that agrees on generations with the other ranks' threads, and what the training asks it.
+
+The protocol is wire/membership's; this thread has its sockets: one that others send to, and one for each other rank.
+Nothing it sends needs to arrive: whatever matters is repeated until it is answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+import zmq
+
+from decentnode import clock, entropy
+from decentnode.communication.waker import Waker
+from decentnode.errors import AssemblyError, PeerFault, PeerLost
+from decentnode.parallel.membership.addresses import (
+    Address,
+    Admission,
+    Terms,
+    endpoint_of,
+    packed_frame,
+    unpacked_frame,
+)
+from decentnode.wire.generation import (
+    Broken,
+    Generation,
+    GenerationEvent,
+    Going,
+    Install,
+    JoinRefused,
+    Limits,
+    Outside,
+    Seated,
+)
+from decentnode.wire.membership import Membership
+from decentnode.wire.messages import SEAT_TOKEN_BYTES, Bye, Granted, Knock, Message, Turned
+
+logger = logging.getLogger(__name__)
+
+TURN_SECONDS = 0.25
+"""The thread looks at its clocks at least so often."""
+MAX_AT_ONCE = 256
+"""Messages that are taken before the clocks are looked at again."""
+QUEUE = 1000
+"""Messages that a socket keeps; others are dropped, and repeated later by who needs them."""
+LOOK_SECONDS = 0.02
+PROBE_EVERY_SECONDS, PROBE_SECONDS = 0.2, 0.5
+LINGER_MILLISECONDS = 300
+LEFT_SECONDS = 0.5
+"""What a rank that said goodbye had sent is given so long to arrive."""
+
+
+class Control:
+    """One process's part. Every method may be called by the training's thread; only those that say so block."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """host: an address of this machine that the others reach. port: 0 for any. Raises OSError where it is taken."""
+        self._context = zmq.Context()
+        self._in = self._context.socket(zmq.ROUTER)
+        self._in.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._in.setsockopt(zmq.RCVHWM, QUEUE)
+        self._in.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        self._in.setsockopt(zmq.IPV6, int(":" in host))
+        try:
+            self._in.bind(endpoint_of(host, port) if port else endpoint_of(host, port)[:-1] + "*")
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise OSError(f"cannot listen at {endpoint_of(host, port)}: {error}") from error
+        self.endpoint: str = self._in.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._out: dict[int, zmq.Socket[bytes]] = {}
+        self._out_at: dict[int, str] = {}
+        self._addresses: dict[int, Address] = {}
+        self._lock = threading.RLock()
+        """Guards all below, and the membership."""
+        self._changed = threading.Condition(self._lock)
+        self._waker = Waker()
+        self._membership: Membership | None = None
+        self._terms: Terms | None = None
+        self._told = b""
+        self._installing: Generation | None = None
+        self._broken = ""
+        self._refused = ""
+        self._left: set[int] = set()
+        self._waiting_since: float | None = None
+        self.generation = Generation(0, ())
+        """The one in force, or the last that was."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="decentnode-members", daemon=True)
+        self._thread.start()
+
+    # -- the beginning and the end ----------------------------------------------------------------------------
+
+    def begin(self, uid: int, terms: Terms, lines: Sequence[str], digest: str, ready_seconds: float,
+              admission: Admission | None = None) -> None:  # fmt: skip
+        """Be a member from the start, or (admission) ask to be one of the next generation. lines, digest: of what is
+        wrapped here. ready_seconds: how long the others' training may take to come to a generation."""
+        with self._lock:
+            founders = len(terms.founders)
+            below_half = 2 * terms.min_ranks <= founders
+            limits = Limits(terms.suspect_seconds, ready_seconds, terms.min_ranks, newcomers_count=below_half)
+            self._terms, self._told = terms, terms.encoded(lines)
+            state = self._membership = Membership(
+                uid, terms.capacity, limits, draw=entropy.draw, digest=digest, run=terms.run,
+                describe=lambda who: f"rank {who}" if who < founders else f"newcomer {who}", founders=founders,
+                seat=admission.seat if admission is not None and uid >= founders else b"",
+            )  # fmt: skip
+            self._addresses = dict(enumerate(terms.founders))
+            self._addresses.pop(uid, None)
+            if admission is None:
+                self.generation = state.generation
+            else:
+                state.learn_seats(admission.seats)
+                self._take(state.leave(clock.now(), "it asks to join"))
+        self._waker.wake()
+
+    def close(self) -> None:
+        """Blocking for LINGER_MILLISECONDS at most: tells the others that this process leaves. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            membership = self._membership
+            if membership is not None:
+                for uid in self.generation.members:
+                    if uid != membership.uid:
+                        membership.say(uid, Bye)
+        self._waker.wake()
+        self._thread.join(5.0)
+
+    # -- what the training asks -------------------------------------------------------------------------------
+
+    @property
+    def uid(self) -> int:
+        assert self._membership is not None
+        return self._membership.uid
+
+    @property
+    def broken(self) -> str:
+        """Why the generation in force has ended, or is about to; empty while it has not."""
+        return self._broken
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this process has no model of the job yet."""
+        return self._membership is not None and self._membership.fresh
+
+    def address_of(self, uid: int) -> Address:
+        with self._lock:
+            return self._addresses[uid]
+
+    def describe(self, uids: Collection[int]) -> str:
+        with self._lock:
+            return self._membership.names(set(uids)) if self._membership is not None else str(sorted(uids))
+
+    def waits(self, since: float | None) -> None:
+        """The training waits for other ranks since then, or (None) does not."""
+        if (since is None) != (self._waiting_since is None):
+            self._waiting_since = since
+            if since is not None:
+                self._waker.wake()
+
+    def has_left(self, uid: int, waited: float) -> bool:
+        """Whether a rank said goodbye, and what it had sent has had the time to come."""
+        return uid in self._left and waited > LEFT_SECONDS
+
+    def has_model(self, position: int) -> None:
+        """This process has the job's model now, after `position` steps."""
+        with self._lock:
+            assert self._membership is not None
+            self._membership.fresh, self._membership.position = False, position
+
+    def next_generation(self, error: PeerLost | None, seconds: float, leaves: bool) -> Generation:
+        """Blocking: the next generation, once all of its members wait for it here. It is in force when this returns.
+
+        error: why this one is over for the training, if it found so itself: whose process is gone is found out. leaves:
+        there is something to go on without though everybody lives, such as a broken connection. Raises `error` where
+        nobody is missed and nothing else ends this generation; PeerLost after `seconds`, naming who is waited for;
+        AssemblyError where this process is refused.
+        """
+        started, probed = clock.now(), 0.0
+        assert self._membership is not None
+        patience = self._membership.limits.suspect_seconds + 2 * PROBE_SECONDS
+        self.waits(started)
+        try:
+            while True:
+                found = self._arrive(started, seconds)
+                if found is not None:
+                    return found
+                now = clock.now()
+                if now - probed > PROBE_EVERY_SECONDS * (3 if self._broken else 1):
+                    probed = now
+                    self._probe()
+                if not self._broken and error is not None and now - started > (1.0 if leaves else patience):
+                    if not leaves:
+                        raise error
+                    self._renew(str(error))
+        finally:
+            self.waits(None)
+
+    def _arrive(self, started: float, seconds: float) -> Generation | None:
+        """Say that the training waits for the generation that is agreed on; it, once it is in force."""
+        with self._changed:
+            assert self._membership is not None
+            if self._refused:
+                raise AssemblyError(self._refused)
+            if self._installing is not None:
+                generation, self._installing = self._installing, None
+                self._take(self._membership.installed(generation, clock.now()))
+                self._waker.wake()
+            if not self._broken and self._arrived is not None:
+                found, self._arrived = self._arrived, None
+                return found
+            if clock.now() - started > seconds:
+                raise PeerLost(f"no generation of ranks came about within {seconds:g} s: {self._missing()}")
+            self._changed.wait(LOOK_SECONDS)
+        return None
+
+    _arrived: Generation | None = None
+    """A generation that came into force since the training asked last."""
+
+    def _missing(self) -> str:
+        """Whom the agreement waits for."""
+        state = self._membership
+        assert state is not None
+        if state.stage == "short":
+            return state.reason
+        if state.proposal is not None:
+            late = state.proposal.members - state.proposal.ready - {state.uid}
+            return f"{state.names(set(late))} did not come to it"
+        return f"waiting for {state.describe(state.coordinator)} ({state.stage}: {state.reason})"
+
+    def _probe(self) -> None:
+        """Blocking for PROBE_SECONDS per rank whose machine does not answer: report those whose process is gone."""
+        with self._lock:
+            assert self._membership is not None
+            proposal = self._membership.proposal
+            asked = {*self.generation.members, *(proposal.members if proposal is not None else ())}
+            others = {uid: self._addresses[uid] for uid in asked if uid in self._addresses}
+            left = self._left & others.keys()
+        gone = left | {uid for uid, address in others.items() if address.refuses(PROBE_SECONDS)}
+        if gone - self._membership.failed:
+            with self._lock:
+                words = f"the process of {self._membership.names(gone)} is gone"
+                self._take(self._membership.suspect(gone, clock.now(), words, dead=True))
+            self._waker.wake()
+
+    def _renew(self, reason: str) -> None:
+        with self._lock:
+            assert self._membership is not None
+            self._take(self._membership.renew(clock.now(), reason))
+        self._waker.wake()
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._in, zmq.POLLIN)
+        poller.register(self._waker.descriptor, zmq.POLLIN)
+        try:
+            while not self._closing:
+                ready = dict(poller.poll(math.ceil(1000 * self._pause())))
+                if self._waker.descriptor in ready:
+                    self._waker.clear()
+                if self._in in ready:
+                    self._receive()
+                self._tick()
+            self._send()
+        except Exception:
+            logger.exception("the thread that agrees on members ended")
+            with self._changed:
+                self._refused = "the thread that agrees on members ended, see the log"
+                self._broken = self._refused
+        finally:
+            for each in self._out.values():
+                each.close(LINGER_MILLISECONDS)
+            self._in.close(LINGER_MILLISECONDS)
+            self._context.term()
+
+    def _pause(self) -> float:
+        with self._lock:
+            if self._membership is None:
+                return TURN_SECONDS
+            deadline = self._membership.next_deadline(self._waiting_since)
+        return min(max(deadline - clock.now(), 0.0), TURN_SECONDS)
+
+    def _tick(self) -> None:
+        with self._lock:
+            if self._membership is not None:
+                now, since = clock.now(), self._waiting_since
+                if since is None:
+                    self._take(self._membership.tick(now))
+                else:
+                    self._take(self._membership.tick(now, self.generation.members, since))
+            self._send()
+
+    def _receive(self) -> None:
+        for _ in range(MAX_AT_ONCE):
+            try:
+                who, *frames = self._in.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            with self._lock, suppress(PeerFault):
+                message = unpacked_frame(frames)
+                if isinstance(message, Knock):
+                    self._answer(who, message)
+                elif self._membership is not None:
+                    if isinstance(message, Bye) and message.run == self._membership.run:
+                        self._left.add(message.source)  # nobody is missed before somebody waits for it
+                    else:
+                        self._take(self._membership.receive(message, clock.now()))
+
+    def _answer(self, who: bytes, knock: Knock) -> None:
+        """A process that is no member asks to be one."""
+        state, terms = self._membership, self._terms
+        now = clock.now()
+        if state is None or terms is None:
+            reply: Message = Turned(bytes(8), 0, 0, "the job has not begun to train", 0, 0, "")
+        else:
+            caller = Address(knock.control, knock.bulk)
+            found: tuple[int, bytes] | Turned
+            if caller in terms.founders:  # a rank that was started again
+                found = terms.founders.index(caller), b""
+            else:
+                granted = state.knock(knock, "", now)
+                found = granted if isinstance(granted, Turned) else (granted[1], granted[0].token)
+            if isinstance(found, Turned):
+                at = self._addresses[found.uid].control if found.uid != state.uid and not found.final else ""
+                reply = Turned(found.run, 0, state.uid, found.reason, found.final, found.uid, at)
+            else:
+                uid, token = found
+                token = token or bytes(SEAT_TOKEN_BYTES)
+                reply = Granted(state.run, 0, state.uid, uid, token, state.seats.encoded(), self._told)
+            self._take(state.take_events(now))
+        with suppress(zmq.ZMQError):
+            self._in.send_multipart([who, packed_frame(reply)], zmq.NOBLOCK)
+
+    def _take(self, events: list[GenerationEvent]) -> None:
+        for event in events:
+            if isinstance(event, Broken | Outside):
+                self._broken = event.reason or "it ended"
+                self._installing = self._arrived = None
+                logger.info("the generation of ranks is over: %s", event.reason)
+            elif isinstance(event, Install):
+                self._broken = self._broken or "another generation"
+                self._installing = event.generation
+            elif isinstance(event, Going):
+                self.generation, self._arrived, self._broken = event.generation, event.generation, ""
+                self._left.clear()
+                logger.info("a generation of ranks is in force: %s", ", ".join(map(str, event.generation.members)))
+            elif isinstance(event, Seated):
+                self._addresses[event.uid] = Address(event.control, event.bulk)
+            elif isinstance(event, JoinRefused):
+                self._refused = event.reason
+        if events:
+            self._changed.notify_all()
+
+    def _send(self) -> None:
+        state = self._membership
+        if state is None:
+            return
+        for uid, address in self._addresses.items():  # connections are there before they are needed
+            if self._out_at.get(uid) != address.control:
+                self._connect(uid, address.control)
+        outbox, state.outbox = state.outbox, []
+        for to, message in outbox:
+            if to in self._out:
+                with suppress(zmq.Again):
+                    self._out[to].send(packed_frame(message), zmq.NOBLOCK)
+
+    def _connect(self, uid: int, endpoint: str) -> None:
+        if uid in self._out:
+            self._out[uid].close(0)
+        made = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, LINGER_MILLISECONDS), (zmq.SNDHWM, QUEUE), (zmq.RECONNECT_IVL, 50),
+                              (zmq.RECONNECT_IVL_MAX, 1000), (zmq.IPV6, int("[" in endpoint))):  # fmt: skip
+            made.setsockopt(option, value)
+        made.connect(endpoint)
+        self._out[uid], self._out_at[uid] = made, endpoint

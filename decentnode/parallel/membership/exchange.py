@@ -1,0 +1,220 @@
+"""Exchanges that outlive the death of ranks: what a generation leaves unfinished is settled among the survivors.
+
+When a generation ends, some survivors have mixed what they received in a step, and others, which waited for the dead,
+have not. An edge that is mixed at one end alone would move the mean of the models. So every survivor tells how far it
+has mixed each bucket, and whoever waits takes exactly the snapshots of those that have mixed its own; the weights of
+all other edges stay with it. Such a snapshot was sent before, so that nobody waits for anything new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode.errors import PeerLost
+from decentnode.parallel.advance import Rows
+from decentnode.parallel.buckets import Bucket, BucketPart
+from decentnode.parallel.exchange import BucketExchange, Flight, mean_over_ranks
+from decentnode.parallel.membership.job import ConnectionBroken, Job
+
+T = TypeVar("T")
+
+ASK_SECONDS = 0.3
+"""A rank that is waited for so long is asked whether it lives."""
+
+
+class RegroupingExchange(BucketExchange):
+    """A `BucketExchange` whose waits end with a generation of ranks, and which then takes part in the next one.
+
+    After `recover` there is nothing in flight, and until `resume` nothing is sent: what is left of a step goes on
+    without an exchange.
+    """
+
+    def __init__(self, inner: BucketExchange, buckets: Sequence[Bucket], job: Job,
+                 recover: Callable[[PeerLost | None], None]) -> None:  # fmt: skip
+        """recover: regroups, and calls `settle` and `replace`."""
+        self._job, self._buckets, self._recover = job, list(buckets), recover
+        self.timeout_seconds = inner.timeout_seconds
+        self.over = False
+        """Whether a generation has begun whose first exchange has not departed yet."""
+        self.mixed = [-1] * len(self._buckets)
+        """[bucket] the last step whose exchange was mixed."""
+        self.entered = self.left = 0
+        """Averages over all ranks that this one has begun, and ended."""
+        self._among: Any = None
+        """The group of ranks that average once more what was broken off; None: all."""
+        self._sent, self._waited = 0, 0.0
+        """Of the generations before."""
+        self._put(inner)
+
+    def _put(self, inner: BucketExchange) -> None:
+        self.inner = inner
+        inner.interrupt = self._look
+        self.members = self._job.members
+        """[rank] its uid, in the generation of `inner`."""
+
+    def _look(self, peer: int, since: float, now: float) -> None:
+        """Called from time to time while a rank is waited for. Raises PeerLost where that is in vain."""
+        control, waited = self._job.control, now - since
+        if control.broken:
+            raise PeerLost(f"rank {self.inner.rank}: the generation is over: {control.broken}")
+        if control.has_left(self.members[peer], waited):
+            raise PeerLost(f"rank {self.inner.rank}: rank {peer} has ended its training", [peer])
+        if waited > ASK_SECONDS:
+            control.waits(since)
+
+    # -- what the training sees -------------------------------------------------------------------------------
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        return self._sent + self.inner.bytes_sent
+
+    @property
+    def wait_seconds(self) -> float:  # type: ignore[override]
+        return self._waited + self.inner.wait_seconds
+
+    def launch(self, buckets: Sequence[Bucket], step: int) -> None:
+        if not self.over:
+            self._guarded(lambda: self.inner.launch(buckets, step))
+
+    def begin(self, step: int) -> None:
+        if not self.over:
+            self.inner.begin(step)
+
+    def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
+        if not self.over:
+            self.inner.snapshot(bucket, part, cached)
+
+    def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
+        return bucket.one_pass(None) if self.over else self.inner.one_pass(bucket, flight)
+
+    def advance(self, bucket: Bucket, part: BucketPart, flight: Flight | None, factor: float, rows: Rows) -> None:
+        if self.over:
+            bucket.advance(part, None, rows, None)
+        else:
+            self.inner.advance(bucket, part, flight, factor, rows)
+
+    def depart(self, bucket: Bucket) -> None:
+        if not self.over:
+            self._guarded(lambda: self.inner.depart(bucket))
+
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        if self.over:
+            return None
+
+        def arrived() -> Flight | None:
+            self.inner.make_room(bucket)  # before anything of the bucket is mixed: nothing is half mixed then
+            return self.inner.arrive(bucket)
+
+        return self._guarded(arrived)
+
+    def summed(self, bucket: Bucket, flight: Flight) -> Tensor | None:
+        return self.inner.summed(bucket, flight)
+
+    def mix(self, bucket: Bucket, part: BucketPart, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
+        self.inner.mix(bucket, part, flight, factor, cached)
+
+    def release(self, bucket: Bucket) -> None:
+        flight = self.inner.flight_of(bucket)
+        if flight is not None:
+            self.mixed[bucket.index] = flight.step
+            self.inner.release(bucket)
+
+    def drain(self) -> None:
+        while self.inner.in_flight():
+            self._guarded(self.inner.drain)
+
+    def check(self) -> None:
+        """Blocking where the generation is over: takes part in the next one."""
+        if self._job.control.broken and not self.over:
+            self._recover(None)
+
+    def _guarded(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None where the generation ended meanwhile."""
+        try:
+            return work()
+        except PeerLost as error:
+            self._recover(error)
+            return None
+        finally:
+            self._job.control.waits(None)
+
+    def end(self) -> bool:
+        ended = self.inner.end()
+        self._job.leave()
+        return ended
+
+    def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T]) -> T:
+        self.entered += 1
+        while True:
+            try:
+                with self.inner.average(what):
+                    found = work(self._mean)
+                self.left, self._among = self.entered, None
+                return found
+            except (PeerLost, RuntimeError) as error:
+                lost = error if isinstance(error, PeerLost) else ConnectionBroken(f"{what} failed: {error}")
+                self._recover(lost)
+
+    def _mean(self, tensor: Tensor) -> Tensor:
+        return mean_over_ranks(tensor, self._among)
+
+    # -- another generation -----------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        return {"mixed": list(self.mixed), "of": list(self.members), "average": [self.entered, self.left]}
+
+    @torch.no_grad()
+    def settle(self, reports: Mapping[int, Mapping[str, Any]], factor: float) -> None:
+        """Blocking: mixes what is in flight with the snapshots of those that have mixed this rank's (see above)."""
+        mine = list(self.members)
+        for bucket in self._buckets:
+            flight = self.inner.flight_of(bucket)
+            if flight is None:
+                continue
+            view = self.inner.plan.view(flight.step, factor)
+            both = [
+                source for source in view.sources
+                if (found := reports.get(mine[source])) and found["of"] == mine
+                and found["mixed"][bucket.index] >= flight.step
+            ]  # fmt: skip
+            bucket.gather()
+            self.inner.collect(bucket, flight, both)
+            bucket.mix(view.without(set(view.sources).difference(both)))
+            bucket.scatter()
+            self.inner.forget(bucket)
+
+    def let_go(self) -> None:
+        """The old exchange is needed by nobody."""
+        self._sent, self._waited = self.bytes_sent, self.wait_seconds
+        self.inner.end()
+        for bucket in self._buckets:
+            bucket.renew_memory()  # operations that were broken off may still write into what they were given
+
+    def replace(self, inner: BucketExchange, first_step: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Blocking: go on with another exchange, whose first step is `first_step`."""
+        inner.bytes_sent, inner.wait_seconds = 0, 0.0
+        self._put(inner)
+        self.mixed = [first_step - 1] * len(self._buckets)
+        self.over = True
+        # Who was in an average alone with some others ends it with these: the rest has ended it before.
+        self._among = None
+        inside: dict[int, list[int]] = {}
+        for rank, uid in enumerate(self.members):
+            entered, left = reports[uid]["average"]
+            if entered > left:
+                inside.setdefault(entered, []).append(rank)
+        for number, ranks in sorted(inside.items()):
+            if len(ranks) < len(self.members):
+                group = dist.new_group(ranks)
+                if number == self.entered and self.left < self.entered:
+                    self._among = group
+
+    def resume(self, step: int) -> None:
+        """Sends what the buckets hold as the first exchange of the generation."""
+        self.over = False
+        self.launch(self._buckets, step)

@@ -1,0 +1,258 @@
+"""A process's place in a job whose ranks come and go, and the process group of each generation of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from decentnode import clock, entropy
+from decentnode.communication.shared_memory.segment import Backoff
+from decentnode.errors import AssemblyError, PeerLost
+from decentnode.parallel import process_group
+from decentnode.parallel.membership.addresses import (
+    Address,
+    Admission,
+    Listening,
+    Terms,
+    ask_to_join,
+    endpoint_of,
+    own_address,
+    parsed,
+)
+from decentnode.parallel.membership.control import Control
+from decentnode.wire.generation import Generation, proposer_of
+from decentnode.wire.messages import MAX_SEATS
+
+logger = logging.getLogger(__name__)
+
+FORM_SECONDS = 20.0
+"""How long the making of a process group may take, once all of its ranks wait for it."""
+JOIN_SECONDS = 30.0
+"""How long a process asks members to let it in, before it says that none does."""
+POLL_SECONDS = (20e-6, 1e-3)
+MAX_ATTEMPTS = 16
+"""Generations that may fail one after the other before this process gives up."""
+SUSPECT_SECONDS = 10.0
+
+
+class ConnectionBroken(PeerLost):
+    """A connection to a rank broke, which may live all the same: another generation makes new ones."""
+
+
+class Participant(Protocol):
+    """What a job regroups: a wrapper, in the steps of one regrouping. Each may block and raise PeerLost, RuntimeError
+    or OSError where a rank is lost meanwhile; then all begin again with the next generation."""
+
+    def report(self) -> Mapping[str, Any]:
+        """What the others have to know of this rank, as JSON has it; the same until the regrouping is over."""
+
+    def settle(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Bring exchanges of the old generation to an end, by uid what the members of the new one reported."""
+
+    def release(self) -> None:
+        """Nobody needs anything of this rank's old exchange any more."""
+
+    def rebuild(self, rank: int, world_size: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Make the new exchange, and give those that are new the model."""
+
+
+class Job:
+    """One per process. Made by `initialize_dist(missing="regroup")`."""
+
+    def __init__(self, control: Control, store: dist.TCPStore, own: Address, timeout_seconds: float) -> None:
+        self.control, self.timeout_seconds = control, timeout_seconds
+        self._store, self._own = store, own
+        self._terms: Terms | None = None
+        self.admission: Admission | None = None
+        """Of a process that came from outside and is no member yet."""
+        self._participant: weakref.ref[Any] | None = None
+        self.members: tuple[int, ...] = ()
+        """[rank] its uid."""
+        self._old: list[Any] = []
+        """Process groups that are over, but whose operations may still be needed."""
+
+    @classmethod
+    def listening(cls, listen: str | None, toward: str, timeout_seconds: float) -> Job:
+        """A process that listens where the others reach it. toward: a host of theirs. Raises OSError, ValueError."""
+        given = Listening.given(listen)
+        host = own_address(given.host or toward)
+        control = Control(host, given.port)
+        try:
+            store = dist.TCPStore(host, given.port + 1 if given.port else 0, None, True, wait_for_workers=False,
+                                  timeout=timedelta(seconds=FORM_SECONDS))  # fmt: skip
+        except RuntimeError as error:
+            control.close()
+            raise OSError(f"cannot listen at {endpoint_of(host, given.port + 1)}: {error}") from error
+        return cls(control, store, Address(control.endpoint, endpoint_of(host, store.port)), timeout_seconds)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT by which others join."""
+        return self._own.control.removeprefix("tcp://")
+
+    # -- the beginning ----------------------------------------------------------------------------------------
+
+    def found(self, min_ranks: int | None, newcomers: int) -> None:
+        """Blocking: all ranks of the process group found the job. Raises ValueError for numbers out of range."""
+        world = dist.get_world_size()
+        least = world // 2 + 1 if min_ranks is None else min_ranks
+        if not 1 <= least <= world:
+            raise ValueError(f"min_ranks must be in [1, {world}], got {min_ranks}")
+        if not 0 <= newcomers <= MAX_SEATS:
+            raise ValueError(f"newcomers must be in [0, {MAX_SEATS}], got {newcomers}")
+        told = json.dumps([self._own.control, self._own.store, entropy.word(8)])
+        found = [json.loads(text) for text in process_group.gather_texts(told, torch.device("cpu"), "address")]
+        founders = tuple(Address(str(control), str(store)) for control, store, _ in found)
+        self._terms = Terms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS)
+        self.members = tuple(range(world))
+        logger.info("others join this job at %s", self.address)
+
+    def knock(self, addresses: Sequence[str]) -> None:
+        """Blocking: ask members of a job for a place in it. Raises AssemblyError, UsageError."""
+        seconds = min(JOIN_SECONDS, self.timeout_seconds)
+        self.admission = ask_to_join(addresses, self._own, seconds)
+        self._terms = self.admission.terms
+        logger.info("rank %d of the job at %s", self.admission.uid, self.admission.by)
+
+    def attach(self, participant: Participant, lines: Sequence[str]) -> None:
+        """Be a member with this wrapper from now on; a process that comes from outside asks to be (`regroup`).
+
+        lines: what all members must have alike. Raises ValueError for a second wrapper, AssemblyError where a newcomer
+        differs from the members.
+        """
+        if self._participant is not None:
+            raise ValueError('missing="regroup" takes one wrapper in a process, for its whole life')
+        self._participant = weakref.ref(participant)
+        assert self._terms is not None
+        admission = self.admission
+        if admission is not None and admission.lines:
+            for number in range(max(len(lines), len(admission.lines))):
+                mine, theirs = (each[number] if number < len(each) else "nothing" for each in (lines, admission.lines))
+                if mine != theirs:
+                    raise AssemblyError(f"this process differs from the job at {admission.by}: {mine!r}, there "
+                                        f"{theirs!r}")  # fmt: skip
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+        uid = dist.get_rank() if admission is None else admission.uid
+        self.control.begin(uid, self._terms, lines, digest, self.timeout_seconds, admission)
+        process_group.wait_with(self._wait)
+
+    def leave(self) -> None:
+        """Tell the others that this process takes no more steps. Idempotent; blocking for less than a second."""
+        process_group.wait_with(None)
+        self.control.close()
+        self._old.clear()
+
+    # -- another generation -----------------------------------------------------------------------------------
+
+    def regroup(self, error: PeerLost | None) -> None:
+        """Blocking: take part in the next generation, and make ready what is wrapped.
+
+        error: why this one is over, where this rank found so. Raises it where nobody is missed, PeerLost where no
+        generation comes about in time, AssemblyError where this process is let into none.
+        """
+        participant = self._participant() if self._participant is not None else None
+        assert participant is not None
+        leaves = isinstance(error, ConnectionBroken)
+        for _ in range(MAX_ATTEMPTS):
+            generation = self.control.next_generation(error, self.timeout_seconds, leaves)
+            try:
+                self._form(generation)
+                told = process_group.gather_texts(json.dumps(participant.report()), torch.device("cpu"), "report")
+                reports = {uid: json.loads(text) for uid, text in zip(self.members, told, strict=True)}
+                participant.settle(reports)
+                self.barrier()
+                participant.release()
+                self._old.clear()
+                participant.rebuild(self.members.index(self.control.uid), len(self.members), reports)
+                self.barrier()
+                self.admission = None
+                return
+            except (PeerLost, RuntimeError, OSError) as failure:
+                error, leaves = ConnectionBroken(f"regrouping failed: {failure}"), True
+                logger.info("a generation of ranks ended while it began: %s", failure)
+        assert error is not None
+        raise error
+
+    def _form(self, generation: Generation) -> None:
+        """Blocking: makes the default process group of this generation's members."""
+        self.members = tuple(sorted(generation.members))
+        host = proposer_of(generation.origin)
+        if host == self.control.uid:
+            store: Any = self._store
+        else:
+            name, port = parsed(self.control.address_of(host).store)
+            store = dist.TCPStore(name, port, None, False, timeout=timedelta(seconds=FORM_SECONDS))
+        if dist.is_initialized():
+            self._old.append(dist.group.WORLD)
+            dist.destroy_process_group()
+        prefix = f"generation {generation.number} {generation.origin.hex()}"
+        dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), world_size=len(self.members),
+                                rank=self.members.index(self.control.uid),
+                                timeout=timedelta(seconds=FORM_SECONDS))  # fmt: skip
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_seconds), dist.group.WORLD)
+
+    def barrier(self) -> None:
+        """Blocking until all members are here."""
+        process_group.gather_texts("", torch.device("cpu"), "barrier")
+
+    def _wait(self, work: Any) -> None:
+        """Waits for an operation of all ranks. Raises ConnectionBroken where this generation ends, RuntimeError
+        where the operation fails. The operation goes on alone then: its tensors are nobody else's."""
+        started, backoff = clock.now(), Backoff(POLL_SECONDS)
+        while not work.is_completed():
+            if self.control.broken:
+                raise ConnectionBroken(f"the generation is over: {self.control.broken}")
+            if clock.now() - started > 0.3:
+                self.control.waits(started)
+            backoff.sleep()
+        self.control.waits(None)
+        work.wait()
+
+
+_job: Job | None = None
+
+
+def current() -> Job | None:
+    """The job of this process; None where ranks do not come and go."""
+    return _job
+
+
+def start(listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int) -> Job:
+    """Blocking: all ranks of the process group found a job. Raises OSError, ValueError; AssemblyError where another
+    rank did."""
+    global _job
+    with process_group.together("listen for members"):
+        made = Job.listening(listen, os.environ.get("MASTER_ADDR", "127.0.0.1"), timeout_seconds)
+    try:
+        made.found(min_ranks, newcomers)
+    except BaseException:
+        made.leave()
+        raise
+    _job = made
+    return made
+
+
+def join(addresses: Sequence[str], listen: str | None, timeout_seconds: float) -> Job:
+    """Blocking: this process is to join a job. Raises OSError, ValueError, AssemblyError, UsageError."""
+    global _job
+    toward = "127.0.0.1"
+    with suppress(ValueError):
+        toward = parsed(addresses[0])[0]
+    made = Job.listening(listen, toward, timeout_seconds)
+    try:
+        made.knock(addresses)
+    except BaseException:
+        made.leave()
+        raise
+    _job = made
+    return made

@@ -1,0 +1,141 @@
+"""Exchanges from rank to rank over gloo whose waits can be broken off.
+
+gloo waits inside, for as long as its time-out, also for a rank that lives but takes part in another generation already.
+So a thread for each neighbor waits for what goes to it and comes from it, in order, and the training looks from time to
+time. All-reduces, which some ranks may end and others not when one dies, are not used.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from decentnode import clock
+from decentnode.communication.shared_memory.segment import Backoff
+from decentnode.errors import PeerLost
+from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.exchange import BucketExchange, Flight
+from decentnode.parallel.membership.job import ConnectionBroken
+from decentnode.parallel.plan import Plan
+
+POLL_SECONDS = (20e-6, 1e-3)
+LOOK_SECONDS = 0.05
+
+
+@dataclass(eq=False)
+class _Leg:
+    """One operation with one peer."""
+
+    peer: int
+    receives: bool
+    work: Any
+    over: bool = False
+    failed: str = ""
+
+
+@dataclass
+class PairFlight(Flight):
+    legs: list[_Leg] = field(default_factory=list)
+
+
+class _Line:
+    """The thread that waits for one peer's operations, in their order. It ends with `None`, or with the process."""
+
+    def __init__(self, peer: int, seconds: float) -> None:
+        self._seconds = seconds
+        self.legs: queue.SimpleQueue[_Leg | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"decentnode-gloo-{peer}", daemon=True).start()
+
+    def _run(self) -> None:
+        while (leg := self.legs.get()) is not None:
+            try:
+                leg.work.wait(timedelta(seconds=self._seconds))
+            except Exception as error:
+                leg.failed = str(error) or type(error).__name__
+            leg.work = None
+            leg.over = True
+            del leg
+
+
+class PairExchange(BucketExchange):
+    """`BucketExchange` from rank to rank, over the process group that is the default one when it is made."""
+
+    def __init__(self, plan: Plan, timeout_seconds: float) -> None:
+        super().__init__(plan, timeout_seconds)
+        self._group = dist.group.WORLD
+        self._lines: dict[int, _Line] = {}
+
+    def _open_groups(self) -> None:
+        """Makes no groups (see above)."""
+
+    def depart(self, bucket: Bucket) -> None:
+        view = self.plan.view(self._step)
+        if not view.neighbors and not view.sources:
+            return
+        bucket.sent = bucket.sent_buffer()
+        flight = PairFlight(self._step)
+        self._flights[bucket.index] = flight
+        for number, peer in enumerate(view.sources):
+            bucket.received[peer] = bucket.slot(number)
+        for peer in sorted({*view.neighbors, *view.sources}):  # all of them, also where one is known to be gone
+            if peer in view.neighbors:
+                self._begin(flight, bucket, peer, receives=False)
+                self.bytes_sent += bucket.size_bytes
+            if peer in view.sources:
+                self._begin(flight, bucket, peer, receives=True)
+
+    def _begin(self, flight: PairFlight, bucket: Bucket, peer: int, receives: bool) -> None:
+        leg = _Leg(peer, receives, None)
+        flight.legs.append(leg)
+        try:
+            if receives:
+                leg.work = dist.irecv(bucket.received[peer], peer, group=self._group)
+            else:
+                leg.work = dist.isend(bucket.sent, peer, group=self._group)
+        except RuntimeError as error:  # a connection that is known to be broken
+            leg.over, leg.failed = True, str(error)
+            return
+        if peer not in self._lines:
+            self._lines[peer] = _Line(peer, self.timeout_seconds)
+        self._lines[peer].legs.put(leg)
+
+    def _wait(self, flight: Flight) -> None:
+        assert isinstance(flight, PairFlight)
+        self._wait_for(flight.legs, flight.step)
+
+    def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:  # noqa: ARG002
+        assert isinstance(flight, PairFlight)
+        self._wait_for([leg for leg in flight.legs if leg.receives and leg.peer in sources], flight.step)
+
+    def _wait_for(self, legs: Sequence[_Leg], step: int) -> None:
+        """Blocking. Raises PeerLost naming the rank."""
+        started = clock.now()
+        for leg in legs:
+            backoff, look = Backoff(POLL_SECONDS), started + LOOK_SECONDS
+            while not leg.over:
+                now = clock.now()
+                if now > look:
+                    look = now + LOOK_SECONDS
+                    self.interrupt(leg.peer, started, now)
+                    if now - started > self.timeout_seconds:
+                        raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} took "
+                                       f"longer than {self.timeout_seconds:g} s", [leg.peer])  # fmt: skip
+                backoff.sleep()
+            if leg.failed:
+                raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} failed: "
+                                       f"{leg.failed}", [leg.peer])  # fmt: skip
+        self.wait_seconds += clock.now() - started
+
+    def end(self) -> bool:
+        for line in self._lines.values():
+            line.legs.put(None)
+        self._lines.clear()
+        left = super().end()
+        self._group = None
+        return left
