@@ -4,14 +4,16 @@ The sharing rules and graphs are those of the nodes (sharing/, graph/), and so a
 (sharing/forces.py). From communication/ comes shared memory alone: segments, their counters, who still lives
 (communication/shared_memory/segment.py). All else that ranks send each other goes through the process group that
 torchrun's script has joined, because it is there already, and knows the ranks and their devices; nodes have no such
-group, but sessions, membership and chunks, which ranks in lockstep do not need. So the two schedulers differ: nodes
-exchange a payload per round and may lose each other, ranks exchange every bucket in every step, inside the backward
-pass, and end together.
+group, but sessions and chunks, which ranks in lockstep do not need. So the two schedulers differ: nodes exchange a
+payload per round, ranks exchange every bucket in every step, inside the backward pass, and end together. Where ranks
+may die and come (membership/), they agree on it as nodes do (wire/membership/), and make a process group for each
+generation.
 """
 
 from decentnode.parallel.comm_optimizer import CommOptimizer
 from decentnode.parallel.ddp import DecentralizedDataParallel
+from decentnode.parallel.membership.job import job_address
 from decentnode.parallel.methods.base import DistOptimizer
 from decentnode.parallel.process_group import initialize_dist
 
-__all__ = ["CommOptimizer", "DecentralizedDataParallel", "DistOptimizer", "initialize_dist"]
+__all__ = ["CommOptimizer", "DecentralizedDataParallel", "DistOptimizer", "initialize_dist", "job_address"]

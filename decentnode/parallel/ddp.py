@@ -27,6 +27,7 @@ from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.copies import DetachedModel
 from decentnode.parallel.exchange import BucketExchange
 from decentnode.parallel.membership.pairs import PairExchange
+from decentnode.parallel.membership.sockets import SocketExchange
 from decentnode.parallel.membership.wrapper import Missing, WrapperMember, job_for
 from decentnode.parallel.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
@@ -98,7 +99,7 @@ class DecentralizedDataParallel(Module, Joinable):
         *,
         optimizer: Callable[..., Optimizer] | None = None,
         sharing: SharingRule = "full",
-        transport: Literal["auto", "shared_memory", "collective"] = "auto",
+        transport: Literal["auto", "shared_memory", "collective", "sockets"] = "auto",
         timeout_seconds: float = 300.0,
         missing: Missing | None = None,
     ) -> None:
@@ -111,7 +112,8 @@ class DecentralizedDataParallel(Module, Joinable):
         optimizer, stepped once per step. scaler: a GradScaler. grad_clip_norm: largest global gradient norm, 0 for
         any. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a class
         or an object; every step is a round. transport: shared_memory between ranks of one host for CPU tensors,
-        collective for torch.distributed's point-to-point and all_reduce operations; auto takes the first where it can.
+        collective for torch.distributed's point-to-point and all_reduce operations; auto takes the first where it can;
+        sockets, with missing="regroup", for ZeroMQ, whose waits end with a rank that does not answer.
         missing: "fail" ends the training with the first rank that dies, with "regroup" the others go on and new ones
         come in (membership/); None: as `initialize_dist` was told.
         Raises ValueError for arguments that contradict each other and for a rule that is not elementwise,
@@ -148,6 +150,12 @@ class DecentralizedDataParallel(Module, Joinable):
         self.steps = 0
         """Steps taken: the round of the topology that the next exchange has."""
         self._begin()
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation of ranks: it grows whenever some died or came, which may change `rank` and
+        `world_size`. 0 where ranks do not come and go."""
+        return 0 if self._member is None else self._member.job.control.generation.number
 
     def _make_topology(self, topology: Any, local_world_size: int) -> Graph:
         return make_topology(topology, self.world_size, local_world_size)
@@ -187,6 +195,10 @@ class DecentralizedDataParallel(Module, Joinable):
         """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
         if self.world_size == 1:
             return BucketExchange(self._plan, timeout_seconds)
+        if transport == "sockets":
+            if self._member is None or device.type != "cpu":
+                raise ValueError('sockets needs missing="regroup" and CPU parameters')
+            return SocketExchange(self._plan, timeout_seconds, self._member.job.host, self._buckets)
         shared = transport != "collective" and usable(self._buckets, self._plan, device)
         if transport == "shared_memory" and not shared:
             raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")

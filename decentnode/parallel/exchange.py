@@ -223,12 +223,21 @@ class BucketExchange:
             self._wait(flight)
         self._flights.clear()
 
+    def finish_all(self, seconds: float) -> None:
+        """Blocking for so long at most: waits for all buckets in flight, as the process ends."""
+        self.timeout_seconds = seconds
+        self.drain()
+
     # -- the end ----------------------------------------------------------------------------------------------
 
     def end(self) -> bool:
         """Ends this rank's part; returns whether operations in flight still use the buckets' memory. Idempotent."""
         self._groups.clear()
         return bool(self._flights)
+
+    def abandon(self) -> None:
+        """Ends this rank's part once nobody needs anything of it. Idempotent."""
+        self.end()
 
     def average(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """A context for an operation of all ranks. Raises PeerLost if it fails and a rank is known not to come to it.

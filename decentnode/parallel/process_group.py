@@ -53,8 +53,13 @@ def initialize_dist(
                 return beginning.expected()
         else:
             _join_group(backend, timeout_seconds)
+    elif join is not None:
+        raise ValueError("a process that joins must have no process group yet")
     elif elastic:
-        raise ValueError('missing="regroup" must be said where the process group is made')
+        from decentnode.parallel.membership import job
+
+        if job.current() is None:
+            job.start(listen, timeout_seconds, min_ranks, newcomers)
     return dist.get_rank(), dist.get_world_size()
 
 

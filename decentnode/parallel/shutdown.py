@@ -65,9 +65,8 @@ def _close_all() -> None:
     for wrapper in list(_alive):
         wrapper.close()
     for exchange, _ in _left:
-        exchange.timeout_seconds = EXIT_SECONDS
         with contextlib.suppress(Exception):
-            exchange.drain()
+            exchange.finish_all(EXIT_SECONDS)
     _left.clear()
     leave()
 

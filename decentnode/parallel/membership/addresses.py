@@ -15,7 +15,16 @@ from decentnode import clock
 from decentnode.errors import AssemblyError, PeerFault, UsageError
 from decentnode.wire.codec import decode, encode
 from decentnode.wire.framing import XXH3, body_sum, opened, sealed, verify
-from decentnode.wire.messages import MAX_CONFIG_BYTES, MAX_SEATS, PROTOCOL_VERSION, Granted, Knock, Message, Turned
+from decentnode.wire.messages import (
+    MAX_CONFIG_BYTES,
+    MAX_SEATS,
+    PROTOCOL_VERSION,
+    REACH_DIRECT,
+    Granted,
+    Knock,
+    Message,
+    Turned,
+)
 
 ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 0.2
@@ -196,7 +205,7 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, own: Address,
     door.setsockopt(zmq.IPV6, int("[" in endpoint))
     door.connect(endpoint)
     try:
-        door.send(packed_frame(Knock(bytes(8), 0, 0, PROTOCOL_VERSION, own.control, own.store)))
+        door.send(packed_frame(Knock(bytes(8), 0, 0, PROTOCOL_VERSION, own.control, own.store, REACH_DIRECT, "")))
         if not door.poll(int(1000 * seconds)):
             return f"no member of a job answers within {seconds:.1f} s"
         message = unpacked_frame(door.recv_multipart())

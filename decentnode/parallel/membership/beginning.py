@@ -42,7 +42,7 @@ def begin(join: str | None, listen: str | None, timeout_seconds: float, min_rank
 
 
 def expected() -> tuple[int, int]:
-    """What stands for (rank, world size) in a process that is to join: a number that no member has, and one above it."""
+    """What stands for (rank, world size) in a process that is to join: a number that no member has, a larger one."""
     job = jobs.current()
     assert job is not None and job.admission is not None
     uid = job.admission.uid

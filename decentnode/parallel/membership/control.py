@@ -27,6 +27,7 @@ from decentnode.parallel.membership.addresses import (
 )
 from decentnode.wire.generation import (
     Broken,
+    Caller,
     Generation,
     GenerationEvent,
     Going,
@@ -49,6 +50,8 @@ QUEUE = 1000
 """Messages that a socket keeps; others are dropped, and repeated later by who needs them."""
 LOOK_SECONDS = 0.02
 PROBE_EVERY_SECONDS, PROBE_SECONDS = 0.2, 0.5
+RENEW_SECONDS = 1.0
+"""Where a connection broke and nobody is found to be gone for so long, all make new ones."""
 LINGER_MILLISECONDS = 300
 LEFT_SECONDS = 0.5
 """What a rank that said goodbye had sent is given so long to arrive."""
@@ -86,6 +89,7 @@ class Control:
         self._refused = ""
         self._left: set[int] = set()
         self._waiting_since: float | None = None
+        self._asked_machine = 0.0
         self.generation = Generation(0, ())
         """The one in force, or the last that was."""
         self._closing = False
@@ -167,6 +171,15 @@ class Control:
         """Whether a rank said goodbye, and what it had sent has had the time to come."""
         return uid in self._left and waited > LEFT_SECONDS
 
+    def is_gone(self, uid: int) -> bool:
+        """Blocking for PROBE_SECONDS at most: whether the machine of a rank says that its process is gone. It is asked
+        once in PROBE_EVERY_SECONDS; False in between."""
+        now = clock.now()
+        if now - self._asked_machine < PROBE_EVERY_SECONDS:
+            return False
+        self._asked_machine = now
+        return self.address_of(uid).refuses(PROBE_SECONDS)
+
     def has_model(self, position: int) -> None:
         """This process has the job's model now, after `position` steps."""
         with self._lock:
@@ -194,10 +207,11 @@ class Control:
                 if now - probed > PROBE_EVERY_SECONDS * (3 if self._broken else 1):
                     probed = now
                     self._probe()
-                if not self._broken and error is not None and now - started > (1.0 if leaves else patience):
-                    if not leaves:
+                if error is not None and now - started > (RENEW_SECONDS if leaves else patience):
+                    if self._nothing_ended() and not leaves:
                         raise error
                     self._renew(str(error))
+                    error = None
         finally:
             self.waits(None)
 
@@ -248,10 +262,16 @@ class Control:
                 self._take(self._membership.suspect(gone, clock.now(), words, dead=True))
             self._waker.wake()
 
+    def _nothing_ended(self) -> bool:
+        """Whether the generation that the training was in is still in force."""
+        with self._lock:
+            return not self._broken and self._arrived is None
+
     def _renew(self, reason: str) -> None:
         with self._lock:
             assert self._membership is not None
-            self._take(self._membership.renew(clock.now(), reason))
+            if self._nothing_ended():
+                self._take(self._membership.renew(clock.now(), reason))
         self._waker.wake()
 
     # -- the thread -------------------------------------------------------------------------------------------
@@ -294,7 +314,8 @@ class Control:
                 if since is None:
                     self._take(self._membership.tick(now))
                 else:
-                    self._take(self._membership.tick(now, self.generation.members, since))
+                    others = [uid for uid in self.generation.members if uid != self._membership.uid]
+                    self._take(self._membership.tick(now, others, since))
             self._send()
 
     def _receive(self) -> None:
@@ -325,7 +346,7 @@ class Control:
             if caller in terms.founders:  # a rank that was started again
                 found = terms.founders.index(caller), b""
             else:
-                granted = state.knock(knock, "", now)
+                granted = state.knock(knock, Caller(), now)
                 found = granted if isinstance(granted, Turned) else (granted[1], granted[0].token)
             if isinstance(found, Turned):
                 at = self._addresses[found.uid].control if found.uid != state.uid and not found.final else ""

@@ -66,6 +66,8 @@ class RegroupingExchange(BucketExchange):
             raise PeerLost(f"rank {self.inner.rank}: rank {peer} has ended its training", [peer])
         if waited > ASK_SECONDS:
             control.waits(since)
+            if control.is_gone(self.members[peer]):
+                raise PeerLost(f"rank {self.inner.rank}: the process of rank {peer} is gone", [peer])
 
     # -- what the training sees -------------------------------------------------------------------------------
 
@@ -143,6 +145,9 @@ class RegroupingExchange(BucketExchange):
         finally:
             self._job.control.waits(None)
 
+    def finish_all(self, seconds: float) -> None:
+        self.inner.finish_all(seconds)
+
     def end(self) -> bool:
         ended = self.inner.end()
         self._job.leave()
@@ -191,7 +196,7 @@ class RegroupingExchange(BucketExchange):
     def let_go(self) -> None:
         """The old exchange is needed by nobody."""
         self._sent, self._waited = self.bytes_sent, self.wait_seconds
-        self.inner.end()
+        self.inner.abandon()
         for bucket in self._buckets:
             bucket.renew_memory()  # operations that were broken off may still write into what they were given
 

@@ -100,6 +100,11 @@ class Job:
         """HOST:PORT by which others join."""
         return self._own.control.removeprefix("tcp://")
 
+    @property
+    def host(self) -> str:
+        """The address of this machine that the others reach."""
+        return parsed(self._own.control)[0]
+
     # -- the beginning ----------------------------------------------------------------------------------------
 
     def found(self, min_ranks: int | None, newcomers: int) -> None:
@@ -225,6 +230,11 @@ _job: Job | None = None
 def current() -> Job | None:
     """The job of this process; None where ranks do not come and go."""
     return _job
+
+
+def job_address() -> str | None:
+    """HOST:PORT at which others join this process's job; None where ranks do not come and go."""
+    return None if _job is None else _job.address
 
 
 def start(listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int) -> Job:

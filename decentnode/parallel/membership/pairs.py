@@ -1,12 +1,14 @@
 """Exchanges from rank to rank over gloo whose waits can be broken off.
 
 gloo waits inside, for as long as its time-out, also for a rank that lives but takes part in another generation already.
-So a thread for each neighbor waits for what goes to it and comes from it, in order, and the training looks from time to
-time. All-reduces, which some ranks may end and others not when one dies, are not used.
+So a thread for each neighbor waits in the training's place, which looks from time to time. It waits for nothing before
+the training does: a thread inside gloo must not outlive the interpreter (shutdown.py). All-reduces, which some ranks
+may end and others not when one dies, are not used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Sequence
@@ -35,6 +37,8 @@ class _Leg:
     peer: int
     receives: bool
     work: Any
+    asked: bool = False
+    """Whether a thread waits for it."""
     over: bool = False
     failed: str = ""
 
@@ -100,10 +104,6 @@ class PairExchange(BucketExchange):
                 leg.work = dist.isend(bucket.sent, peer, group=self._group)
         except RuntimeError as error:  # a connection that is known to be broken
             leg.over, leg.failed = True, str(error)
-            return
-        if peer not in self._lines:
-            self._lines[peer] = _Line(peer, self.timeout_seconds)
-        self._lines[peer].legs.put(leg)
 
     def _wait(self, flight: Flight) -> None:
         assert isinstance(flight, PairFlight)
@@ -116,6 +116,12 @@ class PairExchange(BucketExchange):
     def _wait_for(self, legs: Sequence[_Leg], step: int) -> None:
         """Blocking. Raises PeerLost naming the rank."""
         started = clock.now()
+        for leg in legs:
+            if not leg.asked and not leg.over:
+                leg.asked = True
+                if leg.peer not in self._lines:
+                    self._lines[leg.peer] = _Line(leg.peer, self.timeout_seconds)
+                self._lines[leg.peer].legs.put(leg)
         for leg in legs:
             backoff, look = Backoff(POLL_SECONDS), started + LOOK_SECONDS
             while not leg.over:
@@ -131,6 +137,15 @@ class PairExchange(BucketExchange):
                 raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} failed: "
                                        f"{leg.failed}", [leg.peer])  # fmt: skip
         self.wait_seconds += clock.now() - started
+
+    def finish_all(self, seconds: float) -> None:
+        for flight in self._flights.values():
+            assert isinstance(flight, PairFlight)
+            for leg in flight.legs:
+                if leg.work is not None and not leg.asked:
+                    with contextlib.suppress(RuntimeError):  # after one time-out the others fail at once
+                        leg.work.wait(timedelta(seconds=seconds))
+        self._flights.clear()
 
     def end(self) -> bool:
         for line in self._lines.values():

@@ -1,0 +1,172 @@
+"""Exchanges from rank to rank over ZeroMQ, whose waits end as soon as a generation does.
+
+Every rank listens at a port of its own for each generation; a message is a bucket's snapshot of one step. Nothing that
+comes is trusted: who sends something else is not heard.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import warnings
+from collections.abc import Sequence
+
+import torch
+import xxhash
+import zmq
+from torch import Tensor
+
+from decentnode import clock, entropy
+from decentnode.errors import PeerLost
+from decentnode.parallel import process_group
+from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.exchange import BucketExchange, Flight
+from decentnode.parallel.membership.addresses import endpoint_of, parsed
+from decentnode.parallel.plan import Plan
+from decentnode.tensors import as_bytes
+
+logger = logging.getLogger(__name__)
+
+HEADER = struct.Struct("<8sIIQQ")
+"""The exchange's number, rank, bucket, step, hash of the body."""
+LOOK_SECONDS = 0.05
+LINGER_MILLISECONDS = 1000
+"""At the end: what others still need of the last step has left by then."""
+STEPS_AHEAD = 4
+"""Steps of every rank that are kept; beyond that, senders wait."""
+
+
+class SocketExchange(BucketExchange):
+    """`BucketExchange` over ZeroMQ; made by all ranks together. For tensors on a CPU."""
+
+    def __init__(self, plan: Plan, timeout_seconds: float, host: str, buckets: Sequence[Bucket]) -> None:
+        """Blocking. host: an address of this machine that the others reach."""
+        super().__init__(plan, timeout_seconds)
+        self._buckets = list(buckets)
+        self._context = zmq.Context()
+        self._in = self._context.socket(zmq.PULL)
+        self._in.setsockopt(zmq.MAXMSGSIZE, max(bucket.size_bytes for bucket in buckets) + HEADER.size)
+        self._in.setsockopt(zmq.RCVHWM, 2 * len(buckets))
+        self._in.setsockopt(zmq.IPV6, int(":" in host))
+        self._in.bind(endpoint_of(host, 0)[:-1] + "*")
+        own = json.dumps([self._in.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
+        told = [json.loads(text) for text in process_group.gather_texts(own, torch.device("cpu"), "address")]
+        self._token = bytes.fromhex(str(told[0][1]))[:8].ljust(8, b"\0")
+        self._endpoints = [endpoint_of(*parsed(str(endpoint))) for endpoint, _ in told]
+        """[rank]"""
+        self._out: dict[int, zmq.Socket[bytes]] = {}
+        self._inbox: dict[tuple[int, int, int], Tensor] = {}
+        """(rank, bucket, step) -> [S] what came and is not mixed yet."""
+
+    def _open_groups(self) -> None:
+        """Makes no groups."""
+
+    def depart(self, bucket: Bucket) -> None:
+        view = self.plan.view(self._step)
+        if not view.neighbors and not view.sources:
+            return
+        bucket.sent = bucket.sent_buffer()
+        self._flights[bucket.index] = Flight(self._step)
+        body = memoryview(as_bytes(bucket.sent))
+        header = HEADER.pack(self._token, self.rank, bucket.index, self._step, xxhash.xxh3_64_intdigest(body))
+        for peer in view.neighbors:
+            self._send(peer, [header, body])
+            self.bytes_sent += bucket.size_bytes
+
+    def _send(self, peer: int, frames: list[bytes | memoryview]) -> None:
+        """Blocking while the peer takes nothing; what comes meanwhile is taken. Raises PeerLost."""
+        if peer not in self._out:
+            made = self._context.socket(zmq.PUSH)
+            made.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+            made.setsockopt(zmq.SNDHWM, 2 * len(self._buckets))
+            made.setsockopt(zmq.IPV6, int("[" in self._endpoints[peer]))
+            made.connect(self._endpoints[peer])
+            self._out[peer] = made
+        started = clock.now()
+        while True:
+            try:
+                self._out[peer].send_multipart(frames, zmq.NOBLOCK)  # copies: the snapshot is this rank's again
+            except zmq.Again:
+                self._take(LOOK_SECONDS / 10)
+                self._look(peer, started, self._step, "to take")
+            else:
+                return
+
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            self.collect(bucket, flight, self.plan.view(flight.step).sources)
+        return flight
+
+    def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
+        started = clock.now()
+        for peer in sources:
+            key = (peer, bucket.index, flight.step)
+            while key not in self._inbox:
+                if not self._take(LOOK_SECONDS):
+                    self._look(peer, started, flight.step, "for")
+            bucket.received[peer] = self._inbox[key]
+        self.wait_seconds += clock.now() - started
+
+    def release(self, bucket: Bucket) -> None:
+        flight = self._flights[bucket.index]
+        for peer in self.plan.view(flight.step).sources:
+            self._inbox.pop((peer, bucket.index, flight.step), None)
+        super().release(bucket)
+
+    def drain(self) -> None:
+        for bucket in [each for each in self._buckets if each.index in self._flights]:
+            self.arrive(bucket)
+            self.release(bucket)
+
+    def _look(self, peer: int, started: float, step: int, what: str) -> None:
+        now = clock.now()
+        self.interrupt(peer, started, now)
+        if now - started > self.timeout_seconds:
+            raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {peer} took longer than "
+                           f"{self.timeout_seconds:g} s (waiting {what} its parameters)", [peer])  # fmt: skip
+
+    def _take(self, seconds: float) -> bool:
+        """Blocking for so long at most: take what has come; whether anything has."""
+        if len(self._inbox) >= STEPS_AHEAD * len(self._buckets) * max(1, self.graph.num_nodes - 1):
+            raise PeerLost(f"rank {self.rank}: ranks send more than {STEPS_AHEAD} steps ahead")
+        if not self._in.poll(max(1, int(1000 * seconds))):
+            return False
+        frames = self._in.recv_multipart(copy=False)
+        if len(frames) == 2:
+            self._keep(frames[0].bytes, frames[1])
+        return True
+
+    def _keep(self, header: bytes, body: zmq.Frame) -> None:
+        """Keep a snapshot, if it is one."""
+        if len(header) != HEADER.size:
+            return
+        token, peer, number, step, digest = HEADER.unpack(header)
+        known = token == self._token and peer < self.graph.num_nodes and number < len(self._buckets)
+        if not known or len(body.buffer) != self._buckets[number].size_bytes:
+            logger.warning("something that is no snapshot of this job came in, and is not heard")
+            return
+        if xxhash.xxh3_64_intdigest(body.buffer) != digest:
+            raise PeerLost(f"rank {self.rank}: what rank {peer} sent in step {step} was damaged on its way", [peer])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about memory that cannot be written: it is only read
+            found = torch.frombuffer(body.buffer, dtype=self._buckets[number].flat.dtype)
+        self._inbox[peer, number, step] = found
+
+    def finish_all(self, seconds: float) -> None:
+        """Nothing here uses the buckets' memory."""
+
+    def abandon(self) -> None:
+        self._close(0)
+
+    def end(self) -> bool:
+        self._close(LINGER_MILLISECONDS)
+        return False
+
+    def _close(self, linger: int) -> None:
+        for each in (*self._out.values(), self._in):
+            each.close(linger)
+        self._out.clear()
+        self._inbox.clear()
+        self._context.term()
