@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--seed", "member", required=True, metavar="HOST:PORT",
               help="Control port of any member: the first of its two in the mapping.")  # fmt: skip
-@click.option("--listen", required=True, metavar="ADDRESS:PORT",
-              help="Where members reach this node: an IP address, and the first of two ports.")  # fmt: skip
+@click.option("--listen", metavar="ADDRESS:PORT",
+              help="Where this node listens: an IP address, and the first of two ports. Default: the address by which "
+                   "it reaches --seed, and free ports.")  # fmt: skip
+@click.option("--reach", type=click.Choice(["auto", "direct", "relayed"]), default="auto", show_default=True,
+              help="Whether members connect to --listen, or send through relays as to a node behind NAT. auto: relays, "
+                   "where the node comes to the run from another address than it listens on.")  # fmt: skip
 @click.option("--keys", type=click.Path(path_type=Path), metavar="FOLDER",
               help="public.keys of the run, and newcomer.secret (decentnode keygen --newcomer).")  # fmt: skip
 @click.option("--invitation", metavar="TEXT", default="", envvar="DECENTNODE_INVITATION",
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 @click.pass_context
 def command(
-    ctx: click.Context, member: str, listen: str, keys: Path | None, invitation: str, seed_uid: int,
+    ctx: click.Context, member: str, listen: str | None, reach: str, keys: Path | None, invitation: str, seed_uid: int,
     samples_of: int | None,
     run_dir: Path, timeout: float, device: str, threads: int | None, overrides: tuple[str, ...], quiet: bool,
 ) -> None:
@@ -51,14 +55,15 @@ def command(
     members read theirs, unless --set gives others. Ctrl-C or SIGTERM has it finish its round and leave; the others go
     on at once without it.
     """
-    from decentnode.launch.admission import Request, admitted, checked_text
+    from decentnode.launch.admission import Request, admitted, checked_text, own_address, relayed
 
-    host, port = _address(listen, "--listen")
-    _address(member, "--seed")
-    request = Request(member, seed_uid, host, port, keys, invitation)
+    seed = _address(member, "--seed")
+    host, port = own_address(*seed) if listen is None else _address(listen, "--listen")
+    request = Request(member, seed_uid, host, port, keys, invitation, ["auto", "direct", "relayed"].index(reach))
     granted = admitted(request, timeout, lambda why: None if quiet else click.echo(f"asks again: {why}", err=True))
     if not quiet:
-        click.echo(f"admitted as node {granted.uid}")
+        how = "; behind NAT: others reach it through relays" if relayed(granted) else ""
+        click.echo(f"admitted as node {granted.uid}{how}")
     text = checked_text(granted.config)
     ctx.exit(_take_part(granted, text, request_of(overrides, keys), (host, port), run_dir, samples_of,
                         (device, threads), quiet))  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,13 @@ from decentnode.communication.zeromq.security import Keyring, load_newcomer
 from decentnode.errors import AssemblyError, PeerFault, UsageError
 from decentnode.mapping.hosts import endpoint
 from decentnode.wire import codec
-from decentnode.wire.membership.seats import ENDPOINT
-from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_UNKNOWN, Granted, Knock, Turned
+from decentnode.wire.membership.seats import ENDPOINT, Seats
+from decentnode.wire.messages import MAX_NODES, NO_RUN, PROTOCOL_VERSION, REACH_UNKNOWN, Granted, Knock, Turned
 
 ANSWER_SECONDS, ASK_AGAIN_SECONDS = 3.0, 0.5
 """How long an answer is waited for, and the least time between two requests."""
+FIRST_PORT, LAST_PORT, PORT_DRAWS = 20000, 32000, 100
+"""Between which ports free ones are looked for: below those that systems give to outgoing connections."""
 MAX_ANSWER_BYTES = 1 << 18
 MAX_DEPTH = 12
 """Of the sections of an experiment."""
@@ -44,6 +48,37 @@ class Request:
     """The text that `decentnode invite` printed for it."""
     reach: int = REACH_UNKNOWN
     """Whether members reach it where it listens (REACH_...)."""
+
+
+def own_address(host: str, port: int) -> tuple[str, int]:
+    """Returns the address of this machine by which it reaches another one, and the first of two free ports there.
+    Blocking while a name is looked up. Raises UsageError where there is no way."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # which sends nothing
+            probe.connect(there)
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(f"--seed: no way to {host}: {error.strerror}; say with --listen where this node "
+                         "listens") from error  # fmt: skip
+    for _ in range(PORT_DRAWS):
+        first = FIRST_PORT + 2 * (int.from_bytes(entropy.draw(2), "big") % ((LAST_PORT - FIRST_PORT) // 2))
+        with contextlib.suppress(OSError), contextlib.ExitStack() as both:
+            for number in (first, first + 1):
+                both.enter_context(socket.socket(family, socket.SOCK_STREAM)).bind((own, number))
+            return own, first
+    raise UsageError(f"no two free ports found on {own}; say with --listen where this node listens")
+
+
+def relayed(granted: Granted) -> bool:
+    """Whether others reach the node that was admitted through relays alone. Raises AssemblyError for seats that no
+    member tells."""
+    seats = Seats(0, MAX_NODES)
+    try:
+        seats.learn(granted.seats)
+    except PeerFault as fault:
+        raise AssemblyError(f"the run tells no seats: {fault}", []) from fault
+    return granted.uid in seats.known and bool(seats.known[granted.uid].via)
 
 
 def admitted(request: Request, timeout_seconds: float, tell: Callable[[str], None] = lambda _: None) -> Granted:

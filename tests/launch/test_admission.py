@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from decentnode.config.component import Config
-from decentnode.errors import AssemblyError, ConfigError, GraphError
+from decentnode.errors import AssemblyError, ConfigError, GraphError, UsageError
 from decentnode.experiment import load
 from decentnode.graph import GRAPHS
-from decentnode.launch.admission import checked_text
+from decentnode.launch.admission import checked_text, own_address
 from tests.launch.faults import experiment
 
 ADMITS = {"node": {"missing": "regroup", "newcomers": 2}, "communication": "zeromq",
@@ -54,3 +56,13 @@ def test_nothing_in_the_experiment_is_trusted(text: str, why: str) -> None:
 
 def test_what_names_components_of_this_package_is_taken() -> None:
     assert checked_text(b"model: {name: mlp}\nseed: 1\n") == "model: {name: mlp}\nseed: 1\n"
+
+
+def test_a_node_listens_where_it_reaches_the_run_on_two_free_ports() -> None:
+    host, port = own_address("127.0.0.1", 9)
+    assert host == "127.0.0.1" and 20000 <= port < 32000
+    for number in (port, port + 1):
+        with socket.socket() as taken:
+            taken.bind((host, number))
+    with pytest.raises(UsageError, match=r"no way to nowhere\.invalid"):
+        own_address("nowhere.invalid", 9)
