@@ -90,6 +90,9 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
     given = Path(path)
     runs = runs or Path("runs")
     candidates = [given, given / "latest", runs / given / "latest", runs / given]
+    for folder in (given, runs / given):  # of one machine among several, which is not the first
+        found = list(folder.glob("latest-machine*"))
+        candidates += found if len(found) == 1 else []
     if str(path) == "latest":
         with contextlib.suppress(OSError):
             candidates += sorted(runs.glob("*/latest"), key=lambda link: -link.stat().st_mtime)

@@ -21,6 +21,8 @@ def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
 def test_other_machines_have_names_of_their_own(tmp_path: Path) -> None:
     zero = run_dir.create(tmp_path, "ring", 0, [0])
     one = run_dir.create(tmp_path, "ring", 1, [1])
+    alone = run_dir.create(tmp_path / "apart", "ring", 2, [2])
+    assert run_dir.resolve(alone.parent) == alone and run_dir.resolve(zero.parent) == zero
     assert one.name.endswith("-machine1")
     assert (tmp_path / "ring" / "latest").resolve() == zero
     assert (tmp_path / "ring" / "latest-machine1").resolve() == one
