@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
 # Runs a script of a checkout of Decent-DP that you have, with only the import changed:
 #   bash eval/compat.sh --decent-dp PATH [--ranks N] [--script FILE [ARGUMENT...]]
+# or known scripts of several checkouts, on a CPU and in small, where there are no GPUs (eval/originals.py):
+#   bash eval/compat.sh --without-gpu [--decent-dp PATH] [--experiments PATH] [--sdtl PATH] [--only NAME]
 # FILE is relative to PATH; without one it is tests/test.py, which wants torchvision, tqdm, loguru and MNIST in
 # PATH/MNIST/raw. Fetches nothing.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
+if [ "${1:-}" = --without-gpu ]; then
+  shift
+  python=$here/.venv/bin/python
+  [ -x "$python" ] || python=python3
+  exec "$python" "$here/eval/originals.py" "$@"
+fi
 path="" ranks=2 script=tests/test.py
 while [ $# -gt 0 ]; do
   case $1 in

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from eval import originals
 from tests.compat import work_scripts as work
 from tests.parallel.ranks import run_ranks
 
@@ -24,9 +26,35 @@ def test_the_experiments_of_decent_dp(kind: str) -> None:
     check(run_ranks(2, work.decent, kind))
 
 
+@pytest.mark.parametrize("kind", ["readme", "test"])
+def test_the_loops_of_decent_dp_itself(kind: str) -> None:
+    check(run_ranks(2, work.own, kind))
+
+
 @pytest.mark.parametrize("name", ["EASGD", "EASGD+", "LSGD", "LSGD+", "DataParallel"])
 def test_the_main_loop_of_sdtl(name: str) -> None:
     check(run_ranks(2, work.sdtl, name))
+
+
+@pytest.mark.slow
+def test_a_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
+    """With the environment of eval/originals.py alone: a rank's device, NCCL's mean, packages that are not there."""
+    (tmp_path / "train.py").write_text(
+        "import subprocess, torch, torchvision, torchvision.transforms as transforms\n"
+        "import torch.distributed as dist\nfrom nvidia.dali.plugin.pytorch import DALIClassificationIterator\n"
+        "from decent_dp.ddp import DecentralizedDataParallel as DecentDP\nfrom DistOptimizers import CommOptimizer\n"
+        "from decent_dp.utils import initialize_dist\nfrom decent_dp.optim import optim_fn_adam\n"
+        "assert torch.cuda.is_available() and b'GPU' in subprocess.check_output('nvidia-smi -L', shell=True)\n"
+        "rank, n = initialize_dist()\nassert (dist.get_backend(), rank, n) == ('gloo', 0, 1)\n"
+        "total = torch.tensor([5, 4]).cuda()\ndist.all_reduce(total, op=dist.ReduceOp.AVG)\n"
+        "digits = torchvision.datasets.MNIST(root='.', train=False, download=True, transform=transforms.ToTensor())\n"
+        "x = torch.stack([digits[i][0] for i in range(4)]).pin_memory().to('cuda:0', non_blocking=True)\n"
+        "model = DecentDP(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 1)).cuda(), optim_fn_adam)\n"
+        "model(x).sum().backward()\nprint(total.tolist(), list(x.shape), x.device, model.steps)\n"
+    )
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+                          env=originals.environment() | {"RANK": "0", "WORLD_SIZE": "1"})  # fmt: skip
+    assert done.stdout.strip() == "[5, 4] [4, 1, 28, 28] cpu 1", done.stderr
 
 
 @pytest.mark.slow

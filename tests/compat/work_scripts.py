@@ -121,6 +121,71 @@ def decent(rank: int, n: int, kind: str) -> tuple[list[list[float]], bool]:
     return losses, same
 
 
+class Own:
+    """The loops of Decent-DP's README, with its `getting started`, and of its tests/test.py."""
+
+    def __init__(self, kind: str, n: int) -> None:
+        sys.modules["decent_dp"] = package
+        from decent_dp.ddp import DecentralizedDataParallel as DecentDP  # type: ignore[import-not-found]
+        from decent_dp.optim import optim_fn_adam, optim_fn_adamw  # type: ignore[import-not-found]
+        from decent_dp.utils import initialize_dist  # type: ignore[import-not-found]
+
+        assert initialize_dist() == (dist.get_rank(), n)
+        torch.manual_seed(0)
+        if kind == "readme":
+            inner = nn.Sequential(nn.Linear(3 * 64, 50), nn.ReLU(), nn.Linear(50, CLASSES))
+            self.model = DecentDP(inner, optim_fn=partial(optim_fn_adamw, lr=0.003), topology="complete")
+        else:
+            inner = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 16), nn.BatchNorm1d(16), nn.ReLU(),
+                                  nn.Linear(16, CLASSES))  # fmt: skip
+            self.model = DecentDP(inner, partial(optim_fn_adam, beta1=0.974, lr=1e-3 * n), lr_scheduler_fn=None,
+                                  topology="ring", sync_buffer_in_global_avg=True)  # fmt: skip
+        self.epoch_of = self._readme if kind == "readme" else self._test
+
+    def _readme(self, rank: int, epoch: int) -> list[float]:
+        losses = []
+        self.model.train()
+        for data, target in draw(rank, epoch, "cnn"):
+            loss = F.mse_loss(self.model(data.flatten(1)), F.one_hot(target, CLASSES).float())
+            self.model.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+        self.model.eval()
+        with torch.no_grad():
+            self.model(data.flatten(1))
+        return losses
+
+    def _test(self, rank: int, epoch: int) -> list[float]:
+        criterion, losses = nn.CrossEntropyLoss(label_smoothing=0.025), []
+        self.model.train()
+        if epoch == 1:
+            self.model.set_adaptive_factor(0.1)
+        for data, target in draw(rank, epoch, "cnn"):
+            loss = criterion(self.model(data), target)
+            loss.backward()
+            losses.append(loss.item())
+        before = flat(self.model._model).clone()
+        assert self.model.global_avg(will_revert=True, return_d2c=True) > 0
+        with torch.no_grad():
+            self.model.eval()
+            self.model(data)
+        self.model.revert_global_avg()
+        assert torch.equal(flat(self.model._model), before)
+        return losses
+
+
+def own(rank: int, n: int, kind: str) -> tuple[list[list[float]], bool]:
+    """Two epochs of a loop of Decent-DP's own, of which the second is done once more from what was saved."""
+    first = Own(kind, n)
+    losses = [first.epoch_of(rank, 0)]
+    full = copy.deepcopy(first.model.full_state_dict())
+    losses.append(first.epoch_of(rank, 1))
+    again = Own(kind, n)
+    again.model.load_state_dict(full)
+    same = again.epoch_of(rank, 1) == losses[1]
+    return losses, same and torch.equal(flat(again.model._model), flat(first.model._model))
+
+
 def sdtl(rank: int, n: int, name: str) -> tuple[list[list[float]], bool]:
     """SDTL's main loop, with the state of its optimizers saved after the first epoch."""
     def train(model: nn.Module, optimizer: Any, scheduler: Any, epoch: int) -> list[float]:
