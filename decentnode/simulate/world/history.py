@@ -8,7 +8,7 @@ is in force in which rounds may begin; every queue keeps its bound.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,6 @@ from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS
 
 Published = tuple[Name, int, Key]
 """(generation, source, (round, phase))"""
-KEPT_ROUNDS = 8
-"""Payloads of rounds that are further behind the newest of their source are forgotten."""
 
 
 def check_links(links: ReliableLinks, now: float) -> None:
@@ -145,9 +143,21 @@ class History(Witness):
         self.sent[of.session.name, key[0]].setdefault(of.uid, model.detach().clone())
         if key[0] > self._newest.get(of.uid, -1):
             self._newest[of.uid] = key[0]
-            old = [each for each in self._published if each[1] == of.uid and each[2][0] < key[0] - KEPT_ROUNDS]
-            for each in old:
-                del self._published[each]
+            of_source = [each for each in self._published.items() if each[0][1] == of.uid and each[0] != which]
+            for each, said in of_source:
+                if not any(self._may_mix(uid, each) for uid in said):
+                    del self._published[each]
+
+    def _may_mix(self, uid: int, which: Published) -> bool:
+        """Whether a node may still mix what was published: it has not come further, as nodes do that were suspended."""
+        process = self.world.processes.get(uid)
+        return (process is not None and process.alive and process.transport.session.name == which[0]
+                and process.node.round <= which[2][0])  # fmt: skip
+
+    def withheld(self, of: Simulated, key: Key, uids: Collection[int]) -> None:
+        said = self._published.get((of.session.name, of.uid, key), {})
+        for uid in uids:
+            said.pop(uid, None)
 
     def arrived(self, of: Simulated, key: Key, arrival: Arrival) -> None:
         name = of.session.name

@@ -89,6 +89,9 @@ class Witness:
     def published(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
         """A node hands its payloads of a (round, phase) over, by neighbor."""
 
+    def withheld(self, of: Simulated, key: Key, uids: Collection[int]) -> None:
+        """What was published of a (round, phase) is not sent to these, which took nothing."""
+
     def arrived(self, of: Simulated, key: Key, arrival: Arrival) -> None:
         """A slice is about to be mixed; called a second time once it was."""
 
@@ -278,6 +281,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.slots.sent_to = tuple(outgoing)
         self.place.witness.published(self, key, outgoing)
         dropped = yield from self.sender.steps(outgoing, key, self._lease_of, clock.now)
+        self.place.witness.withheld(self, key, dropped)
         self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped})
         made = SimulatedExchange(self.inbox, key, expected, frozenset(outgoing), dropped)
         made.witness = lambda arrival: self.place.witness.arrived(self, key, arrival)

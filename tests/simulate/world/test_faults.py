@@ -180,6 +180,25 @@ def test_links_that_are_full_for_longer_than_a_silence_may_last_make_nobody_a_su
     assert all(node.round == 3 for node in made.nodes.values())
 
 
+def test_who_thaws_late_mixes_what_was_sent_to_it_long_before() -> None:
+    """The others go on without it, and are dozens of rounds ahead by then."""
+    made = Made(make("ring", nodes=NODES), RULES["full"], rounds=60, missing="return_weight", evaluate_every=0)
+    history, late = History(), list[int]()
+    world = made.world(history, config=CONFIG.model_copy(update={"timeout_seconds": 2.0}), faults=Faults(
+        plan=(Pause(nodes=(2,), at_seconds=3.0, seconds=30.0),)), compute_seconds=lambda _uid, _round: STEP_SECONDS)
+    history.watch(world)
+    arrived = history.arrived
+
+    def note(of: Any, key: tuple[int, int], arrival: Any) -> None:
+        if of.uid == 2 and arrival.received:
+            late.append(max(node.round for node in made.nodes.values()) - key[0])
+        arrived(of, key, arrival)
+
+    history.arrived = note  # type: ignore[method-assign]
+    world.run(LIMIT)
+    assert max(late) > 10, "it is too soon back to show anything"
+
+
 def test_control_messages_wait_behind_no_more_models_than_the_line_holds() -> None:
     heap, came = EventHeap(), []
     link = Link(latency_seconds=0.0, jitter_seconds=0.0, bytes_per_second=1e6, buffer_bytes=100_000)
