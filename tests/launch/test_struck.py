@@ -18,7 +18,7 @@ from decentnode.launch.outcome import Outcome
 from decentnode.metrics.reader import read_kind
 from decentnode.payload import Payload
 from tests.launch.faults import experiment
-from tests.launch.test_generations import Listener
+from tests.launch.test_generations import Listener, Stopper, generations
 from tests.launch.test_supervisor import run
 
 LOSSY: list[dict[str, Any]] = [
@@ -99,3 +99,24 @@ def test_killed_paused_and_with_lossy_connections_a_run_goes_on_and_is_checked(t
     assert any("node 2 was killed, as `faults` says" in each for each in listener.notices)
     assert strikes(outcome, 2).count("kill") == 1 and "pause" in strikes(outcome, 1)
     assert {"drop count", "duplicate count", "reorder count", "delay count"} <= {*strikes(outcome, 0)}
+
+
+@pytest.mark.slow
+def test_both_sides_of_a_cut_go_on_and_become_one(tmp_path: Path) -> None:
+    """The run is stopped once they are one again, however long that takes here."""
+    listener = Stopper(tmp_path / "none", "became their mean")
+    cut = {"do": "cut", "sides": [[0, 1, 2], [3, 4]], "at_round": 5, "seconds": 4}
+    outcome = run(tmp_path, listener, graph={"name": "complete", "nodes": 5}, faults=[cut],
+                  node={"rounds": 100_000, "evaluate_every": 0, "missing": "regroup", "on_partition": "both"},
+                  communication={"name": "zeromq", "timeout_seconds": 60, "suspect_seconds": 1.5},
+                  training={**experiment()["training"], "name": "tests.launch.faults:Slow"})  # fmt: skip
+    assert outcome.exit_code == 130, listener.failures
+    assert outcome.run_dir is not None and not listener.failures
+    assert outcome.summary["checked"]["payloads"] > 100 and outcome.summary["members"] == [*range(5)]
+    shares = []
+    for uid in range(5):
+        *apart, last = generations(outcome, uid)
+        assert [0, 1, 2] in [each["members"] for each in apart] or [3, 4] in [each["members"] for each in apart]
+        assert last["members"] == [*range(5)] and last["merged"]["weight"] > 8, "samples of one round are 8"
+        shares.append(last["merged"]["share"])
+    assert sum(shares) == pytest.approx(1) and outcome.summary["consensus_distance"] < 0.05
