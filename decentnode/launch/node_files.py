@@ -258,15 +258,39 @@ def model_path(run_dir: Path, uid: int) -> Path:
     return run_dir / "models" / f"{uid:03d}.safetensors"
 
 
-def save_merged(module: nn.Module, run_dir: Path, kept: Collection[str]) -> None:
-    """Write models/merged.safetensors, and what follows from adapters, of a module that holds the merged model. kept:
-    names of parameters that are not shared."""
-    save(module, run_dir / "models" / "merged.safetensors", without=kept)
+APART = "apart-"
+"""A folder in models/ of this name and its uid is where the node of the lowest uid in its generation keeps the merged
+model, as long as another generation may have one, too."""
+
+
+def save_merged(module: nn.Module, folder: Path, kept: Collection[str]) -> None:
+    """Write merged.safetensors, and what follows from adapters, of a module that holds the merged model. folder: the
+    run's models/, as a rule. kept: names of parameters that are not shared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save(module, folder / "merged.safetensors", without=kept)
     if adapter_names(module):
         frozen = {name for name, each in module.named_parameters() if not each.requires_grad}
-        save(module, run_dir / "models" / "adapters.safetensors", without={*kept} | frozen)
+        save(module, folder / "adapters.safetensors", without={*kept} | frozen)
         if not kept:
-            save_tensors(folded(module), run_dir / "models" / "folded.safetensors")
+            save_tensors(folded(module), folder / "folded.safetensors")
+
+
+def take_merged(run_dir: Path) -> None:
+    """Where no merged model is in models/: let it be that of the lowest node which kept one in a folder beside. Raises
+    OSError."""
+    models = run_dir / "models"
+    beside = sorted(models.glob(f"{APART}*"))
+    if not beside or (models / "merged.safetensors").exists():
+        return
+    for each in beside[0].iterdir():
+        if each.is_dir():
+            (models / each.name).mkdir(exist_ok=True)
+            for file in each.iterdir():
+                file.replace(models / each.name / file.name)
+            each.rmdir()
+        else:
+            each.replace(models / each.name)
+    beside[0].rmdir()
 
 
 def save_node(node: Node, run_dir: Path) -> None:
@@ -282,9 +306,12 @@ def save_node(node: Node, run_dir: Path) -> None:
     model, lowest = node.training.model, node.uid == node.generation.members[0]
     kept = set(model.names_from(node.shared))
     save(model.module, model_path(run_dir, node.uid))
+    whole = run_dir / "models"
+    if node.config.on_partition == "both" and node.uid:
+        whole /= f"{APART}{node.uid:03d}"
     if lowest and node.merged is not None:
         load_merged(model, node.merged)
-        save_merged(model.module, run_dir, kept)
+        save_merged(model.module, whole, kept)
     if node.averages is None:
         return
     own, merged = node.averages
@@ -294,4 +321,5 @@ def save_node(node: Node, run_dir: Path) -> None:
     save(model.module, place / f"{node.uid:03d}.safetensors")
     if lowest and merged is not None:
         load_merged(model, merged)
-        save(model.module, place / "merged.safetensors", without=kept)
+        (whole / "ema").mkdir(parents=True, exist_ok=True)
+        save(model.module, whole / "ema" / "merged.safetensors", without=kept)

@@ -162,8 +162,21 @@ class Ledger:
 
     def outside(self, local: Collection[int]) -> set[int]:
         """Returns local nodes that the others went on without: lost ones, and, before a stop, those that are not
-        members of the last generation. After a stop, such a node may still close with what it has."""
-        return {*self.lost} | (set() if self.stopped else {*local} - {*(self.members or local)})
+        members of the last generation. After a stop, such a node may still close with what it has. Nodes that go on
+        apart, in a generation that shares no node with the last one, are with others, or alone, as they are to be."""
+        if self.stopped:
+            return {*self.lost}
+        last = {*(self.members or local)}
+        apart = {uid for uid, members in self._members.items() if uid in members and last.isdisjoint(members)}
+        return {*self.lost} | ({*local} - last - apart)
+
+    @property
+    def apart(self) -> list[list[int]]:
+        """The members of the generations in which nodes ended that share no node, the one with the lowest uid first;
+        empty where all ended together."""
+        found = sorted({tuple(sorted(self._members[uid])) for uid in self.finished if uid in self._members})
+        uids = [uid for members in found for uid in members]
+        return [list(members) for members in found] if len(found) > 1 and len(uids) == len({*uids}) else []
 
     @property
     def stopped(self) -> bool:
@@ -239,6 +252,8 @@ def summary(
         found["lost"] = {str(uid): failed.title for uid, failed in sorted(ledger.lost.items())}
         found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
         found["members"] = members
+    if ledger.apart:
+        found["apart"] = ledger.apart
     if ledger.left:
         found["left"] = {str(uid): each.figures.get("rounds", 0) for uid, each in sorted(ledger.left.items())}
     if samples := ledger.samples():

@@ -5,6 +5,7 @@ One file: its methods answer messages, ends and deadlines of children, and all c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 from collections import deque
@@ -45,6 +46,7 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
+from decentnode.launch.node_files import take_merged
 from decentnode.launch.observer import (
     Observer,
     apart_notice,
@@ -511,6 +513,9 @@ class Run:
         found = summary(self.facts, self.ledger, exit_code, self.directory, Durations(self.start_seconds, wall))
         if self.facts.faults:
             found |= {"struck": dict(self._strikes.counts), "checked": checked}
+        if self.directory is not None and found.get("members"):
+            with contextlib.suppress(OSError):  # the models are where the nodes wrote them
+                take_merged(self.directory)
         if self.records is not None:
             whole = 0 in self.facts.local or any(finished.reports for finished in self.ledger.finished.values())
             if not self.records.finish(found, whole):

@@ -190,4 +190,4 @@ def save_models(engine: Batched, run_dir: Path) -> None:
     population.release()
     if engine.found is not None:
         with population.holding(engine.found.merged):
-            save_merged(population.model.module, run_dir, kept)
+            save_merged(population.model.module, run_dir / "models", kept)

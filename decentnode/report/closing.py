@@ -31,7 +31,15 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     others = ("evaluation", "protocol", "control")
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}" for purpose in others)
     found = [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
-    return [*found, *_left(summary), *_losses(summary), *_checkpoints(summary)]
+    return [*found, *_left(summary), *_apart(summary), *_losses(summary), *_checkpoints(summary)]
+
+
+def _apart(summary: Mapping[str, Any]) -> list[str]:
+    """Of a network that was broken to the end."""
+    sides = [f"node{'s' if len(side) > 1 else ''} {', '.join(map(str, side))}" for side in summary.get("apart", [])]
+    if not sides:
+        return []
+    return [f"apart    {' and '.join(sides)} ended in generations of their own; the merged model is that of {sides[0]}"]
 
 
 def _left(summary: Mapping[str, Any]) -> list[str]:

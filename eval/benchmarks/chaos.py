@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -329,6 +330,33 @@ class Suite:
         self.add(f"cut of {seconds:.0f} s", f"consensus distance {last:.1e}, {band:.1e} without faults",
                  "in the band of without", last <= 1.5 * band)  # fmt: skip
 
+    def both(self) -> None:
+        """As `cut`, but both sides train on, and their models become one after it."""
+        seconds = max(60 * self.scale, 12.0)
+        sides = [list(range(5)), list(range(5, NODES))]
+        zeromq: dict[str, Any] = {"communication": {"name": "zeromq"}, "node": {"evaluate_every": 25}}
+        both = {**zeromq, "node": {**zeromq["node"], "on_partition": "both"}}
+        name, cut = f"cut of {seconds:.0f} s, both go on", {"do": "cut", "sides": sides, "at_seconds": 5}
+        calm = self.watch("calm_both", FAULT_FREE, max(20 * self.scale, 10), **zeromq)
+        found = self.watch("both", [{**cut, "seconds": seconds}], seconds + max(30, 40 * self.scale), **both)
+        made = []
+        for side in sides:
+            path = found.folder / "nodes" / f"{side[0]:03d}" / "metrics.jsonl"
+            known = [(float(each["time"]), each["members"]) for each in read_kind(path, "generation")]
+            began = next((when for when, members in known if members == side), math.inf)
+            ended = next((when for when, members in known if when > began), math.inf)
+            made.append(sum(began < when <= ended for when, _ in found.rounds(side[0])) if ended < math.inf else 0)
+        self.add(name, f"{made[0]:,} and {made[1]:,} rounds of the two sides meanwhile", "both go on", min(made) > 10)
+        members = found.summary.get("members", [])
+        self.add(name, f"{len(members)} of {NODES} nodes at the end, in one generation", "all",
+                 len(members) == NODES and "apart" not in found.summary)  # fmt: skip
+        band = max(calm.distances()[len(calm.distances()) // 2 :])
+        last = found.distances()[-1]
+        self.add(name, f"consensus distance {last:.1e}, {band:.1e} without faults", "in the band of without",
+                 last <= 1.5 * band)  # fmt: skip
+        self.add(name, f"merged accuracy {found.accuracy:.1f} %, {calm.accuracy:.1f} % without faults",
+                 "within .5 points", found.accuracy >= calm.accuracy - 0.5)  # fmt: skip
+
     def lossy(self) -> None:
         sections = {"communication": {"name": "zeromq"}, "node": {"rounds": 40, "missing": "fail", "restarts": 0,
                                                                   "evaluate_every": 0}}  # fmt: skip
@@ -365,7 +393,7 @@ class Suite:
                      last <= 1.1 * first)  # fmt: skip
 
 
-QUICK = ("kill_10", "kill_3", "interrupt", "pause", "cut", "lossy")
+QUICK = ("kill_10", "kill_3", "interrupt", "pause", "cut", "both", "lossy")
 LONG = ("thousand", "mixed")
 
 

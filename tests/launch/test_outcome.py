@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.launch.messages import Failed, Finished
+from decentnode.launch.node_files import take_merged
 from decentnode.launch.outcome import Durations, Ledger, first_cause, summary
 from decentnode.launch.run_dir import node_dir
 from decentnode.metrics.writer import MetricsWriter
+from decentnode.report.closing import _apart
 from tests.launch.facts import FACTS, FINISHED
 
 
@@ -69,6 +71,36 @@ def test_the_summary_of_a_stop_has_all_nodes_that_closed_wherever() -> None:
         ledger.finished[uid] = Finished(uid, {"uid": uid, "rounds": 4 + uid}, True)
     found = summary(FACTS, ledger, 130, None, Durations(1.0, 2.0))
     assert found["members"] == [0, 1, 5] and sorted(found["nodes"]) == ["0", "1", "5"]
+
+
+def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None:
+    ledger = Ledger()
+    for uid, members in ((0, [0, 1]), (1, [0, 1]), (2, [2, 3]), (3, [2, 3])):
+        ledger.progress(uid, {"kind": "generation", "members": members})
+    ledger.progress(4, {"kind": "generation", "members": [0, 1, 4]})  # frozen since
+    ledger.finished[0] = replace(FINISHED, uid=0)
+    ledger.finished[1] = replace(FINISHED, uid=1)
+    assert ledger.outside(range(5)) == {4} and ledger.apart == []
+    for uid in (2, 3):
+        ledger.finished[uid] = replace(FINISHED, uid=uid)
+    found = summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))
+    assert found["apart"] == [[0, 1], [2, 3]] and found["members"] == [0, 1, 2, 3]
+    (told,) = _apart(found)
+    assert told.startswith("apart    nodes 0, 1 and nodes 2, 3 ended") and told.endswith("that of nodes 0, 1")
+
+
+def test_the_merged_model_of_the_lowest_side_is_the_runs(tmp_path: Path) -> None:
+    for uid in ("001", "003"):
+        (tmp_path / "models" / f"apart-{uid}" / "ema").mkdir(parents=True)
+        (tmp_path / "models" / f"apart-{uid}" / "merged.safetensors").write_text(uid)
+        (tmp_path / "models" / f"apart-{uid}" / "ema" / "merged.safetensors").write_text(f"ema {uid}")
+    take_merged(tmp_path)
+    models = tmp_path / "models"
+    assert (models / "merged.safetensors").read_text() == "001"
+    assert (models / "ema" / "merged.safetensors").read_text() == "ema 001"
+    assert not (models / "apart-001").exists() and (models / "apart-003" / "merged.safetensors").exists()
+    take_merged(tmp_path)
+    assert (models / "merged.safetensors").read_text() == "001", "it is there"
 
 
 def records(folder: Path, uid: int, rounds: range, data: int) -> list[dict[str, Any]]:
