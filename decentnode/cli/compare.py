@@ -16,7 +16,11 @@ from decentnode.cli.run_names import run_names
 from decentnode.errors import DecentnodeError, UsageError
 from decentnode.launch.run_dir import resolve_all
 from decentnode.report import compare, repeats
+from decentnode.report.reached import best_columns, target_columns
 
+TABLES = {".txt": compare.text_table, ".csv": compare.csv_table, ".json": compare.as_json,
+          ".tex": compare.latex_table, ".md": compare.markdown_table}  # fmt: skip
+FOR_PAPERS = (".tex", ".md")
 TICK_SECONDS = 1.0
 """Between two looks at the clock while a run goes on."""
 
@@ -36,10 +40,17 @@ class RunFailed(DecentnodeError):
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key in every config.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
               help="Folder of all runs.")  # fmt: skip
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the table there too: .txt, .csv or .json.")
+@click.option("--target", metavar="[METRIC=]VALUE",
+              help="Add what it took until the mean over the nodes was there: rounds, seconds, bytes; accuracy=0.9.")
+@click.option("--best", is_flag=True, help="Add the best evaluation of the main metric, and its round.")
+@click.option("--paired", is_flag=True,
+              help="Add each row's difference from the best, seed by seed, with its 95 % interval and p.")
+@click.option("--output", "-o", type=click.Path(path_type=Path),
+              help="Write the table there too: .txt, .csv, .json, and for papers .tex or .md, which have --paired.")
 @click.option("--json", "as_json", is_flag=True, help="Print all values as JSON instead of the table.")
 def command(
-    what: tuple[str, ...], seeds: int, overrides: tuple[str, ...], run_dir: Path, output: Path | None, as_json: bool
+    what: tuple[str, ...], seeds: int, overrides: tuple[str, ...], run_dir: Path, target: str | None, best: bool,
+    paired: bool, output: Path | None, as_json: bool,
 ) -> None:
     """Run every CONFIG with several seeds, one run after the other, and print a table of means and deviations.
 
@@ -48,20 +59,22 @@ def command(
     A RUN is a run directory, the folder of an experiment or its name (all finished runs in it), or latest: nothing is
     run for it. Runs whose configs differ in the seed alone share a row; all others have rows of their own.
     """
-    if output is not None and output.suffix not in (".txt", ".csv", ".json"):
-        raise click.UsageError(f"the table's name must end in .txt, .csv or .json, got {output.name}")
+    if output is not None and output.suffix not in TABLES:
+        raise click.UsageError(f"the table's name must end in {', '.join(TABLES)}, got {output.name}")
     found = _all(what, seeds, overrides, run_dir)
     groups, said = repeats.pooled(found)
     for line in said:
         click.echo(line, err=True)
     if not groups:
         raise UsageError(f"no finished run in {', '.join(what)}")
-    rows = compare.rows(groups)
+    kept = [each for group in groups for each in group]
+    extra = [*(target_columns(kept, target) if target is not None else []), *(best_columns(kept) if best else [])]
+    rows, test = compare.rows(groups, extra), compare.against_best(groups)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        text = {".csv": compare.csv_table, ".json": compare.as_json, ".txt": compare.text_table}[output.suffix](rows)
+        text = TABLES[output.suffix](rows, test if paired or output.suffix in FOR_PAPERS else None)
         output.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
-    click.echo(compare.as_json(rows) if as_json else compare.text_table(rows))
+    click.echo((compare.as_json if as_json else compare.text_table)(rows, test if paired else None))
 
 
 def _all(what: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from decentnode.cli.run_names import run_names
 from decentnode.metrics.figures import VIRTUAL_AXES
+
+if TYPE_CHECKING:
+    from decentnode.report.runs import Line
 
 
 @click.command()
@@ -19,15 +23,20 @@ from decentnode.metrics.figures import VIRTUAL_AXES
                    "training), consensus_distance or consensus_rms.")  # fmt: skip
 @click.option("--all-runs", is_flag=True, help="Of the folder or the name of an experiment take all runs in it.")
 @click.option("--label", "labels", multiple=True, help="Name of a line in the legend, in the order of the runs.")
+@click.option("--preset", type=click.Choice(["curves", "heat-map", "consensus", "merged", "target"]), default="curves",
+              show_default=True,
+              help="curves: metrics by rounds, seconds, bytes; heat-map: every node by rounds, of one experiment; "
+                   "consensus: the metric against the consensus distance; merged: the merged model beside the nodes' "
+                   "own, and the gap; target: seconds and bytes until a value was reached.")  # fmt: skip
 @click.option("--paper", is_flag=True,
-              help="One panel of column width (3.3 in) as PDF: the task's main metric by rounds, unless told "
-                   "other.")  # fmt: skip
+              help="Column width (3.3 in), vectors (PDF, or SVG by -o), colors that color-blind readers tell apart, no "
+                   "title: of curves one panel, the task's main metric by rounds, unless told other.")  # fmt: skip
 @click.option("--dumps", is_flag=True,
               help="What the sharing rule chose to send, from the dumps of one run (sharing.dump).")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path),
               help="File to write: .png, .pdf or .svg; .csv for the numbers, of each round and node.")  # fmt: skip
 def command(
-    runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], paper: bool,
+    runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], preset: str, paper: bool,
     dumps: bool, output: Path | None,
 ) -> None:
     """Draw runs into one figure: the mean over nodes, and a band from the lowest to the highest node.
@@ -52,6 +61,12 @@ def command(
         return
     paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
     drawn, said = lines(paths, labels, seeds_once=all_runs)
+    if preset != "curves":
+        target = _preset(preset, drawn, metric, axes, paper, output, paths[0])
+        for line in said:
+            click.echo(line, err=True)
+        click.echo(str(target))
+        return
     if paper:
         metric, axes = overview(drawn)[0] if metric == "all" else metric, "rounds" if axes == "all" else axes
     metrics = overview(drawn) if metric == "all" else [metric]
@@ -75,3 +90,22 @@ def command(
     for line in said:
         click.echo(line, err=True)
     click.echo(str(target))
+
+
+def _preset(
+    name: str, drawn: list[Line], metric: str, axis: str, paper: bool, output: Path | None, run: Path
+) -> Path:
+    """Draw a figure of PRESETS. Returns where it is."""
+    from decentnode.metrics.figures import VIRTUAL
+    from decentnode.report.plots import write
+    from decentnode.report.presets import AXES_OF, PRESETS
+    from decentnode.report.runs import axes_of, overview
+
+    metric = overview(drawn)[0] if metric == "all" else metric
+    axes = [axis] if axis != "all" else [*AXES_OF[name]]
+    if axis == "all" and name == "target" and VIRTUAL in axes_of(drawn):
+        axes = [VIRTUAL, "bytes"]
+    stem = "_".join([name.replace("-", "_"), metric, *(["paper"] if paper else [])])
+    target = output or run / "plots" / f"{stem}.{'pdf' if paper else 'png'}"
+    write(lambda: PRESETS[name](drawn, metric, axes, paper), target, paper)
+    return target

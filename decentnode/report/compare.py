@@ -7,14 +7,21 @@ import io
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decentnode.metrics.figures import Figure
+from decentnode.report.latex import tabular
 from decentnode.report.measured import BEFORE, columns
+from decentnode.report.reached import Extra
 from decentnode.report.repeats import Ran, labels
+from decentnode.report.significance import Paired, holm, paired
 
 PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
+NOT_FOR_PAPERS = ("consensus_rms", "consensus_distance", "bytes_metadata_per_node", "round_seconds_median")
+"""Columns of comparisons that tables for papers leave out."""
+ALPHA = 0.05
+"""p below which a row counts as another than the best."""
 MAX_LABEL = 60
 """Most characters of a row's name in the table for people."""
 
@@ -40,7 +47,9 @@ class ComparedRow:
         mean, deviation = self.mean(figure.name), self.deviation(figure.name)
         if mean is None:
             return "-"
-        return figure.shown(mean) if deviation is None else f"{figure.shown(mean)} ±{figure.shown(deviation)}"
+        text = figure.shown(mean) if deviation is None else f"{figure.shown(mean)} ±{figure.shown(deviation)}"
+        count = len(self.values[figure.name])
+        return text if count == self.runs else f"{text} ({count} of {self.runs})"
 
 
 def row(
@@ -62,25 +71,109 @@ def _value(summary: Mapping[str, Any], name: str) -> float | None:
     return value / max(1, len(summary.get("nodes", {}))) if name in PER_NODE else float(value)
 
 
-def rows(groups: Sequence[Sequence[Ran]]) -> list[ComparedRow]:
-    """Returns a row per group of repeats."""
-    named = zip(labels(groups), groups, strict=True)
+def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[Extra] = ()) -> list[ComparedRow]:
+    """Returns a row per group of repeats. extra: columns behind those that all tables have."""
     shown = columns(dict.fromkeys(each.measured for group in groups for each in group))
-    return [row(label, [each.summary for each in group], shown) for label, group in named]
+    found = []
+    for label, group in zip(labels(groups), groups, strict=True):
+        made = row(label, [each.summary for each in group], shown)
+        more = {figure.name: [value for each in group if (value := of(each)) is not None] for figure, of in extra}
+        found.append(replace(made, values={**made.values, **more}, columns=(*shown, *(each for each, _ in extra))))
+    return found
 
 
-def text_table(rows: Sequence[ComparedRow]) -> str:
-    """Returns a simple table of reStructuredText, which a terminal can show too. rows: at least one."""
-    shown = rows[0].columns
-    cells = [["experiment", "runs", *(figure.title for figure in shown)]]
-    names = [each.name if len(each.name) <= MAX_LABEL else f"{each.name[: MAX_LABEL - 4]} ..." for each in rows]
+@dataclass(frozen=True)
+class AgainstBest:
+    """What sets rows off from the best one in the tasks' main metric, seed by seed."""
+
+    figure: Figure
+    best: int
+    """The number of the best row."""
+    pairs: Sequence[Paired | None]
+    """By row: the difference, this one minus the best; None for the best, and with fewer than two seeds in common."""
+    p: Sequence[float | None]
+    """By row: the probability that chance alone makes such a difference, for all comparisons together (Holm)."""
+
+    def tied(self, row: int) -> bool:
+        """Returns whether the test does not tell a row from the best."""
+        p = self.p[row]
+        return row == self.best or (p is not None and p >= ALPHA)
+
+
+def against_best(groups: Sequence[Sequence[Ran]]) -> AgainstBest | None:
+    """Compares experiments by a paired t-test over the seeds that two have in common; None where they measure different
+    things, or none has two seeds in common with the best."""
+    mains = {each.measured.main.name for group in groups for each in group}
+    if len(groups) < 2 or len(mains) != 1:
+        return None
+    measured = groups[0][0].measured
+    figure, sign = measured.by_name[f"{measured.main.name}_mean"], 1 if measured.main.better == "higher" else -1
+    values = [{each.seed: value for each in group if (value := _value(each.summary, figure.name)) is not None}
+              for group in groups]  # fmt: skip
+    known = [index for index, each in enumerate(values) if each]
+    if not known:
+        return None
+    best = max(known, key=lambda index: sign * statistics.fmean(values[index].values()))
+    pairs = [None if index == best else paired(each, values[best]) for index, each in enumerate(values)]
+    if not any(pairs):
+        return None
+    return AgainstBest(figure, best, pairs, holm([None if each is None else each.p for each in pairs]))
+
+
+def table_cells(
+    rows: Sequence[ComparedRow], shown: Sequence[Figure], test: AgainstBest | None, short: bool = True
+) -> list[list[str]]:
+    """Returns headings and rows as text. short: whether long names are cut, where that leaves them apart."""
+    names = [each.name if len(each.name) <= MAX_LABEL or not short else f"{each.name[: MAX_LABEL - 4]} ..."
+             for each in rows]  # fmt: skip
     if len(set(names)) < len(names):
         names = [each.name for each in rows]
-    cells += [
-        [name, str(each.runs), *(each.shown(figure) for figure in shown)]
-        for name, each in zip(names, rows, strict=True)
-    ]
-    return simple_table(cells)
+    tested = ["minus best", "p"] if test is not None else []
+    cells = [["experiment", "runs", shown[0].title, *tested, *(figure.title for figure in shown[1:])]]
+    for index, (name, each) in enumerate(zip(names, rows, strict=True)):
+        told = [] if test is None else [_difference(test, index), "" if (p := test.p[index]) is None else f"{p:.3f}"]
+        cells.append([name, str(each.runs), each.shown(shown[0]), *told, *map(each.shown, shown[1:])])
+    return cells
+
+
+def _difference(test: AgainstBest, index: int) -> str:
+    pair = test.pairs[index]
+    if pair is None:
+        return ""
+    each = [f"{test.figure.scale * value:+.{test.figure.digits}f}" for value in (pair.mean, pair.low, pair.high)]
+    return f"{each[0]} [{each[1]}, {each[2]}]"
+
+
+def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
+    """Returns a simple table of reStructuredText, which a terminal can show too. rows: at least one. test: adds each
+    row's difference from the best, its 95 % interval and p."""
+    return simple_table(table_cells(rows, rows[0].columns, test))
+
+
+def _for_papers(rows: Sequence[ComparedRow]) -> list[Figure]:
+    """Returns the columns that tables for papers have: those of the task, payload, and what was asked for."""
+    return [each for each in rows[0].columns if each.name not in NOT_FOR_PAPERS]
+
+
+def _bold(rows: Sequence[ComparedRow], test: AgainstBest | None) -> list[tuple[int, int]]:
+    return [] if test is None else [(index, 2) for index in range(len(rows)) if test.tied(index)]
+
+
+def latex_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
+    """Returns a tabular of LaTeX (package booktabs). The best row is bold, and so are those that the test does not tell
+    from it."""
+    return tabular(table_cells(rows, _for_papers(rows), test, short=False), 1, _bold(rows, test))
+
+
+def markdown_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
+    """Returns the same as a table of Markdown."""
+    cells, bold = table_cells(rows, _for_papers(rows), test, short=False), _bold(rows, test)
+    lines = ["| " + " | ".join(cells[0]) + " |", "|" + "|".join([" :-- ", *(" --: " for _ in cells[0][1:])]) + "|"]
+    for row, line in enumerate(cells[1:]):
+        shown = [f"**{cell}**" if (row, column) in bold else cell.replace("|", "\\|")
+                 for column, cell in enumerate(line)]  # fmt: skip
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -97,19 +190,34 @@ def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
     return "\n".join([rule, line(cells[0]), rule, *(line(values) for values in cells[1:]), rule])
 
 
-def csv_table(rows: Sequence[ComparedRow]) -> str:
-    """Returns CSV text for other programs: means and deviations in columns of their own, in the figures' units."""
+def csv_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
+    """Returns CSV text for other programs: means and deviations in columns of their own, in the figures' units; with a
+    test, each row's difference from the best, the ends of its interval and p."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     shown = rows[0].columns
     titles = [title for figure in shown for title in (figure.name, f"{figure.name}_std")]
-    writer.writerow(["experiment", "runs", *titles])
-    for each in rows:
+    tested = ["minus_best", "minus_best_low", "minus_best_high", "p"] if test is not None else []
+    writer.writerow(["experiment", "runs", *titles, *tested])
+    for index, each in enumerate(rows):
         found = [value for figure in shown for value in (each.mean(figure.name), each.deviation(figure.name))]
+        if test is not None:
+            found += _numbers(test, index)
         writer.writerow([each.name, each.runs, *("" if value is None else f"{value:.9g}" for value in found)])
     return out.getvalue()
 
 
-def as_json(rows: Sequence[ComparedRow]) -> str:
+def _numbers(test: AgainstBest, index: int) -> list[float | None]:
+    pair = test.pairs[index]
+    return [None, None, None, None] if pair is None else [pair.mean, pair.low, pair.high, test.p[index]]
+
+
+def as_json(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
     """Returns all values, by experiment and figure, in the figures' units."""
-    return json.dumps({each.name: {"runs": each.runs, **{k: list(v) for k, v in each.values.items()}} for each in rows})
+    found: dict[str, dict[str, Any]] = {}
+    for index, each in enumerate(rows):
+        found[each.name] = {"runs": each.runs, **{name: list(values) for name, values in each.values.items()}}
+        if test is not None:
+            names = ("minus_best", "minus_best_low", "minus_best_high", "p")
+            found[each.name] |= dict(zip(names, _numbers(test, index), strict=True))
+    return json.dumps(found)

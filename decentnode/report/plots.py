@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.figures import VIRTUAL_AXES, Curve
-from decentnode.report.runs import Line, chosen_curves
+from decentnode.report.runs import Line, Series, chosen_curves
 from decentnode.words import plural
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ MERGED = "merged model"
 WIDTH_SHARE = 0.97
 """Largest share of the figure's width that a legend or a title takes."""
 
+FAR_APART = 5.0
+"""Lines whose bytes differ by more than this factor share a logarithmic axis."""
+PAPER_SUFFIXES = (".pdf", ".svg")
 PAPER_WIDTH, PAPER_HEIGHT = 3.3, 2.3
 """Inches: one column of a two-column page."""
 PAPER: dict[str, Any] = {
@@ -42,24 +45,63 @@ def plot(
 ) -> list[str]:
     """Write what `draw` draws. Returns the labels of lines that no panel has anything of.
 
-    paper: one panel as wide as a column, as PDF. The suffix of `path` chooses the format. Raises UsageError for an
-    unknown one and as `draw`, EnvironmentFault when the file cannot be written.
+    paper: one panel as wide as a column, as PDF or SVG. The suffix of `path` chooses the format. Raises UsageError as
+    `draw` and `write`, EnvironmentFault when the file cannot be written.
     """
-    if path.suffix not in ((".pdf",) if paper else SUFFIXES):
-        raise UsageError(f"the picture's name must end in {'.pdf' if paper else ', '.join(SUFFIXES)}, got {path.name}")
     if paper and (len(metrics), len(axes)) != (1, 1):
         raise UsageError(f"--paper draws one panel, got {len(metrics)} x {len(axes)}")
+    left_out: list[str] = []
+
+    def drawn() -> Figure:
+        figure, names = draw(lines, metrics, axes, paper)
+        left_out.extend(names)
+        return figure
+
+    write(drawn, path, paper)
+    return left_out
+
+
+def write(drawn: Callable[[], Figure], path: Path, paper: bool = False) -> None:
+    """Write a figure, drawn in the style of papers where it is for one. Raises UsageError for a suffix of no format,
+    EnvironmentFault when the file cannot be written."""
+    suffixes = PAPER_SUFFIXES if paper else SUFFIXES
+    if path.suffix not in suffixes:
+        raise UsageError(f"the picture's name must end in {', '.join(suffixes)}, got {path.name}")
     import matplotlib
 
     style: Any = PAPER if paper else {}
     with matplotlib.rc_context(style):
-        figure, left_out = draw(lines, metrics, axes, paper)
+        figure = drawn()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150)
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
-    return left_out
+
+
+def empty(width: float, height: float) -> Figure:
+    """Returns a figure of this size in inches. It is none of pyplot's: nobody has to close it, and the program's own
+    backend stays. It shows itself in a notebook, whatever backend that has."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    class RunFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            self.savefig(data := io.BytesIO(), format="png", dpi=100)
+            return data.getvalue()
+
+    figure = RunFigure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def sign(figure: Figure, text: str) -> None:
+    """Write a small line into the lower right corner: where the figure comes from."""
+    height = 11 / 72 / figure.get_figheight()
+    figure.set_figheight(figure.get_figheight() + 11 / 72)
+    engine: Any = figure.get_layout_engine()
+    engine.set(rect=(0.0, height, 1.0, 1.0 - height))
+    figure.text(0.995, 0.15 * height, text, ha="right", va="bottom", fontsize=6, color="#707070")
 
 
 def draw(
@@ -68,25 +110,13 @@ def draw(
     """(a figure, the labels of lines that no panel has anything of): one panel per metric (rows) and axis (columns), a
     line for the mean over nodes, and seeds where there are several.
 
-    Bands go from the lowest to the highest node, or over a standard deviation of the seeds to either side. The figure
-    is none of pyplot's: nobody has to close it, and the program's own backend stays. Raises UsageError for an unknown
-    metric or nothing to draw.
+    Bands go from the lowest to the highest node, or over a standard deviation of the seeds to either side. Raises
+    UsageError for an unknown metric or nothing to draw.
     """
     chosen = chosen_curves(lines, metrics)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    class RunFigure(Figure):
-        """Shows itself in a notebook, whatever backend that has."""
-
-        def _repr_png_(self) -> bytes:
-            self.savefig(data := io.BytesIO(), format="png", dpi=100)
-            return data.getvalue()
-
     shape = (len(metrics), len(axes))
     size = (PAPER_WIDTH, PAPER_HEIGHT) if paper else (1.2 + 4.2 * shape[1], 0.9 + 2.9 * shape[0])
-    figure = RunFigure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty(*size)
     panels = figure.subplots(*shape, squeeze=False, sharey="row")
     drawn = _panels(panels, lines, chosen, axes)
     if not drawn:
@@ -97,7 +127,7 @@ def draw(
         _title(figure, lines)
     handles, labels = _handles(lines, drawn, merged)
     if len(labels) > 1:
-        _legend(figure, handles, labels)
+        legend(figure, handles, labels)
     return figure, [line.label for index, line in enumerate(lines) if index not in drawn]
 
 
@@ -109,29 +139,56 @@ def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], ax
         ends = [max(x) for line in lines for metric in metrics if (x := line.series(metric, axis).x)]
         unit, name = _unit(ends) if axis == "bytes" else (1.0, "")
         most = max(ends, default=0.0) / unit
+        apart = axis == "bytes" and len(lines) > 1 and 0 < FAR_APART * min(ends, default=0.0) < max(ends, default=0.0)
         for row, (metric, curve) in enumerate(metrics.items()):
             panel = panels[row][column]
-            drawn |= _panel(panel, lines, (metric, curve), axis, unit)
+            drawn |= _panel(panel, lines, (metric, curve), axis, unit, apart)
             panel.set_xlim(0, 1.02 * most if most else 1)
+            if apart:
+                _log_bytes(panel, 1.1 * most)
         panels[-1][column].set_xlabel(VIRTUAL_AXES[axis] + (f" ({name})" if name else ""))
     for row, curve in enumerate(metrics.values()):
         panels[row][0].set_ylabel(curve.label)
     return drawn
 
 
-def _panel(panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, unit: float) -> set[int]:
-    """Draw all lines into one panel. unit: of the horizontal axis. Returns the numbers of those that have values."""
+def _log_bytes(panel: Axes, right: float) -> None:
+    """A logarithmic axis of bytes: of lines that send much less than others, a linear one shows nothing."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    least = min((x for line in panel.get_lines() for x in _positive(line.get_xdata())), default=right / 10)
+    panel.set_xscale("log")
+    panel.set_xlim(0.9 * least, right)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if right > 30 * least:
+        panel.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _positive(values: Any) -> list[float]:
+    """Returns the values above 0."""
+    return [float(value) for value in values if value > 0]
+
+
+def _panel(
+    panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, unit: float, positive: bool = False
+) -> set[int]:
+    """Draw all lines into one panel. unit: of the horizontal axis. positive: leave out what stands at 0 of it, where a
+    logarithmic axis has no place. Returns the numbers of those that have values."""
     from matplotlib.ticker import MaxNLocator
 
     metric, curve = shown
-    drawn = [(index, line, series) for index, line in enumerate(lines) if (series := line.series(metric, axis)).x]
+    def of(line: Line, merged: bool = False) -> Series:
+        series = line.series(metric, axis, merged)
+        return series.above(0.0) if positive else series
+
+    drawn = [(index, line, series) for index, line in enumerate(lines) if (series := of(line)).x]
     for index, line, series in drawn:
         color, x = _color(index), [value / unit for value in series.x]
         marker = "o" if len(x) <= 40 else None
         panel.plot(x, series.mean, _dashes(index), color=color, marker=marker, markersize=3, label=line.label)
         if curve.spread or len(line.runs) > 1:
             panel.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
-        if curve.merged and (of_merged := line.series(metric, axis, merged=True)).x:
+        if curve.merged and (of_merged := of(line, merged=True)).x:
             panel.plot([value / unit for value in of_merged.x], of_merged.mean, "--", color=color, label=MERGED)
     if curve.logarithmic:
         _scale(panel, [values for _, _, series in drawn for values in (series.low, series.mean)])
@@ -169,36 +226,41 @@ def _title(figure: Figure, lines: Sequence[Line]) -> None:
         text = f"mean of the nodes, {bands[several[0]]}"
     else:
         text = f"mean of the nodes; of several seeds {bands[True]}, of one run {bands[False]}"
-    title = figure.suptitle(text, fontsize="medium")
+    title(figure, text)
+
+
+def title(figure: Figure, text: str) -> None:
+    """Write a title, on as many lines as it needs. The figure grows by their height."""
+    written = figure.suptitle(text, fontsize="medium")
     renderer, characters = figure.canvas.get_renderer(), len(text)  # type: ignore[attr-defined]
-    height = title.get_window_extent(renderer).height
-    while (box := title.get_window_extent(renderer)).width > WIDTH_SHARE * figure.bbox.width and characters > 8:
+    height = written.get_window_extent(renderer).height
+    while (box := written.get_window_extent(renderer)).width > WIDTH_SHARE * figure.bbox.width and characters > 8:
         characters = int(0.9 * characters)
-        title.set_text(textwrap.fill(text, characters))
+        written.set_text(textwrap.fill(text, characters))
     figure.set_figheight(figure.get_figheight() + (box.height - height) / figure.dpi)
 
 
-def _legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
+def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
     """Draw the legend below the panels, in as many columns as fit into the width. The figure grows by its height."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     room = WIDTH_SHARE * figure.bbox.width
 
-    def made(columns: int, labels: list[str]) -> tuple[Any, Any]:
-        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-        return legend, legend.get_window_extent(renderer)
+    def drawn(columns: int, labels: list[str]) -> tuple[Any, Any]:
+        made = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        return made, made.get_window_extent(renderer)
 
     for columns in range(min(4, len(labels)), 0, -1):
-        legend, box = made(columns, labels)
+        shown, box = drawn(columns, labels)
         if box.width <= room:
             break
         if columns > 1:
-            legend.remove()
+            shown.remove()
     else:  # not even one name fits into a line
         characters = max(map(len, labels))
         while box.width > room and characters > 8:
-            legend.remove()
+            shown.remove()
             characters = int(0.9 * characters)
-            legend, box = made(1, [textwrap.fill(label, characters) for label in labels])
+            shown, box = drawn(1, [textwrap.fill(label, characters) for label in labels])
     figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
 
 

@@ -33,6 +33,11 @@ class Series:
     low: list[float]
     high: list[float]
 
+    def above(self, least: float) -> Series:
+        """Returns the points whose x is above `least`."""
+        kept = [place for place, x in enumerate(self.x) if x > least]
+        return Series(*([values[place] for place in kept] for values in (self.x, self.mean, self.low, self.high)))
+
 
 @dataclass(frozen=True)
 class RecordedRun:

@@ -14,6 +14,7 @@ from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import Figure
 from decentnode.report import repeats
 from decentnode.report.compare import ComparedRow, row, simple_table
+from decentnode.report.latex import tabular
 from decentnode.report.measured import columns
 from decentnode.report.significance import Paired, holm, paired
 from decentnode.sweeps.conduct import Ended, State
@@ -246,15 +247,6 @@ def points_csv(results: Results) -> str:
     return out.getvalue()
 
 
-_SPECIAL = {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%",
-            "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}  # fmt: skip
-
-
-def escaped(text: str) -> str:
-    """Returns text as LaTeX shows it."""
-    return "".join(_SPECIAL.get(character, character) for character in text).replace("±", r"$\pm$")
-
-
 def latex_table(results: Results) -> str:
     """Returns a tabular of LaTeX (package booktabs): keys, runs, the metric, and the difference to the best row. The
     best is bold, and so are those that the paired test does not tell from it."""
@@ -264,11 +256,6 @@ def latex_table(results: Results) -> str:
     last = cells[0].index("p") + 1 if "p" in cells[0] else cells[0].index("runs") + 2
     place = cells[0].index("runs") + 1
     best = results.best
-    lines = [r"% \usepackage{booktabs}", rf"\begin{{tabular}}{{{'l' * keys}{'r' * (last - keys)}}}", r"\toprule",
-             " & ".join(map(escaped, cells[0][:last])) + r" \\", r"\midrule"]  # fmt: skip
-    for each, line in zip(_shown(results), cells[1:], strict=True):
-        shown = [escaped(cell) for cell in line[:last]]
-        if each is best or (each.tied and best is not None and each.rounds == best.rounds):
-            shown[place] = rf"\textbf{{{shown[place]}}}"
-        lines.append(" & ".join(shown) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+    bold = [(row, place) for row, each in enumerate(_shown(results))
+            if each is best or (each.tied and best is not None and each.rounds == best.rounds)]  # fmt: skip
+    return tabular([line[:last] for line in cells], keys, bold)

@@ -14,13 +14,14 @@ from rich.console import Console
 
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.messages import Request
+from decentnode.report.latex import escaped
 from decentnode.report.measured import BEFORE
 from decentnode.sweeps import files, picture
 from decentnode.sweeps.conduct import Ended, Running, State
 from decentnode.sweeps.plan import Plan, Sweep
 from decentnode.sweeps.point import Point, Prepared
 from decentnode.sweeps.progress import line, live_table
-from decentnode.sweeps.results import csv_table, escaped, latex_table, point_rows, results_of, text_table
+from decentnode.sweeps.results import csv_table, latex_table, point_rows, results_of, text_table
 from decentnode.sweeps.samplers import Listed
 from decentnode.sweeps.space import Settings
 from decentnode.sweeps.store import Outcome, Store, write_outcome

@@ -1,0 +1,26 @@
+"""Text as LaTeX shows it, and tables of package booktabs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+_SPECIAL = {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%",
+            "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}  # fmt: skip
+
+
+def escaped(text: str) -> str:
+    """Returns text as LaTeX shows it."""
+    return "".join(_SPECIAL.get(character, character) for character in text).replace("±", r"$\pm$")
+
+
+def tabular(cells: Sequence[Sequence[str]], left: int, bold: Collection[tuple[int, int]] = ()) -> str:
+    """Returns a tabular. cells: the headings, then the rows, as plain text. left: how many of the first columns are
+    flush left. bold: (row below the headings, column)."""
+    columns = "l" * left + "r" * (len(cells[0]) - left)
+    lines = [r"% \usepackage{booktabs}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
+             " & ".join(map(escaped, cells[0])) + r" \\", r"\midrule"]  # fmt: skip
+    for row, line in enumerate(cells[1:]):
+        shown = [rf"\textbf{{{escaped(cell)}}}" if (row, column) in bold else escaped(cell)
+                 for column, cell in enumerate(line)]  # fmt: skip
+        lines.append(" & ".join(shown) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
