@@ -75,7 +75,7 @@ def _summary(found: TimeLine, experiment: Experiment) -> dict[str, Any]:
     return {
         "rounds": found.rounds, "nodes": experiment.make_graph().num_nodes, "schedule": experiment.node.schedule,
         "round_seconds": found.steady_seconds(), "total_seconds": float(found.finished()[-1]),
-        "compute_seconds": float((found.computed - found.begin)[found.present].mean()) if found.present.any() else 0.0,
+        "compute_seconds": float((found.computed - found.steps_began)[found.present].mean()) if found.present.any() else 0.0,
         "waited_seconds": float(found.waited[found.present].mean()) if found.present.any() else 0.0,
         "present": float(found.present.mean()), "waits": waits,
     }  # fmt: skip
@@ -110,7 +110,7 @@ def _write(path: Path, found: TimeLine) -> None:
     if path.suffix != ".csv":
         from decentnode.report.timeline import plot
 
-        plot(found.begin, found.computed, found.end, path)
+        plot(found.steps_began, found.computed, found.end, path)
         return
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

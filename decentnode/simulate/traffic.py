@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from decentnode.build import SharedModel, shared_model
@@ -30,6 +31,8 @@ class Exchanged:
     rule: Sharing
     bytes_of: tuple[float, ...]
     """Of one payload in each phase."""
+    bytes_to_others: float = 0.0
+    """Of what a server sends to a client that takes no part in the round."""
 
 
 class Traffic:
@@ -49,7 +52,25 @@ class Traffic:
         self.buffer_bytes = float(shared.model.buffers.numel() * shared.model.buffers.dtype.itemsize)
         self.exchanged = self._measured(shared, graph)
         self.phases = self.exchanged[0].rule.requirements.phases
+        self.steps_before = self.exchanged[0].rule.requirements.steps_before
+        self._servers = graph.servers if self.exchanged[0].rule.requirements.star else {}
         self._known: dict[tuple[object, ...], tuple[Transfers, ...]] = {}
+
+    @property
+    def trains(self) -> Callable[[int], np.ndarray] | None:
+        """Returns who makes local steps in a round, bool [N]; None where everybody does."""
+        return self._clients if self._servers else None
+
+    def _clients(self, round: int) -> np.ndarray:
+        found, (each, *_) = np.zeros(self.num_nodes, bool), self.exchanged
+        for server in self._servers:
+            found[list(self._answering(each, server, round))] = True
+        return found
+
+    def _answering(self, each: Exchanged, server: int, round: int) -> tuple[int, ...]:
+        """Returns the clients of a server that take part in a round."""
+        view = view_of(each.rule, each.fragment, server, round, self._experiment.seed)
+        return each.rule.plan(replace(view, phase=self.steps_before)).sources
 
     def _measured(self, shared: SharedModel, graph: Graph) -> list[Exchanged]:
         whole = [Fragment(0, shared.model.num_parameters, graph)]
@@ -57,9 +78,14 @@ class Traffic:
         found = []
         for fragment, rule, fresh in zip(fragments, shared.make_rules(), shared.make_rules(), strict=True):
             rule.payload_schema(fragment.elements, shared.model.dtype)
-            sizes = payload_bytes(rule, fragment, self._experiment.seed, shared.model.dtype)
+            others = 0.0
+            if rule.requirements.star:
+                down, others = bytes_down(rule, fragment, self._experiment.seed, shared.model.dtype)
+                sizes: tuple[float, ...] = (down,) * rule.requirements.phases
+            else:
+                sizes = payload_bytes(rule, fragment, self._experiment.seed, shared.model.dtype)
             fresh.payload_schema(fragment.elements, shared.model.dtype)  # one that has sent nothing plans the rounds
-            found.append(Exchanged(fragment, fresh, sizes))
+            found.append(Exchanged(fragment, fresh, sizes, others))
         return found
 
     def due(self, round: int) -> list[tuple[Exchanged, int]]:
@@ -97,8 +123,10 @@ class Traffic:
             size = each.bytes_of[phase]
             if index == 0 and phase == self.phases - 1:
                 size += self.buffer_bytes
+            trains = self._clients(round) if phase == 0 and self._servers else None
             for edge in self._edges(each, number, round, phase):
-                total[edge] = total.get(edge, 0.0) + size
+                served = trains is None or trains[edge[1]]
+                total[edge] = total.get(edge, 0.0) + (size if served else each.bytes_to_others)
         if not total:
             return NOBODY
         source, target = zip(*total, strict=True)
@@ -157,3 +185,18 @@ def payload_bytes(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dty
             each = [sum(payload.bytes()) for payload in payloads.values()]
             sizes.append(sum(each) / len(each) if each else (sizes[0] if sizes else 0.0))
     return tuple(sizes)
+
+
+def bytes_down(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Returns the bytes of what a server sends to a client that takes part in a round, and to one that does not, once
+    all have had the model; what comes up is taken to be as large as the first. rule: a fresh one, whose state this
+    changes."""
+    draws = torch.Generator().manual_seed(seed)
+    model = torch.randn(fragment.elements, generator=draws).to(dtype)
+    view = rule.plan(view_of(rule, fragment, min(fragment.graph.servers), 0, seed))
+    with torch.no_grad():
+        rule.begin(model, view)
+        rule.outgoing(model, view)  # of some rules whole models
+        model += UPDATE * torch.randn(model.shape, generator=draws).to(dtype)
+        sizes = [float(sum(payload.bytes())) for payload in rule.outgoing(model, view).values()]
+    return max(sizes, default=0.0), min(sizes, default=0.0)

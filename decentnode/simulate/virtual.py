@@ -90,8 +90,10 @@ def make_clock(
     section = experiment.simulate
     compute = make_compute(experiment, section.compute or ComputeConfig.model_validate({}), step_seconds)
     network = make_network(experiment, links or section.links or LinksConfig.model_validate({}), compute)
+    traffic = traffic or Traffic(experiment)
     return Clock(
-        compute, network, traffic or Traffic(experiment), overlapped=experiment.node.schedule == "overlapped",
+        compute, network, traffic, steps_before=traffic.steps_before, trains=traffic.trains,
+        overlapped=experiment.node.schedule == "overlapped",
         mixes_in_background=experiment.node.mix_in_background is not False,
         asynchronous=SCHEDULES[experiment.node.schedule].asynchronous,
     )  # fmt: skip
@@ -106,7 +108,7 @@ class VirtualTime:
 
     def _end(self, round: int) -> np.ndarray:
         while len(self._ends) <= round:
-            self._ends.append(self._clock.step()[2])
+            self._ends.append(self._clock.step()[3])
         return self._ends[round]
 
     def finished(self, rounds: int, uid: int | None = None) -> float:

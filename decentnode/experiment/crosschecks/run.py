@@ -43,9 +43,9 @@ def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
     for key in ("compute", "links"):
         if getattr(experiment.simulate, key) is None:
             continue
-        if serves:
-            yield Problem(("simulate", key), f": virtual seconds are not known of {experiment.sharing.name}, whose "
-                          "clients train between two exchanges; leave it out", other=("sharing",))  # fmt: skip
+        if serves and experiment.node.missing == "return_weight":
+            yield Problem(("simulate", key), ": virtual seconds are not known of rounds that go on without late "
+                          "clients; leave it out, or missing: fail would do", other=("node", "missing"))  # fmt: skip
         if experiment.node.quorum is not None:
             yield Problem(("simulate", key), ": virtual seconds are not known of rounds that go on with a quorum; "
                           "leave it out", other=("node", "quorum"))  # fmt: skip

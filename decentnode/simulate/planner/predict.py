@@ -121,7 +121,7 @@ def predict(
     return Prediction(
         names.get("graph", experiment.graph.name), names.get("sharing", experiment.sharing.name),
         names.get("compression", compression.name if compression is not None else "none"), steps, batch,
-        round_seconds, float((found.computed - found.begin).mean()), traffic.bytes_per_node(rounds),
+        round_seconds, float((found.computed - found.steps_began).mean()), traffic.bytes_per_node(rounds),
         busiest, loads[busiest][1] if busiest else 0.0, loads[busiest][0] if busiest else 0.0,
         consensus.rate, consensus.rounds, None if consensus.rounds is None else consensus.rounds * round_seconds,
         consensus.measured, memory_of(experiment, traffic),

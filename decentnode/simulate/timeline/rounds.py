@@ -2,7 +2,8 @@
 
 Sequential: steps, then the payloads leave, and the round ends when those of all neighbors have been mixed. Overlapped:
 payloads leave with the round's begin, and the round ends when both the steps and the mixing are done
-(docs/explanation/round.rst). Asynchronous: the round of a node ends when its own work is done, whoever else is where.
+(docs/explanation/round.rst). With a server: the model goes down, clients that take part make their steps once they have
+it, and what changed comes up. Asynchronous: the round of a node ends when its own work is done, whoever else is where.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class TimeLine:
     """Every node's rounds, in virtual seconds from the begin of the first. Arrays are [rounds, N]."""
 
     begin: np.ndarray
+    steps_began: np.ndarray
+    """When the local steps began: with the round, or where a server serves, once its model was there."""
     computed: np.ndarray
     """When the local steps were done."""
     end: np.ndarray
@@ -75,13 +78,16 @@ class Clock:
     def __init__(
         self, compute: Compute, network: Network, transfers: TransfersOf, *, overlapped: bool = False,
         mixes_in_background: bool = True, leaves_after: float | None = None, asynchronous: bool = False,
+        steps_before: int = 0, trains: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         """transfers: the same objects for the same transfers make it fast. mixes_in_background: with `overlapped`,
         whether arrivals are mixed beside the steps. leaves_after: share of the local steps after which the first
         payloads leave, where it is not that of the schedule: 1, with `overlapped` 0. In between they leave piece by
         piece and their last byte with the last step: gradients that are reduced while the backward pass goes on begin
         to leave after 1/3. asynchronous: nobody waits for what comes; a round has the local steps and the mixing of as
-        much as comes in a synchronous one."""
+        much as comes in a synchronous one. steps_before: the phase before which the local steps are made; those before
+        it begin with the round. trains: returns who makes local steps in a round, bool [N]; everybody when None."""
+        self._steps_before, self._trains = steps_before, trains
         self.compute, self.network = compute, network
         self._transfers = transfers
         self.overlapped, self._background, self._asynchronous = overlapped, mixes_in_background, asynchronous
@@ -94,18 +100,25 @@ class Clock:
         """When each edge has passed the payload before, by its set of transfers."""
 
     def step(self) -> tuple[np.ndarray, ...]:
-        """Advances one round. Returns (begin, computed, end, waits_for, waited, present), each [N]."""
+        """Advances one round. Returns what `TimeLine` has of it, in its order, each [N]."""
         round, compute = self.round, self.compute
         present = self._take_part()
         begin = self.now.copy()
-        seconds = np.where(present, compute.seconds(round), 0.0)
-        computed = compute.ends(begin, seconds)
-        phases = [each for each in self._transfers(round) if each.source.size]
+        works = present if self._trains is None else present & self._trains(round)
+        seconds = np.where(works, compute.seconds(round), 0.0)
+        phases = list(self._transfers(round))
+        first, waits_for, waited = begin, np.full(begin.size, -1, np.int32), np.zeros(begin.size)
+        for number, transfers in enumerate(phases[: self._steps_before]):
+            if transfers.source.size:
+                first, late, wait = self._mixed(transfers, self._exchange(transfers, first, number), first)
+                waited += wait
+                waits_for = np.where(wait > 0, late, waits_for)
+        computed = compute.ends(first, seconds)
         ready = computed if self._leaves_after == 1 else begin + self._leaves_after * (computed - begin)
-        end, waits_for, waited = computed, np.full(begin.size, -1, np.int32), np.zeros(begin.size)
-        for number, transfers in enumerate(phases):
+        end, rest = computed, [each for each in phases[self._steps_before :] if each.source.size]
+        for number, transfers in enumerate(rest):
             sent = ready if number == 0 else end
-            arrived = self._exchange(transfers, sent, number)
+            arrived = self._exchange(transfers, sent, self._steps_before + number)
             if number == 0 and 0 < self._leaves_after < 1:
                 arrived = np.maximum(arrived, computed[transfers.source])
             end, late, wait = self._mixed(transfers, arrived, end if number else computed)
@@ -113,7 +126,7 @@ class Clock:
             waits_for = np.where(wait > 0, late, waits_for)
         end = np.where(present, end + compute.config.overhead_seconds, end)
         self.now, self.round = end, round + 1
-        return begin, computed, end, waits_for, waited, present
+        return begin, first, computed, end, waits_for, waited, present
 
     def _take_part(self) -> np.ndarray:
         """Returns who takes part in the next round [N], after nodes that are away have come back or been left out."""
@@ -180,8 +193,8 @@ class Clock:
 def time_line(clock: Clock, rounds: int) -> TimeLine:
     """Steps the clock and returns what it told. rounds: at least 1."""
     n = clock.compute.num_nodes
-    begin, computed, end, waited = (np.empty((rounds, n)) for _ in range(4))
+    begin, began, computed, end, waited = (np.empty((rounds, n)) for _ in range(5))
     waits_for, present = np.empty((rounds, n), np.int32), np.empty((rounds, n), bool)
     for r in range(rounds):
-        begin[r], computed[r], end[r], waits_for[r], waited[r], present[r] = clock.step()
-    return TimeLine(begin, computed, end, waits_for, waited, present)
+        begin[r], began[r], computed[r], end[r], waits_for[r], waited[r], present[r] = clock.step()
+    return TimeLine(begin, began, computed, end, waits_for, waited, present)

@@ -1,0 +1,73 @@
+"""Virtual time of rounds with a server: who waits for which transfer, and how many bytes each is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decentnode.build import build_in_process, step_all
+from decentnode.experiment import Experiment
+from decentnode.simulate.traffic import Traffic
+from decentnode.simulate.virtual import time_line_of
+from tests.sharing.federated.runs import CLIENTS, drawn, experiment
+
+LATENCY, STEP, STEPS, FACTOR, SLOW, ROUNDS = 0.25, 0.1, 3, 4, 2, 6
+LINKS: dict[str, Any] = {"same_machine": {"latency_seconds": LATENCY}}
+COMPUTE = {"step_seconds": STEP, "stragglers": [{"nodes": [SLOW], "factor": FACTOR}]}
+
+
+def served(sharing: dict[str, Any], links: dict[str, Any] = LINKS, **sections: Any) -> Experiment:
+    return experiment(sharing, simulate={"compute": COMPUTE, "links": links}, **sections)
+
+
+def test_clients_train_once_they_have_the_model_and_the_server_waits_for_those_that_take_part() -> None:
+    line, _ = time_line_of(served({"name": "fedavg", "clients": 3}), ROUNDS)
+    now = [0.0] * (CLIENTS + 1)
+    for round in range(ROUNDS):
+        chosen = drawn(round, 3)
+        here = [max(now[uid], now[0] + LATENCY) for uid in range(CLIENTS + 1)]
+        done = {uid: here[uid] + STEP * STEPS * (FACTOR if uid == SLOW else 1) for uid in chosen}
+        ends = [max(done.values()) + LATENCY, *(done.get(uid, here[uid]) for uid in range(1, CLIENTS + 1))]
+        assert line.end[round].tolist() == pytest.approx(ends)
+        assert line.begin[round].tolist() == pytest.approx(now)
+        last = max(sorted(done), key=lambda uid: done[uid])
+        assert done[line.waits_for[round, 0]] == done[last], "the server waits for who is last"
+        now = ends
+
+
+def test_a_model_goes_down_to_all_that_take_part_over_what_the_server_sends_in_a_second() -> None:
+    """Of B bytes each: k of them in k B / rate, and up likewise; the one that is slow sends alone."""
+    mbit = 0.01
+    made = experiment({"name": "fedavg", "clients": 4},
+                  simulate={"compute": {"step_seconds": STEP}, "links": {"node_mbit_per_second": mbit}})  # fmt: skip
+    traffic = Traffic(made)
+    down, up = traffic(0)
+    size, rate = max(down.sizes), mbit * 1e6 / 8
+    assert sorted(down.sizes)[-4:] == [size] * 4 and sorted(set(up.source.tolist())) == drawn(0, 4)
+    rest = sum(down.sizes) - 4 * size
+    line, _ = time_line_of(made, 1)
+    assert line.end[0, 0] == pytest.approx((4 * size + rest) / rate + STEP * STEPS + 4 * size / rate, rel=0.02)
+
+
+@pytest.mark.parametrize("sharing", [
+    {"name": "fedavg"}, {"name": "fedavg", "clients": 2}, {"name": "scaffold", "fraction": 0.5},
+    {"name": "fedavg", "clients": 3, "compression": {"name": "int8"}}, {"name": "fedstc", "clients": 3, "entries": 0.2},
+], ids=str)  # fmt: skip
+def test_bytes_are_those_that_nodes_send(sharing: dict[str, Any]) -> None:
+    """In a run of all nodes in this process, from the second round on (of fedstc the first brings whole models)."""
+    data = {"name": "synthetic", "input_shape": [400], "num_classes": 3, "train_samples": 10 * CLIENTS,
+            "test_samples": 10, "partition": {"name": "iid"}}  # fmt: skip
+    made, sent = served(sharing, data=data), []  # numbers beside the tensors are hardly a part of 5 kB
+    for rounds in (1, ROUNDS):
+        nodes = build_in_process(made.model_copy(update={"node": made.node.model_copy(update={"rounds": rounds})}))
+        step_all(nodes)
+        sent.append([sum(edge.payload_bytes_sent for _, edge in node.communication.counters.known())
+                     for node in nodes])  # fmt: skip
+    traffic, told = Traffic(made), [0.0] * (CLIENTS + 1)
+    for round in range(1, ROUNDS):
+        for transfers in traffic(round):
+            for source, size in zip(transfers.source.tolist(), transfers.sizes.tolist(), strict=True):
+                told[source] += size
+    assert told[0] == pytest.approx(sent[1][0] - sent[0][0], rel=0.02)
+    assert sum(told[1:]) == pytest.approx(sum(sent[1][1:]) - sum(sent[0][1:]), rel=0.02)
