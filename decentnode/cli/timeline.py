@@ -72,10 +72,11 @@ def command(
 def _summary(found: TimeLine, experiment: Experiment) -> dict[str, Any]:
     waits = [{"node": i, "waits_for": j, "rounds": count, "seconds": seconds}
              for i, j, count, seconds in found.waits()]  # fmt: skip
+    steps = found.computed - found.steps_began
     return {
         "rounds": found.rounds, "nodes": experiment.make_graph().num_nodes, "schedule": experiment.node.schedule,
         "round_seconds": found.steady_seconds(), "total_seconds": float(found.finished()[-1]),
-        "compute_seconds": float((found.computed - found.steps_began)[found.present].mean()) if found.present.any() else 0.0,
+        "compute_seconds": float(steps[found.present].mean()) if found.present.any() else 0.0,
         "waited_seconds": float(found.waited[found.present].mean()) if found.present.any() else 0.0,
         "present": float(found.present.mean()), "waits": waits,
     }  # fmt: skip
