@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decentnode.parallel.membership.meetings import MeetingMember
+from decentnode.parallel.membership.wrapper import Missing, job_for
 from decentnode.parallel.methods.base import DistOptimizer
 from decentnode.parallel.methods.elastic import EAMSGD, EASGD, EASGDPlus
 from decentnode.parallel.methods.leader import LSGD, LSGDPlus
+from decentnode.parallel.process_group import num_ranks
+
+T = TypeVar("T")
 
 
 class GradientAveraging(DistOptimizer):
     """Plain data parallel training, for comparison: gradients are averaged in every step, parameters never."""
+
+    alike = True
 
     def check_stable(self) -> None:
         if self.overlap:
@@ -64,24 +72,33 @@ class CommOptimizer(Optimizer):
 
     def __init__(
         self, optimizer: Optimizer, dist_optim_name: str = "LSGD", world_size: int = 1, comm_period: int = 4,
-        dist_pulling_strength: float = 0.1, local_pulling_strength: float = 0.0, *, overlap: bool = False, **more: Any,
+        dist_pulling_strength: float = 0.1, local_pulling_strength: float = 0.0, *, overlap: bool = False,
+        missing: Missing | None = None, **more: Any,
     ) -> None:
         """dist_optim_name: EASGD, EAMSGD, EASGD+, LSGD, LSGD+ or DDP, in any case. more: arguments of that class.
 
         overlap: the ranks' exchange runs during the next forward and backward pass, and takes effect one step later
-        (LSGD: two); not for DDP, whose step needs its gradients.
+        (LSGD: two); not for DDP, whose step needs its gradients. missing: "fail" ends the training with the first rank
+        that dies, with "regroup" the others go on and new ones come in (membership/meetings.py); None: as
+        `initialize_dist` was told.
 
         Blocking: the ranks' parameters are averaged once, into the center. Raises ValueError for unknown names and
         values out of range, AssemblyError naming a rank that raised or has other parameters, another method or period
         than rank 0: then all ranks raise, and none waits.
         """
+        job = job_for(missing, 300.0)
         self.local_optimizer = optimizer
+        if job is not None:
+            world_size = num_ranks()
         self.dist_optimizer = self._kind(dist_optim_name)(
             optimizer, world_size=world_size, dist_pulling_strength=dist_pulling_strength,
             local_pulling_strength=local_pulling_strength, comm_period=comm_period, overlap=overlap, **more,
         )  # fmt: skip
         self.defaults = optimizer.defaults
         self._share()
+        self._member = None if job is None else MeetingMember(job, self.dist_optimizer)
+        if self._member is not None:
+            self._member.begin()
 
     def _kind(self, name: str) -> Callable[..., DistOptimizer]:
         """The class of a method."""
@@ -102,28 +119,46 @@ class CommOptimizer(Optimizer):
             with torch.enable_grad():
                 result = closure()
             loss = result if loss is None else loss
-        if not self._unscaled():
-            return result
-        self.dist_optimizer.before_step()
-        self.local_optimizer.step()
-        number = loss.detach() if isinstance(loss, Tensor) else loss
-        self.dist_optimizer.step(None if number is None else float(number))
+        with contextlib.nullcontext() if self._member is None else self._member.step():
+            self._take_step(loss)
         return result
 
-    @torch.no_grad()
-    def _unscaled(self) -> bool:
-        """Whether the step may be taken; divides the gradients by the scale of a GradScaler that has not. Blocking."""
+    def _take_step(self, loss: Any) -> None:
+        method = self.dist_optimizer
         found = getattr(self, "found_inf", None)
-        if found is None:
-            return True
-        if self.dist_optimizer.largest(float(found)) > 0:
-            return False
+        infinite = 0.0 if found is None else float(found)
+        if found is not None and self._met(lambda: method.largest(infinite), infinite) > 0:
+            return
+        self._unscale()
+        self._met(method.before_step, None)
+        if method.alike and self._member is not None and self._member.over:
+            return
+        self.local_optimizer.step()
+        number = loss.detach() if isinstance(loss, Tensor) else loss
+        self._met(lambda: method.step(None if number is None else float(number)), None)
+
+    def _met(self, work: Callable[[], T], otherwise: T) -> T:
+        """What `work` returns, which waits for other ranks; `otherwise` in a step in which these change."""
+        return work() if self._member is None else self._member.guarded(work, otherwise)
+
+    @torch.no_grad()
+    def _unscale(self) -> None:
+        """Divides the gradients by the scale of a GradScaler that has not."""
         scale = getattr(self, "grad_scale", None)
-        if scale is not None:
+        if scale is not None and getattr(self, "found_inf", None) is not None:
             for p in self.dist_optimizer.params:
                 if p.grad is not None:
                     p.grad.div_(scale)
-        return True
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, in which all ranks are alike; those that a GradScaler skips do not count."""
+        return self.dist_optimizer.steps
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation of ranks; 0 where they do not come and go."""
+        return 0 if self._member is None else self._member.job.control.generation.number
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.local_optimizer.zero_grad(set_to_none)

@@ -13,7 +13,7 @@ import pytest
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.parallel.topology_names import make_topology
 from tests.conftest import free_ports
-from tests.parallel.crowd import Crowd
+from tests.parallel.crowd import Crowd, environment_of
 from tests.parallel.work import members
 
 SOON_SECONDS = 25.0
@@ -63,3 +63,70 @@ def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
         assert new == pytest.approx((own + other) / 2, abs=1e-4)
     for each in found:
         assert each["mean"] == pytest.approx(found[2]["first"], abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "overlap", "scaled"), [
+    pytest.param("EASGD", True, True),
+    pytest.param("EASGD+", False, False, marks=pytest.mark.slow),
+    pytest.param("LSGD", True, True, marks=pytest.mark.slow),
+    pytest.param("LSGD+", False, False, marks=pytest.mark.slow),
+    pytest.param("DDP", False, True),
+])  # fmt: skip
+def test_ranks_that_meet_go_on_without_the_dead_and_with_who_joins(name: str, overlap: bool, scaled: bool) -> None:
+    with Crowd() as crowd:
+        crowd.found(3, free_ports(1), members.meet, name, overlap, scaled, {0: 7}, None, 2)
+        addresses = [crowd.hear(rank) for rank in range(3)]
+        assert crowd.ended(0) == -signal.SIGKILL
+        crowd.start(members.meet, {}, name, overlap, scaled, {}, ",".join(addresses), 2)
+        crowd.hear(3)
+        found = [crowd.hear(number) for number in (1, 2, 3)]
+    assert len({each["steps"] for each in found}) == 1
+    assert found[2]["first"] >= 7
+    for each in found:
+        assert each["world"] == 3
+        assert np.mean(each["losses"][-10:]) < 0.5 * np.mean(found[0]["losses"][:5])
+        if name.startswith("EASGD"):
+            assert each["center"] == pytest.approx(found[0]["center"], abs=1e-5)
+        if name == "DDP":
+            assert each["model"] == pytest.approx(found[0]["model"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "collective", "sockets"])
+def test_two_die_at_once_the_first_among_them_and_the_loss_falls_on(transport: str) -> None:
+    with Crowd() as crowd:
+        crowd.found(4, free_ports(1), members.still, transport, {0: 5, 3: 5}, 12, "ring")
+        found = [crowd.hear(rank) for rank in (1, 2)]
+    assert [each["world"] for each in found] == [2, 2]
+    assert found[0]["mean"] == pytest.approx(found[1]["mean"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "collective", "sockets"])
+def test_a_rank_that_is_started_again_where_it_listened_is_who_it_was(transport: str) -> None:
+    """It comes with another model, and no optimizer's state; it takes schedule and factor of the others."""
+    first = free_ports(8)
+    listen = f"127.0.0.1:{first}"
+    with Crowd() as crowd:
+        crowd.found(3, first + 7, members.learn, transport, None, listen, 0, 2)
+        addresses = [crowd.hear(rank) for rank in range(3)]
+        assert crowd.ended(0) == -signal.SIGKILL
+        crowd.start(members.learn, environment_of(0, 3, 1), transport, ",".join(addresses[1:]), listen, None, 2)
+        assert crowd.hear(3) == addresses[0]
+        found = [crowd.hear(number) for number in (1, 2, 3)]
+    assert len({(each["steps"], each["world"], each["factor"], round(each["lr"], 12)) for each in found}) == 1
+    assert found[0]["factor"] == 0.5 and found[2]["first"] > 10
+    for each in found:
+        assert np.mean(each["losses"][-5:]) < 0.8 * np.mean(found[0]["losses"][:5])
+
+
+def test_who_differs_is_told_the_first_line_and_the_members_do_not_notice() -> None:
+    with Crowd() as crowd:
+        crowd.found(1, free_ports(1), members.alone)
+        address = crowd.hear(0)
+        crowd.start(members.other, {}, address)
+        failure = crowd.failure(1)
+        crowd.say(0)
+        assert crowd.hear(0) == 0
+    assert "AssemblyError: this process differs from the job at tcp://127.0.0.1:" in failure
+    assert "'parameter weight (2, 3) torch.float32 trained', there 'parameter weight (1, 3)" in failure

@@ -211,8 +211,8 @@ class Job:
         process_group.gather_texts("", torch.device("cpu"), "barrier")
 
     def _wait(self, work: Any) -> None:
-        """Waits for an operation of all ranks. Raises ConnectionBroken where this generation ends, RuntimeError
-        where the operation fails. The operation goes on alone then: its tensors are nobody else's."""
+        """Waits for an operation of all ranks. Raises ConnectionBroken where this generation ends, or the
+        operation fails. It may go on alone then: its tensors are nobody else's."""
         started, backoff = clock.now(), Backoff(POLL_SECONDS)
         while not work.is_completed():
             if self.control.broken:
@@ -221,7 +221,10 @@ class Job:
                 self.control.waits(started)
             backoff.sleep()
         self.control.waits(None)
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise ConnectionBroken(f"an operation of all ranks failed: {error}") from error
 
 
 _job: Job | None = None

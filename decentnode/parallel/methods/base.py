@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decentnode.parallel.process_group import check_alike, device_of_group, num_ranks, together
+from decentnode.parallel.process_group import check_alike, device_of_group, num_ranks, together, wait
 from decentnode.parallel.shutdown import close_at_exit
 from decentnode.sharing.forces import toward_
 
@@ -27,8 +27,7 @@ class Numbers:
 
     def wait(self) -> list[float]:
         """Blocking: the numbers, by rank."""
-        if self.work is not None:
-            self.work.wait()
+        wait(self.work)
         return [float(each) for each in self.tensors]
 
 
@@ -55,6 +54,10 @@ class DistOptimizer(metaclass=MadeTogether):
     """
 
     needs_loss: ClassVar[bool] = False
+    alike: ClassVar[bool] = False
+    """Whether all ranks have the same parameters all the time."""
+    meetings = 0
+    """Exchanges that were begun, where the method counts them."""
 
     def __init__(
         self, local_optimizer: Optimizer, world_size: int, dist_pulling_strength: float = 0.1,
@@ -121,7 +124,7 @@ class DistOptimizer(metaclass=MadeTogether):
     def mean(self, flat: Tensor) -> Tensor:
         """Blocking: replaces `flat` by its mean over all ranks."""
         if self.world_size > 1:
-            dist.all_reduce(flat)
+            wait(dist.all_reduce(flat, async_op=True))
             flat.div_(self.world_size)
         return flat
 
@@ -129,7 +132,7 @@ class DistOptimizer(metaclass=MadeTogether):
         """Blocking: the largest of the numbers that the ranks give."""
         own = torch.tensor([value], dtype=torch.float64, device=self.center.device)
         if self.world_size > 1:
-            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+            wait(dist.all_reduce(own, op=dist.ReduceOp.MAX, async_op=True))
         return float(own)
 
     def gather_numbers(self, value: float) -> Numbers:
@@ -172,6 +175,12 @@ class DistOptimizer(metaclass=MadeTogether):
         if self.communicates:
             self.comm_train_step()
         self.steps += 1
+
+    def open_groups(self) -> None:
+        """Blocking, on all ranks: makes the process groups beside the default one."""
+
+    def meet_anew(self, meetings: int) -> None:
+        """The ranks are others now: what was known of each of them is forgotten. meetings: begun by the furthest."""
 
     def close(self) -> None:
         """Drops the exchange under way and references to process groups; no step may follow. Idempotent."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.parallel.methods.base import DistOptimizer
+from decentnode.parallel.process_group import wait
 from decentnode.sharing.forces import elastic_center_, elastic_pull_
 
 
@@ -56,8 +57,7 @@ class EASGD(DistOptimizer):
         if self._flight is not None:
             pull, summed, work = self._flight
             self._flight = None
-            if work is not None:
-                work.wait()
+            wait(work)
             self.apply_force(elastic_pull_, pull, self.dist_pulling_strength)
             elastic_center_(self.center, self.total(summed), self.dist_pulling_strength)
 
@@ -69,8 +69,7 @@ class EASGD(DistOptimizer):
         flight = None
         if self._flight is not None:
             pull, summed, work = self._flight
-            if work is not None:
-                work.wait()
+            wait(work)
             self._flight = pull, summed, None
             flight = pull.clone(), summed.clone()
         return super().state_dict() | {"flight": flight}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.methods.base import DistOptimizer, Numbers
+from decentnode.parallel.process_group import wait
 from decentnode.sharing.forces import leader_of, toward_
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class _Meeting:
     def wait(self) -> list[Tensor]:
         """Blocking: the tensors of this exchange, after all have arrived."""
         for work in self.works:
-            work.wait()
+            wait(work)
         self.works.clear()
         return [self.target] if self.total is None else [self.target, self.total]
 
@@ -53,10 +54,10 @@ class LSGD(DistOptimizer):
         local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         if local < 1 or self.world_size % local:
             raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
-        first = self.rank // local * local
-        self._peers = list(range(first, first + local))
+        self._local = local
+        self._peers = self._machine()
         self._group = None
-        self._meetings = 0
+        self.meetings = 0
         self._followed = False
         """Whether `center` is a leader's model, not yet the mean of the start."""
         self._decrease = 0.0
@@ -66,17 +67,30 @@ class LSGD(DistOptimizer):
         self._scores: Numbers | None = None
         self._meeting: _Meeting | None = None
 
+    def _machine(self) -> list[int]:
+        """The ranks of this one's machine; all, where their number does not divide that of all."""
+        local = self.world_size if self.world_size % self._local else self._local
+        first = self.rank // local * local
+        return list(range(first, first + local))
+
     def describe(self) -> list[str]:
         return [*super().describe(), f"local_world_size {len(self._peers)}"]
 
     def begin(self) -> None:
         super().begin()
+        self.open_groups()
+
+    def open_groups(self) -> None:
+        self._peers = self._machine()
         local = len(self._peers)
         if 1 < local < self.world_size:
             for start in range(0, self.world_size, local):
                 group = dist.new_group(list(range(start, start + local)))
                 if self.rank in range(start, start + local):
                     self._group = group
+
+    def meet_anew(self, meetings: int) -> None:
+        self.meetings, self.leader, self._followed = meetings, self.rank, False
 
     def before_step(self) -> None:
         meeting, scores = self._meeting, self._scores
@@ -117,8 +131,8 @@ class LSGD(DistOptimizer):
 
     def _meet(self, scores: list[float]) -> _Meeting:
         """Starts the broadcast of the leader's model. scores: by rank. Not blocking."""
-        self._meetings += 1
-        everybody = len(self._peers) in (1, self.world_size) or self._meetings % self.GLOBAL_EVERY == 0
+        self.meetings += 1
+        everybody = len(self._peers) in (1, self.world_size) or self.meetings % self.GLOBAL_EVERY == 0
         among = range(self.world_size) if everybody else self._peers
         leader = leader_of({rank: scores[rank] for rank in among})
         meeting = _Meeting(leader, self.flat_params())
@@ -149,14 +163,14 @@ class LSGD(DistOptimizer):
         """Blocking while an exchange is under way. Its result is saved, and is applied in the same step as without."""
         meeting = self._meeting
         return super().state_dict() | {
-            "meetings": self._meetings, "decrease": self._decrease, "leader": self.leader, "followed": self._followed,
+            "meetings": self.meetings, "decrease": self._decrease, "leader": self.leader, "followed": self._followed,
             "scores": None if self._scores is None else self._scores.wait(),
             "meeting": None if meeting is None else (meeting.leader, *(each.clone() for each in meeting.wait())),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._meetings, self._decrease = int(state["meetings"]), float(state["decrease"])
+        self.meetings, self._decrease = int(state["meetings"]), float(state["decrease"])
         self.leader, self._followed = int(state["leader"]), bool(state["followed"])
         scores, meeting = state["scores"], state["meeting"]
         self._scores = None if scores is None else Numbers([torch.tensor([each]).double() for each in scores])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from decentnode.parallel import DecentralizedDataParallel, initialize_dist, job_address
+from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, initialize_dist, job_address
 
 SETTINGS = {"timeout_seconds": 30.0, "bucket_size_in_mb": 0.0001}
 
@@ -102,3 +102,51 @@ def joined(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]
     model.global_avg(will_revert=False)
     return {"first": [float(p.double().sum()) for p in first], "steps": model.steps,
             "mean": [float(p.detach().double().sum()) for p in model.parameters()]}  # fmt: skip
+
+
+def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict[int, int], join: str | None,
+         generation: int) -> dict[str, Any]:  # fmt: skip
+    """CommOptimizer until that generation and for 40 steps after its beginning; victims: rank -> the step before which
+    it is killed."""
+    rank, n = initialize_dist(missing="regroup", join=join, min_ranks=None if join else 1, timeout_seconds=30)
+    torch.manual_seed(0 if join is None else 9)
+    model = nn.Linear(6, 1)
+    optimizer = CommOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), name, world_size=n, comm_period=2,
+                              dist_pulling_strength=0.2, overlap=overlap)  # fmt: skip
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    pipe.send(("address", job_address()))
+    draw = torch.Generator().manual_seed(rank)
+    losses, first = [], optimizer.steps
+    until = None if optimizer.generation < generation else optimizer.steps + 40
+    while optimizer.steps != until:
+        if optimizer.steps == victims.get(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.randn(16, 6, generator=draw)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if scaled:
+            scaler.step(optimizer, loss=loss.item())
+            scaler.update()
+        else:
+            optimizer.step(loss=loss.item())
+        losses.append(loss.item())
+        if until is None and optimizer.generation >= generation:
+            until = optimizer.steps + 40
+    return {"first": first, "steps": optimizer.steps, "losses": losses, "world": optimizer.dist_optimizer.world_size,
+            "center": optimizer.center.tolist(), "model": optimizer.dist_optimizer.flat_params().tolist()}  # fmt: skip
+
+
+def alone(pipe: Connection) -> int:
+    """A job of one, until somebody speaks: how many generations there were."""
+    initialize_dist(missing="regroup", timeout_seconds=30)
+    model = DecentralizedDataParallel(nn.Linear(3, 1), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    pipe.send(("address", job_address()))
+    while not pipe.poll(0.01):
+        model(torch.ones(2, 3)).sum().backward()
+    return model.generation
+
+
+def other(pipe: Connection, join: str) -> None:
+    initialize_dist(join=join, timeout_seconds=30)
+    DecentralizedDataParallel(nn.Linear(3, 2), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
