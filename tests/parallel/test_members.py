@@ -74,10 +74,10 @@ def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
 ])  # fmt: skip
 def test_ranks_that_meet_go_on_without_the_dead_and_with_who_joins(name: str, overlap: bool, scaled: bool) -> None:
     with Crowd() as crowd:
-        crowd.found(3, free_ports(1), members.meet, name, overlap, scaled, {0: 7}, None, 2)
+        crowd.found(3, free_ports(1), members.meet, name, overlap, scaled, {0: 7}, None)
         addresses = [crowd.hear(rank) for rank in range(3)]
         assert crowd.ended(0) == -signal.SIGKILL
-        crowd.start(members.meet, {}, name, overlap, scaled, {}, ",".join(addresses), 2)
+        crowd.start(members.meet, {}, name, overlap, scaled, {}, ",".join(addresses))
         crowd.hear(3)
         found = [crowd.hear(number) for number in (1, 2, 3)]
     assert len({each["steps"] for each in found}) == 1
@@ -108,10 +108,10 @@ def test_a_rank_that_is_started_again_where_it_listened_is_who_it_was(transport:
     first = free_ports(8)
     listen = f"127.0.0.1:{first}"
     with Crowd() as crowd:
-        crowd.found(3, first + 7, members.learn, transport, None, listen, 0, 2)
+        crowd.found(3, first + 7, members.learn, transport, None, listen, 0)
         addresses = [crowd.hear(rank) for rank in range(3)]
         assert crowd.ended(0) == -signal.SIGKILL
-        crowd.start(members.learn, environment_of(0, 3, 1), transport, ",".join(addresses[1:]), listen, None, 2)
+        crowd.start(members.learn, environment_of(0, 3, 1), transport, ",".join(addresses[1:]), listen, None)
         assert crowd.hear(3) == addresses[0]
         found = [crowd.hear(number) for number in (1, 2, 3)]
     assert len({(each["steps"], each["world"], each["factor"], round(each["lr"], 12)) for each in found}) == 1

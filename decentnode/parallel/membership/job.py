@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -155,7 +156,6 @@ class Job:
         """Tell the others that this process takes no more steps. Idempotent; blocking for less than a second."""
         process_group.wait_with(None)
         self.control.close()
-        self._old.clear()
 
     # -- another generation -----------------------------------------------------------------------------------
 
@@ -168,6 +168,8 @@ class Job:
         participant = self._participant() if self._participant is not None else None
         assert participant is not None
         leaves = isinstance(error, ConnectionBroken)
+        if error is not None:
+            _forget_frames(error)
         for _ in range(MAX_ATTEMPTS):
             generation = self.control.next_generation(error, self.timeout_seconds, leaves)
             try:
@@ -177,13 +179,14 @@ class Job:
                 participant.settle(reports)
                 self.barrier()
                 participant.release()
-                self._old.clear()
+                self._drop_old()
                 participant.rebuild(self.members.index(self.control.uid), len(self.members), reports)
                 self.barrier()
                 self.admission = None
                 return
             except (PeerLost, RuntimeError, OSError) as failure:
                 error, leaves = ConnectionBroken(f"regrouping failed: {failure}"), True
+                _forget_frames(failure)
                 logger.info("a generation of ranks ended while it began: %s", failure)
         assert error is not None
         raise error
@@ -206,6 +209,12 @@ class Job:
                                 timeout=timedelta(seconds=FORM_SECONDS))  # fmt: skip
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_seconds), dist.group.WORLD)
 
+    def _drop_old(self) -> None:
+        """Gives up the process groups that are over. An operation that was broken off ends when its other end gives it
+        up, too; a thread waits for that."""
+        groups, self._old = self._old, []
+        threading.Thread(target=groups.clear, name="decentnode-groups", daemon=True).start()
+
     def barrier(self) -> None:
         """Blocking until all members are here."""
         process_group.gather_texts("", torch.device("cpu"), "barrier")
@@ -225,6 +234,12 @@ class Job:
             work.wait()
         except RuntimeError as error:
             raise ConnectionBroken(f"an operation of all ranks failed: {error}") from error
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Lets go of the operations, and so of the connections, that the frames of an error hold: the other ends wait for
+    these to be closed."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 _job: Job | None = None

@@ -52,7 +52,7 @@ class MeetingMember:
         """Blocking for a newcomer, until it is a member."""
         close_at_exit(self)
         method = self.method
-        lines = [*method.describe(), f"strengths {self._strength} and {method.local_pulling_strength}"]
+        lines = [*method.kind(), f"strengths {self._strength} and {method.local_pulling_strength}"]
         self.job.attach(self, lines)
         if self.job.admission is not None:
             self.regroup(None)
@@ -92,7 +92,8 @@ class MeetingMember:
         """Blocking, as `Job.regroup`."""
         method = self.method
         self._position = method.steps + self._in_step
-        self._reported = {"position": self._position, "fresh": self.job.control.fresh, "meetings": method.meetings}
+        self._reported = {"position": self._position, "fresh": self.job.control.fresh, "meetings": method.meetings,
+                          "local": method.local}  # fmt: skip
         self.over = True
         self.job.regroup(error)
 
@@ -122,6 +123,7 @@ class MeetingMember:
         except ValueError as error:
             method.dist_pulling_strength = 1.8 / (world_size + 1)
             logger.warning("%s: %.3g is used instead", error, method.dist_pulling_strength)
+        method.local = int(old[0]["local"])
         method.open_groups()
         fresh = bool(told[rank]["fresh"])
         with torch.no_grad():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -138,7 +139,8 @@ class WrapperMember:
     # -- the parts of a regrouping ------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        return {"position": self._position, "fresh": self.job.control.fresh, **self.exchange.report()}
+        return {"position": self._position, "fresh": self.job.control.fresh, "local": self._local,
+                **self.exchange.report()}  # fmt: skip
 
     def settle(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         self.exchange.settle(reports, self.wrapper._factor)
@@ -149,18 +151,21 @@ class WrapperMember:
     def rebuild(self, rank: int, world_size: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
         wrapper = self.wrapper
         wrapper.rank, wrapper.world_size = rank, world_size
+        old = [number for number, uid in enumerate(self.job.members) if not reports[uid]["fresh"]]
+        self._local = int(reports[self.job.members[old[0]]]["local"])  # a newcomer's own environment does not tell it
         wrapper._plan = self._plan_for(rank, world_size)
         for bucket, rule in zip(wrapper._buckets, wrapper._plan.rules(), strict=False):
             bucket.rule = rule
         inner = wrapper._make_exchange(self._transport, self.exchange.timeout_seconds, wrapper._named[0][1].device)
-        old = [number for number, uid in enumerate(self.job.members) if not reports[uid]["fresh"]]
         self._first = max(int(reports[self.job.members[number]]["position"]) for number in old)
         self.exchange.replace(inner, self._first, reports)
         if len(old) < world_size:
             self._share(old, rank)
         if wrapper.lr_scheduler is not None:
-            for _ in range(self._first - self._position):
-                wrapper.lr_scheduler.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch, as a newcomer's optimizer has taken no step
+                for _ in range(self._first - self._position):
+                    wrapper.lr_scheduler.step()
         self._position = self._first
         self.job.control.has_model(self._first)
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first)

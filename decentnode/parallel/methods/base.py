@@ -58,6 +58,8 @@ class DistOptimizer(metaclass=MadeTogether):
     """Whether all ranks have the same parameters all the time."""
     meetings = 0
     """Exchanges that were begun, where the method counts them."""
+    local = 1
+    """Ranks per machine, where the method asks."""
 
     def __init__(
         self, local_optimizer: Optimizer, world_size: int, dist_pulling_strength: float = 0.1,
@@ -89,6 +91,10 @@ class DistOptimizer(metaclass=MadeTogether):
 
     def describe(self) -> list[str]:
         """Lines that must be the same on all ranks, whose exchanges would not fit together else."""
+        return self.kind()
+
+    def kind(self) -> list[str]:
+        """Those of them that say nothing of the machines."""
         return [f"{type(self).__name__} with comm_period {self.comm_period} and overlap {bool(self.overlap)}",
                 *(f"parameter {number}: {tuple(p.shape)} {p.dtype}" for number, p in enumerate(self.params))]
 

@@ -54,7 +54,7 @@ class LSGD(DistOptimizer):
         local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         if local < 1 or self.world_size % local:
             raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
-        self._local = local
+        self.local = local
         self._peers = self._machine()
         self._group = None
         self.meetings = 0
@@ -69,7 +69,7 @@ class LSGD(DistOptimizer):
 
     def _machine(self) -> list[int]:
         """The ranks of this one's machine; all, where their number does not divide that of all."""
-        local = self.world_size if self.world_size % self._local else self._local
+        local = self.world_size if self.world_size % self.local else self.local
         first = self.rank // local * local
         return list(range(first, first + local))
 

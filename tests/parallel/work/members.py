@@ -59,10 +59,11 @@ def still(pipe: Connection, transport: str, victims: dict[int, int], steps: int,
             "steps": model.steps, "longest": longest}  # fmt: skip
 
 
-def learn(pipe: Connection, transport: str, join: str | None, listen: str | None, victim: int | None,
-          generation: int) -> dict[str, Any]:  # fmt: skip
-    """Train until that generation of ranks, and for 30 steps after its beginning. The address is said first. victim: a
-    rank that is killed after ten steps."""
+def learn(pipe: Connection, transport: str, join: str | None, listen: str | None, victim: int | None) -> (
+    dict[str, Any]
+):
+    """Train until there are three ranks again, and for 30 steps after that. The address is said first. victim: a rank
+    that is killed after ten steps."""
     rank, _ = initialize_dist(missing="regroup", join=join, listen=listen, min_ranks=None if join else 1,
                               timeout_seconds=30)  # fmt: skip
     model = wrapped(0.01, seed=0 if join is None else 9, transport=transport, sync_buffer_in_global_avg=True,
@@ -72,12 +73,12 @@ def learn(pipe: Connection, transport: str, join: str | None, listen: str | None
         model.set_adaptive_factor(0.5)
     draw = torch.Generator().manual_seed(rank)
     losses, first = [], model.steps
-    until = None if model.generation < generation else model.steps + 30
+    until = None if join is None else model.steps + 30
     while model.steps != until:
         if rank == victim and model.generation == 0 and model.steps == 10:
             os.kill(os.getpid(), signal.SIGKILL)
         losses.append(step(model, draw))
-        if until is None and model.generation >= generation:
+        if until is None and model.generation and model.world_size == 3:
             until = model.steps + 30
     return {"first": first, "steps": model.steps, "losses": losses, "lr": model.get_lr(), "factor": model._factor,
             "distance": model.consensus_distance(), "world": model.world_size}  # fmt: skip
@@ -104,10 +105,11 @@ def joined(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]
             "mean": [float(p.detach().double().sum()) for p in model.parameters()]}  # fmt: skip
 
 
-def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict[int, int], join: str | None,
-         generation: int) -> dict[str, Any]:  # fmt: skip
-    """CommOptimizer until that generation and for 40 steps after its beginning; victims: rank -> the step before which
-    it is killed."""
+def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict[int, int], join: str | None) -> (
+    dict[str, Any]
+):
+    """CommOptimizer until there are three ranks again, and for 40 steps after that; victims: rank -> the step before
+    which it is killed."""
     rank, n = initialize_dist(missing="regroup", join=join, min_ranks=None if join else 1, timeout_seconds=30)
     torch.manual_seed(0 if join is None else 9)
     model = nn.Linear(6, 1)
@@ -117,7 +119,7 @@ def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict
     pipe.send(("address", job_address()))
     draw = torch.Generator().manual_seed(rank)
     losses, first = [], optimizer.steps
-    until = None if optimizer.generation < generation else optimizer.steps + 40
+    until = None if join is None else optimizer.steps + 40
     while optimizer.steps != until:
         if optimizer.steps == victims.get(rank):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -131,7 +133,7 @@ def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict
         else:
             optimizer.step(loss=loss.item())
         losses.append(loss.item())
-        if until is None and optimizer.generation >= generation:
+        if until is None and optimizer.generation and optimizer.dist_optimizer.world_size == 3:
             until = optimizer.steps + 40
     return {"first": first, "steps": optimizer.steps, "losses": losses, "world": optimizer.dist_optimizer.world_size,
             "center": optimizer.center.tolist(), "model": optimizer.dist_optimizer.flat_params().tolist()}  # fmt: skip
