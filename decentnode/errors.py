@@ -43,6 +43,10 @@ class ConfigError(UsageError):
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
         super().__init__("\n".join([f"{source}: {count}", "", *self.problems]))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
+        """A pool of processes hands its worker's errors back as bytes."""
+        return type(self), (self.problems, self.source)
+
 
 class GraphError(UsageError):
     pass

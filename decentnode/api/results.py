@@ -101,19 +101,23 @@ class Run:
 
     # -- figure and models ------------------------------------------------------------------------------------
 
-    def plot(self, metric: str = "all", x: str = "all") -> Figure:
+    def plot(self, metric: str = "all", x: str = "all", preset: str = "curves") -> Figure:
         """The figure that `decentnode plot` writes.
 
         metric: what the task measures, "loss", "consensus_distance" and so on, or "all". x: "rounds", "seconds",
-        "bytes", "virtual_seconds" or "all". Raises UsageError for others, and where there is nothing to draw.
+        "bytes", "virtual_seconds" or "all". preset: "curves", "heat-map", "consensus", "merged" or "target". Raises
+        UsageError for others, and where there is nothing to draw.
         """
         from decentnode.metrics.figures import VIRTUAL_AXES
+        from decentnode.report import presets
         from decentnode.report.plots import draw
         from decentnode.report.runs import axes_of, lines, overview
 
         if x != "all" and x not in VIRTUAL_AXES:
             raise UsageError(f"x must be one of {', '.join([*VIRTUAL_AXES, 'all'])}, got {x!r}")
         drawn, _ = lines([self.path])
+        if preset != "curves":
+            return presets.draw(preset, drawn, metric, x)
         return draw(drawn, overview(drawn) if metric == "all" else [metric], axes_of(drawn) if x == "all" else [x])[0]
 
     def models(self) -> Models:

@@ -96,16 +96,12 @@ def _preset(
     name: str, drawn: list[Line], metric: str, axis: str, paper: bool, output: Path | None, run: Path
 ) -> Path:
     """Draw a figure of PRESETS. Returns where it is."""
-    from decentnode.metrics.figures import VIRTUAL
     from decentnode.report.plots import write
-    from decentnode.report.presets import AXES_OF, PRESETS
-    from decentnode.report.runs import axes_of, overview
+    from decentnode.report.presets import draw
+    from decentnode.report.runs import overview
 
     metric = overview(drawn)[0] if metric == "all" else metric
-    axes = [axis] if axis != "all" else [*AXES_OF[name]]
-    if axis == "all" and name == "target" and VIRTUAL in axes_of(drawn):
-        axes = [VIRTUAL, "bytes"]
     stem = "_".join([name.replace("-", "_"), metric, *(["paper"] if paper else [])])
     target = output or run / "plots" / f"{stem}.{'pdf' if paper else 'png'}"
-    write(lambda: PRESETS[name](drawn, metric, axes, paper), target, paper)
+    write(lambda: draw(name, drawn, metric, axis, paper), target, paper)
     return target

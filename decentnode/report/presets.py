@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import UsageError
-from decentnode.metrics.figures import VIRTUAL_AXES
+from decentnode.metrics.figures import VIRTUAL, VIRTUAL_AXES
 from decentnode.report.plots import COLORS, DASHES, MERGED, PAPER_HEIGHT, PAPER_WIDTH, UNITS, empty, legend, title
 from decentnode.report.reached import Target, better_of, first_reached
-from decentnode.report.runs import Line, chosen_curves
+from decentnode.report.runs import Line, axes_of, chosen_curves, overview
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -251,3 +251,15 @@ PRESETS: dict[str, Callable[..., Figure]] = {
 """By name: a function of (lines, metric, axes, paper) that returns a figure."""
 AXES_OF = {"heat-map": ("rounds",), "consensus": ("rounds",), "merged": ("rounds",), "target": ("seconds", "bytes")}
 """The axes of a preset where none is chosen."""
+
+
+def draw(name: str, lines: Sequence[Line], metric: str = "all", axis: str = "all", paper: bool = False) -> Figure:
+    """Returns the figure of a preset. metric: the tasks' main one where it is "all". Raises UsageError for a name that
+    none has, and as the presets do."""
+    if name not in PRESETS:
+        raise UsageError(f"preset must be one of curves, {', '.join(PRESETS)}, got {name!r}")
+    metric = overview(lines)[0] if metric == "all" else metric
+    axes = [axis] if axis != "all" else [*AXES_OF[name]]
+    if axis == "all" and name == "target" and VIRTUAL in axes_of(lines):
+        axes = [VIRTUAL, "bytes"]
+    return PRESETS[name](lines, metric, axes, paper)

@@ -4,6 +4,7 @@ waits, and no record waits in memory."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,37 @@ class Follower:
     """Yields the records of all nodes in a run directory that were not read yet, also of nodes that come later."""
 
     def __init__(self, run: Path) -> None:
-        self._run = run
-        self._read: dict[Path, int] = {}
+        self._nodes = str(run / "nodes")
+        self._read: dict[str, int] = {}
         """How many bytes of each file were read, up to the end of a line."""
 
     @property
     def uids(self) -> list[int]:
         """The nodes that have a folder in the run directory: those of this machine."""
-        return sorted(int(each.name) for each in self._run.glob("nodes/*") if each.name.isdecimal())
+        return sorted(uid for uid, _ in self._files())
+
+    def _files(self) -> list[tuple[int, str]]:
+        """Returns (uid, path of metrics.jsonl) of every node's folder."""
+        try:
+            names = [name for name in os.listdir(self._nodes) if name.isdecimal()]
+        except OSError:
+            return []
+        return sorted((int(name), f"{self._nodes}/{name}/metrics.jsonl") for name in names)
 
     def poll(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields (uid, record), at most MOST_BYTES of each node. Raises no error for what cannot be read now."""
-        for uid in self.uids:
-            for path in self._run.glob(f"nodes/{uid:03d}/metrics.jsonl"):
+        for uid, path in self._files():
+            if self._unread(path):
                 yield from ((uid, record) for record in self._more(path))
 
-    def _more(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _unread(self, path: str) -> int:
+        """Returns how many bytes of a file were not read yet; 0 where there is none."""
+        try:
+            return os.stat(path).st_size - self._read.get(path, 0)
+        except OSError:
+            return 0
+
+    def _more(self, path: str) -> Iterator[dict[str, Any]]:
         begin = self._read.get(path, 0)
         try:
             with open(path, "rb") as file:
@@ -53,5 +69,4 @@ class Follower:
 
     def at_end(self) -> bool:
         """Whether everything that is written has been read, other than a line without its end."""
-        return all(each.stat().st_size - self._read.get(each, 0) < MOST_BYTES
-                   for each in self._run.glob("nodes/*/metrics.jsonl"))  # fmt: skip
+        return all(self._unread(path) < MOST_BYTES for _, path in self._files())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import textwrap
 
 import pytest
+
+from decentnode.errors import ConfigError
 
 from .fakes import problems
 
@@ -207,3 +210,9 @@ def test_long_lines_are_cut_around_the_value():
     line, caret = text.splitlines()[1:]
     assert len(line) <= 104
     assert line[caret.index("^")] == "x"
+
+
+def test_an_error_that_another_process_raised_says_the_same():
+    error = ConfigError(["a.yaml:1: wrong", "a.yaml:2: wrong, too"], "a.yaml")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is ConfigError and str(again) == str(error) and again.problems == error.problems

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import decentnode
 from decentnode.cli import main
 from decentnode.errors import UsageError
 from decentnode.report.plots import draw, plot, sign
@@ -97,6 +98,13 @@ def test_a_preset_has_a_place_of_its_own_in_the_run(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "e" / "r")
     result = CliRunner().invoke(main, ["plot", str(run), "--preset", "target"])
     assert Path(result.stdout.strip()) == run / "plots" / "target_accuracy.png"
+
+
+def test_a_notebook_has_them_too(tmp_path: Path) -> None:
+    run = decentnode.open_run(fake_run(tmp_path / "e" / "r"))
+    assert len(run.plot(preset="heat-map").axes) == 2 and len(run.plot(preset="target", x="bytes").axes) == 1
+    with pytest.raises(UsageError, match="preset must be one of curves, heat-map"):
+        run.plot(preset="heatmap")
 
 
 def test_lines_with_bytes_far_apart_share_a_logarithmic_axis(tmp_path: Path) -> None:
