@@ -69,6 +69,8 @@ class Drawn:
     """Whether rounds soon go on without a node that is dead."""
     ambush: str = ""
     """The stage of membership at which a process is killed; "" for none."""
+    sides: bool = False
+    """With `regroup`: whether all sides of a broken network go on, and their models become one."""
 
     def __str__(self) -> str:
         plan = ", ".join(fault.model_dump_json(exclude_none=True) for fault in self.faults.plan)
@@ -173,11 +175,12 @@ class Run:
         self.rounds = MANY_ROUNDS if drawn.impatient else ROUNDS
         self.config = NodeConfig.model_validate({
             "rounds": self.rounds, "evaluate_every": 0 if drawn.impatient else 4, "missing": drawn.missing,
-            "schedule": drawn.schedule,
+            "schedule": drawn.schedule, "on_partition": "both" if drawn.sides else "majority",
         })  # fmt: skip
         self.limits = None
         if drawn.missing == "regroup":
-            self.limits = Limits(SUSPECT_SECONDS, TIMEOUT_SECONDS, drawn.nodes // 2 + 1, ROUNDS)
+            least = 1 if drawn.sides else drawn.nodes // 2 + 1
+            self.limits = Limits(SUSPECT_SECONDS, TIMEOUT_SECONDS, least, ROUNDS, merges=drawn.sides)
         self.communication = ZeroMQConfig.model_validate({
             "name": "zeromq", "checksum": drawn.checksum,
             "timeout_seconds": SHORT_SECONDS if drawn.impatient else TIMEOUT_SECONDS,
@@ -262,11 +265,13 @@ class Run:
             must(bool(torch.isfinite(process.node.training.model.parameters).all()), f"node {process.uid} diverges")
 
     def _check_rounds(self, well: Iterable[Process]) -> None:
-        """Who was a member from the beginning to the end made every round once, whoever else came and went."""
+        """Who was a member from the beginning to the end made every round once, whoever else came and went. Sides that
+        become one skip rounds of which the model that they get has those of others."""
         came = {uid for generation in self.history.generations.values() for uid in generation.fresh}
         for uid in sorted({process.uid for process in well} - came):
             made = self.trainings[uid].made
-            must(made == list(range(self.rounds)), f"node {uid} makes rounds {made}")
+            whole = self.drawn.sides or len(made) == self.rounds
+            must(whole and made == sorted({*made}), f"node {uid} makes rounds {made}")
 
     def _lost_all_models(self) -> bool:
         return 2 * len(self.killed) >= self.drawn.nodes

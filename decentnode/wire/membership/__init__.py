@@ -14,6 +14,7 @@ wire/generation.py and docs/explanation/membership.rst.
 - state.py: what a node knows, shared by the parts below
 - leader.py, follower.py: a node's part in one attempt to agree, as the leader and as one of the others
 - joining.py: requests to join, of a node that is in no generation
+- sides.py: sides of a broken network that all go on, and find each other again
 - proposal.py: what the leader knows of its attempt; generations reported by others; who answers pings
 - member.py: `Membership`, which hands every message and tick to these parts
 """

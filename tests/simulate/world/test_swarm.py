@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,20 @@ def test_a_swarm_of_worlds(first: int) -> None:
         except Exception as error:
             failed.append(f"{command(seed)}   # {type(error).__name__}: {error}")
     assert not failed, "\n".join(failed)
+
+
+MERGED = (4, 20, 34, 41, 47)
+"""Worlds of the swarm in which sides go on apart and become one."""
+
+
+@pytest.mark.parametrize("seed", [*MERGED, *range(1000, 1000 + scale(0, 2000))])
+def test_worlds_whose_sides_all_go_on(seed: int) -> None:
+    drawn = draw(seed)
+    run = Run(replace(drawn, sides=drawn.missing == "regroup"))
+    run.survive()
+    if seed in MERGED:
+        merged = [each for each in run.history.generations.values() if each.merging]
+        assert merged and all(each.first_round <= run.rounds for each in merged)
 
 
 def test_rare_branches_come_about_in_it() -> None:
