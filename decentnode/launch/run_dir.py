@@ -5,59 +5,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from decentnode import clock, entropy
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch import provenance, supervisor_file
 from decentnode.launch.messages import Facts
 from decentnode.metrics import summary as summaries
-from decentnode.system import replacing, write_atomic
+from decentnode.metrics.run_folder import create as create
+from decentnode.metrics.run_folder import node_dir as node_dir
+from decentnode.metrics.run_folder import point as point
+from decentnode.system import write_atomic
 
 ENVIRONMENT_SECONDS = 30.0
 """Longest wait for versions and git's state at the end of a run."""
-
-
-def node_dir(run_dir: str | Path, uid: int) -> Path:
-    """Returns the folder that a node writes into: nodes/<uid>, three digits."""
-    return Path(run_dir) / "nodes" / f"{uid:03d}"
-
-
-def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = ()) -> Path:
-    """Make a directory for one run, with a folder per local node, and let `latest` point to it. Returns its path.
-
-    Machine 0 owns `latest`; on a file system that machines share, the others have `latest-machine<n>`.
-    Raises EnvironmentFault when it cannot be made.
-    """
-    suffix = f"-machine{machine}" if machine else ""
-    stamp = datetime.fromtimestamp(clock.wall()).strftime("%Y-%m-%dT%H-%M-%S")
-    path = runs / name / f"{stamp}-{entropy.word(2)}{suffix}"
-    try:
-        path.mkdir(parents=True)
-        for uid in local:
-            node_dir(path, uid).mkdir(parents=True)
-        for folder in ("models", "plots"):
-            (path / folder).mkdir()
-        point(path.parent / f"latest{suffix}", path.name)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot make the run directory {path}: {error.strerror}; choose another place with --run-dir"
-        ) from error
-    return path
-
-
-def point(link: Path, target: str) -> None:
-    """Make the symbolic link `link` point to `target`, atomically. Raises OSError."""
-    with replacing(link) as temporary:
-        os.symlink(target, temporary)
 
 
 def write_inputs(path: Path, facts: Facts, command: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import runpy
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,8 +147,9 @@ def checkpointed(rank: int, n: int) -> tuple[list[int], float]:
 
 
 def script(rank: int, n: int, path: str, arguments: list[str]) -> str:
-    """Run a script as torchrun would; what it prints."""
+    """Run a script as torchrun would that is started in its folder; what it prints."""
     sys.argv = [path, *arguments]
+    os.chdir(Path(path).parent)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")

@@ -1,0 +1,46 @@
+"""The folder of a run, runs/<name>/<time>-<id>/, and in it a folder per node: made here, filled by whoever trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+from decentnode import clock, entropy
+from decentnode.errors import EnvironmentFault
+from decentnode.system import replacing
+
+
+def node_dir(run_dir: str | Path, uid: int) -> Path:
+    """Returns the folder that a node writes into: nodes/<uid>, three digits."""
+    return Path(run_dir) / "nodes" / f"{uid:03d}"
+
+
+def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = ()) -> Path:
+    """Make a directory for one run, with a folder per local node, and let `latest` point to it. Returns its path.
+
+    Machine 0 owns `latest`; on a file system that machines share, the others have `latest-machine<n>`.
+    Raises EnvironmentFault when it cannot be made.
+    """
+    suffix = f"-machine{machine}" if machine else ""
+    stamp = datetime.fromtimestamp(clock.wall()).strftime("%Y-%m-%dT%H-%M-%S")
+    path = runs / name / f"{stamp}-{entropy.word(2)}{suffix}"
+    try:
+        path.mkdir(parents=True)
+        for uid in local:
+            node_dir(path, uid).mkdir(parents=True)
+        for folder in ("models", "plots"):
+            (path / folder).mkdir()
+        point(path.parent / f"latest{suffix}", path.name)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot make the run directory {path}: {error.strerror}; choose another place with --run-dir"
+        ) from error
+    return path
+
+
+def point(link: Path, target: str) -> None:
+    """Make the symbolic link `link` point to `target`, atomically. Raises OSError."""
+    with replacing(link) as temporary:
+        os.symlink(target, temporary)

@@ -1,0 +1,97 @@
+"""Runs of scripts are recorded as those of nodes: the commands read them, and they go on where they stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from decentnode.metrics.reader import read
+from tests.parallel.ranks import run_ranks
+from tests.parallel.work import recording
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of one training, each of two ranks."""
+    folder = tmp_path_factory.mktemp("recorded") / "runs"
+    for seed in (1, 2):
+        run_ranks(2, recording.train, str(folder), 3, seed)
+    return folder
+
+
+def invoke(*words: str) -> str:
+    done = CliRunner().invoke(main, list(words))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_rank_records_every_epoch(runs: Path) -> None:
+    for uid in (0, 1):
+        records = list(read(runs / f"script/latest/nodes/{uid:03d}/metrics.jsonl"))
+        assert [(each["kind"], each["round"]) for each in records] == [
+            ("evaluation", 0), ("round", 0), ("evaluation", 1), ("round", 1), ("evaluation", 2), ("round", 2),
+            ("evaluation", 3),
+        ]  # fmt: skip
+        first, last = records[0], records[-1]
+        assert first["consensus_distance"] < 1e-6 < last["consensus_distance"] and last["contributors"] == 2
+        assert last["accuracy_merged"] > first["accuracy_merged"] and last["loss_mean"] < first["loss_mean"]
+        for number, record in enumerate(each for each in records if each["kind"] == "round"):
+            assert record["steps"] == 4 and record["samples"] == 64 and record["lr"] == 0.05
+            assert record["data_bytes_sent"] == (4 * number + 5) * 4 * 58, "and the exchange of the initial model"
+            assert record["steps_per_second"] == pytest.approx(4 / record["seconds"])
+            assert 0 <= record["wait_seconds"] <= record["seconds"]
+
+
+def test_the_summary_is_that_of_a_run(runs: Path) -> None:
+    summary = json.loads((runs / "script/latest/summary.json").read_text())
+    assert (summary["status"], summary["rounds"], summary["num_nodes"]) == ("finished", 3, 2)
+    per_node = [summary["nodes"][uid]["accuracy"] for uid in ("0", "1")]
+    assert summary["accuracy_mean"] == pytest.approx(sum(per_node) / 2)
+    assert summary["bytes_data_total"] == 2 * (4 * 2 + 5) * 4 * 58
+
+
+def test_the_commands_read_it(runs: Path, tmp_path: Path) -> None:
+    table = invoke("compare", str(runs / "script"), "--run-dir", str(runs))
+    assert "script" in table and "accuracy" in table and "2" in table
+    invoke("plot", str(runs / "script"), "-o", str(tmp_path / "curves.png"))
+    invoke("report", str(runs / "script"), "-o", str(tmp_path / "report.html"))
+    invoke("trace", str(runs / "script/latest"), "-o", str(tmp_path / "trace.json"))
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    page = (tmp_path / "report.html").read_text()
+    assert "script" in page and "accuracy" in page
+    spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {each["pid"] for each in spans} == {0, 1} and any(each.get("name") == "train" for each in spans)
+
+
+def test_a_run_that_failed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    for results, told in run_ranks(2, recording.stopped_and_resumed, str(tmp_path)):
+        (_, all_of_them, whole), (failed, before, _), (path, rest, resumed) = results
+        assert all_of_them == [0, 1, 2, 3] and before == [0, 1, 2] and rest == [2, 3]
+        assert path == failed and whole == resumed
+        assert "seed" in told and "goes on with its own config" in told
+    for uid in (0, 1):
+        records = [list(read(tmp_path / f"{runs}/script/latest/nodes/{uid:03d}/metrics.jsonl"))
+                   for runs in ("whole", "parts")]  # fmt: skip
+        told_of = ("kind", "round", "loss", "accuracy_merged", "consensus_distance", "steps", "lr")
+        whole_records, parts = ([{key: each.get(key) for key in told_of} for each in found] for found in records)
+        assert whole_records == parts
+    kept = sorted(each.name[:8] for each in (tmp_path / "parts/script/latest/checkpoints").iterdir())
+    assert kept == ["00000003", "00000004"]
+
+
+def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
+    run_ranks(1, recording.train, str(tmp_path), 3, 1, 1)
+    assert not (tmp_path / "script/latest/summary.json").exists()
+    done = CliRunner().invoke(main, ["compare", str(tmp_path / "script")])
+    assert done.exit_code != 0 and "not finished" in done.output
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    for metrics, keys, keep, add in run_ranks(2, recording.refusals, str(tmp_path)):
+        assert "metrics must be accuracy, loss or Metric objects" in metrics
+        assert "evaluate must return loss, got accuracy, loss" in keys
+        assert "keep 0 or more" in keep and "inside `for epoch" in add

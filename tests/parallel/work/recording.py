@@ -1,0 +1,85 @@
+"""Trainings that are recorded as a run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from decentnode.parallel import DecentralizedDataParallel
+from decentnode.parallel.train import TrainingRun
+from tests.parallel.work.models import flat
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+class Stopped(Exception):
+    """What ends a training between two epochs."""
+
+
+def wrapped() -> DecentralizedDataParallel:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2))
+    return DecentralizedDataParallel(inner, optimizer=SGD, topology="complete")
+
+
+def measure(module: nn.Module) -> dict[str, float]:
+    assert not module.training and not torch.is_grad_enabled()
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(7))
+    output, y = module(x), (x.sum(1) > 0).long()
+    loss = nn.functional.cross_entropy(output, y)
+    return {"accuracy": float((output.argmax(1) == y).float().mean()), "loss": float(loss)}
+
+
+def train(
+    rank: int, n: int, runs: str, epochs: int, seed: int = 1, stop: int | None = None, resume: bool = False,
+    **more: Any,
+) -> tuple[str, list[int], list[float]]:
+    """(the run's directory, the epochs trained, the parameters). stop: the epoch in whose midst it fails."""
+    model, trained = wrapped(), []
+    torch.manual_seed(100 + rank)
+    run = TrainingRun(model, "script", config={"seed": seed, "lr": 0.05}, evaluate=measure, runs=runs, resume=resume,
+                      **more)  # fmt: skip
+    try:
+        with run:
+            for epoch in run.epochs(epochs):
+                trained.append(epoch)
+                for step in range(4):
+                    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * epoch + 10 * step + rank))
+                    loss = nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
+                    loss.backward()
+                    run.add(loss, len(x))
+                    if epoch == stop and step == 1:
+                        raise Stopped
+    except Stopped:
+        pass
+    model.close()
+    return str(run.path), trained, flat(model.module).tolist()
+
+
+def stopped_and_resumed(rank: int, n: int, runs: str) -> tuple[list[tuple[str, list[int], list[float]]], str]:
+    """A training at one go, one that fails in its third epoch, and that one again; then with another config."""
+    results = [train(rank, n, f"{runs}/whole", 4)]
+    results += [train(rank, n, f"{runs}/parts", 4, stop=2), train(rank, n, f"{runs}/parts", 4, resume=True)]
+    try:
+        train(rank, n, f"{runs}/parts", 4, seed=2, resume=True)
+    except Exception as error:
+        return results, str(error)
+    return results, ""
+
+
+def refusals(rank: int, n: int, runs: str) -> list[str]:
+    """What a script is told that names an unknown metric, measures another one, or adds a loss between epochs."""
+    told = []
+    for more in ({"metrics": ["bleu"]}, {"metrics": ["loss"]}, {"keep": -1}):
+        try:
+            train(rank, n, runs, 1, **more)
+        except ValueError as error:
+            told.append(str(error))
+    try:
+        TrainingRun(wrapped(), "script", runs=runs).add(1.0)
+    except ValueError as error:
+        told.append(str(error))
+    return told
