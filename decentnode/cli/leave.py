@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
+from decentnode.cli.run_names import run_names
 from decentnode.errors import UsageError
 
 
 @click.command()
-@click.argument("run", default="latest")
+@click.argument("run", default="latest", shell_complete=run_names)
 @click.option("--node", "-n", "nodes", metavar="NODES",
               help="Which of this machine: a uid (2), several (0,3,5) or a range (4-7). Default: the only one."
 )  # fmt: skip

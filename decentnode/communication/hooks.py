@@ -180,6 +180,11 @@ class Hooks(Generic[ConfigT]):
     def stop_asked(self) -> None:
         """Any thread: this node is to stop; it waits for nobody who could make up a generation with it any more."""
 
+    @property
+    def leaving(self) -> bool:
+        """Whether this node leaves now by itself, as one does that repeats a run in which it was asked to."""
+        return False
+
     def refusal_to_leave(self, others: Collection[int] = ()) -> str:  # noqa: ARG002
         """Any thread: returns why the others could not go on without this node (and `others`), "" where they can."""
         return "the others would wait for it: node.missing is not regroup"

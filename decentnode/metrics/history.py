@@ -186,6 +186,10 @@ class History:
         which = {"cut": cut, "digest": digest} if digest else {}
         self._tell("resumed", {"round": round, "evaluated": evaluated, "without": sorted(without), **which})
 
+    def leaving(self, round: int) -> None:
+        """This node alone was asked to leave: it begins neither `round` nor a later one, and ends."""
+        self._tell("leaving", {"round": round})
+
     def stopping(self, round: int) -> None:
         """The run is asked to stop: the node begins neither `round` nor a later one."""
         self._tell("stopping", {"round": round})

@@ -14,6 +14,7 @@ HISTORY: dict[str, str] = {
     "entered": "the node is a member of a generation in force: its name, members, and its first round",
     "restored": "a node that comes back takes its own checkpoint, or none is recent enough: which, digest of its state",
     "resumed": "the node goes on from a checkpoint of an earlier run: which, digest, who has none",
+    "leaving": "the node alone is asked to leave: it begins no further round, and ends",
     "stopping": "the run is asked to stop: the node begins no further round",
 }
 """Every kind of record, and its meaning."""

@@ -241,8 +241,10 @@ class Node:
         if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._stopping():
             yield from self.evaluate_between()
         while not self._makes_no_more():
-            if self._leave_asked:
+            if self._leave_asked or self.communication.leaving:
                 logger.info("leaves after round %d", self.round)
+                if self.communication.history is not None:
+                    self.communication.history.leaving(self.round)
                 self.schedule.abandon()
                 return
             if self.checkpoints is not None:

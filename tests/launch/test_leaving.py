@@ -67,6 +67,8 @@ def test_a_node_of_the_mapping_leaves_and_the_others_finish(tmp_path: Path) -> N
     assert "left before the last round" in over["detail"]
     assert not list(read_kind(node_dir(path, 0) / "events.jsonl", "suspected"))
     assert not list(path.glob("leave-*"))
+    again = CliRunner().invoke(main, ["replay", str(path)])
+    assert again.exit_code == 0 and "the models at the end of 4 nodes, all the same" in again.output, again.output
     late = CliRunner().invoke(main, ["leave", str(path), "--node", "1"])
     assert late.exit_code == 2 and "the run is over" in late.output
 

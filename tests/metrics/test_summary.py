@@ -30,6 +30,8 @@ def test_combine_takes_means_extremes_and_sums() -> None:
     assert found["bytes_sent_total"] == 220, "the rule's alone: data and metadata"
     assert [found[f"bytes_{purpose}_total"] for purpose in PURPOSES] == [200, 20, 10, 6000, 14]
     assert found["bytes_saved_total"] == 100
+    relay = summary.combine({0: {**figures(0, 0.8), "bytes_relayed": 70}, 1: figures(1, 0.6)}, CLASSIFICATION)
+    assert (relay["bytes_relayed_total"], found["bytes_relayed_total"], relay["bytes_sent_total"]) == (70, 0, 220)
     assert found["round_seconds_median"] == pytest.approx(0.015)
     assert found["rounds"] == 10
     assert found["waiting"] == {"share": 0.125, "seconds_total": 0.25, "node": 1, "for": 0, "seconds": 0.1}

@@ -225,6 +225,7 @@ WORDS = {
     "steps": "made its local steps", "sent": "sent its payloads", "mixed": "mixed what came",
     "broken_off": "broke off an exchange", "averaging": "began a mean", "averaged": "got a mean",
     "left": "left its generation", "entered": "entered a generation", "stopping": "stopped",
+    "leaving": "left the run, as it was asked to",
     "restored": "came back to its own checkpoint", "resumed": "went on from a checkpoint",
 }  # fmt: skip
 

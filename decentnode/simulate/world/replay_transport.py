@@ -221,6 +221,10 @@ class Replayed(Simulated):
         """The record says when."""
 
     @property
+    def leaving(self) -> bool:
+        return self.life.follows("leaving")
+
+    @property
     def stopping(self) -> bool:
         return self._stopped or self.life.follows("stopping")
 

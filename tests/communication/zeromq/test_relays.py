@@ -15,9 +15,10 @@ from decentnode.communication.zeromq import relays
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.wire.generation import Limits
 from decentnode.wire.relay import DATA, Frame, RelayHub
 from tests.communication.contract import connected, flat_schema, gossip, nodes, together, values
-from tests.conftest import free_ports
+from tests.conftest import free_ports, wait_until
 
 ELEMENTS = 100_000
 HIDDEN = (2, 3)
@@ -25,7 +26,7 @@ NOWHERE = "127.0.0.77"
 """An address of this host at which nothing listens: there a hidden node is said to be."""
 
 
-def made(folder: Path, bulk: str = "") -> list[ZeroMQ]:
+def made(folder: Path, bulk: str = "", limits: Limits | None = None) -> list[ZeroMQ]:
     """Nodes 0 and 1, which all others reach, and 2 and 3, which nobody does; each on a machine of its own."""
     options: dict[str, object] = {"start_timeout_seconds": 40}
     if bulk:
@@ -34,7 +35,8 @@ def made(folder: Path, bulk: str = "") -> list[ZeroMQ]:
     config = ZeroMQConfig.model_validate({"name": "zeromq", **options})
     return [ZeroMQ(config, uid=uid, machine_of={each: each for each in range(4)}, schemas=flat_schema(ELEMENTS),
                    digest="d", bind=BindPlan(None, host="127.0.0.1", port=free_ports(2)), relayed=HIDDEN,
-                   keyring=load_keyring(folder / "keys", uid, 4) if bulk else None) for uid in range(4)]  # fmt: skip
+                   keyring=load_keyring(folder / "keys", uid, 4) if bulk else None, limits=limits)
+            for uid in range(4)]  # fmt: skip
 
 
 @contextmanager
@@ -132,3 +134,25 @@ def test_with_keys_a_relay_reads_no_model_and_changes_nothing_unnoticed(
     model = values(ELEMENTS, torch.float32, 1).numpy().tobytes()  # of node 1, for node 2
     assert (model[4000:4400] in kept) is readable
     assert all(torch.equal(a, b) for a, b in zip(found, expected(2), strict=True))
+
+
+def test_who_is_reached_through_a_relay_that_dies_is_not_left_out_with_it(tmp_path: Path) -> None:
+    run = made(tmp_path, limits=Limits(5.0, 60.0, 2))
+    with started(run):
+        dead, left = run[0], run[1:]
+        together(run, lambda node: node.barrier("all there", 30))
+        dead._links.goodbye = lambda _now: None  # type: ignore[method-assign]
+        dead._closed = True
+        dead._io.close(0.0)
+        dead._relays.close()
+        left[0].suspect([0], "it died")
+        found: dict[int, tuple[int, ...]] = {}
+
+        def enter(node: ZeroMQ) -> None:
+            wait_until(lambda: bool(node._status.regrouping))
+            found[node.uid] = node.next_generation().members
+            node.barrier("without it", 30)
+
+        together(left, enter)  # type: ignore[arg-type]
+        assert found == dict.fromkeys((1, 2, 3), (1, 2, 3))
+        assert left[0].counters.relayed_bytes > 0
