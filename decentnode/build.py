@@ -226,10 +226,11 @@ def _profile(sampler: Sampler, model: FlatModel) -> Callable[[int], np.ndarray |
 
 
 def build_in_process(
-    experiment: Experiment, record: Callable[[int, dict[str, Any]], None] = lambda _uid, _record: None
+    experiment: Experiment, record: Callable[[int, dict[str, Any]], None] = lambda _uid, _record: None,
+    hub: Hub | None = None,
 ) -> list[Node]:
-    """All nodes of a run in this process, sharing one hub."""
-    hub = Hub(experiment.make_graph().num_nodes)
+    """All nodes of a run in this process, sharing one hub; one of their own when not given."""
+    hub = hub or Hub(experiment.make_graph().num_nodes)
     config = experiment.communication
     if not isinstance(config, InprocConfig):
         config = InprocConfig.model_validate({"name": "inproc"})

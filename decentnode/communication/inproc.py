@@ -63,6 +63,16 @@ class Hub:
         self.means.clear()
         self.taken.clear()
 
+    def post(self, channel: int, target: int, source: int, round: int, payload: Payload, kept: int) -> None:
+        """Put a payload into a mailbox, which keeps the newest `kept` of each source."""
+        here = self.mailboxes.setdefault((channel, target), {}).setdefault(source, {})
+        here[round] = payload
+        if len(here) > kept:
+            del here[min(here)]
+
+    def deliver(self) -> None:
+        """Before a node looks into its mailboxes: put there what has arrived by now; here it has been at once."""
+
     def tree_mean(self, key: str) -> tuple[Tensor, int]:
         """The mean, added up along the control tree exactly as the networked transports do."""
         tensors, members = self.means[key], self.generation.members
@@ -216,10 +226,7 @@ class Inproc(Communication[CommunicationConfig]):
         gone = frozenset(uid for uid in outgoing if uid in self.hub.departed)
         sent = {uid: payload for uid, payload in outgoing.items() if uid not in gone}
         for uid, payload in self._copied(sent, channel).items():
-            kept = self.hub.mailboxes.setdefault((channel, uid), {}).setdefault(self.uid, {})
-            kept[round] = payload
-            if len(kept) > self.schemas[channel].mailbox:
-                del kept[min(kept)]
+            self.hub.post(channel, uid, self.uid, round, payload, self.schemas[channel].mailbox)
         self.counters.sent(sent)
         return gone
 
@@ -230,6 +237,7 @@ class Inproc(Communication[CommunicationConfig]):
         """As the contract says. What is not there yet is waited for until the others of the process were stepped
         once."""
         self.raise_if_failed()
+        self.hub.deliver()
         if self._lacks(channel, round, count, sources) and seconds > 0:
             yield None
         self.raise_if_over()

@@ -13,7 +13,7 @@ import torch
 from decentnode import logs
 from decentnode.build import build_in_process
 from decentnode.communication.inproc import Inproc
-from decentnode.errors import Interrupted, UsageError
+from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import ChildMessage, Engine, Finished, NodeJoined, StopRun, Task
@@ -28,34 +28,36 @@ from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.node.schedules import SCHEDULES
 from decentnode.simulate.choice import choose
+from decentnode.simulate.own_rounds import OwnRounds, check_schedule
 from decentnode.simulate.virtual import VirtualTime, is_described, make_clock
 
 
 def run_in_process(
     experiment: Experiment, record: Callable[[int, dict[str, Any]], None] = lambda _uid, _record: None,
     ready: Callable[[list[Node]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
+    own_rounds: OwnRounds | None = None,
 ) -> list[Node]:
     """Make all nodes and step them to their end. Blocking; raises what a node raises.
 
     record: called with uid and record. ready: called with the nodes before the first step. tick: called after every
-    step of a node.
+    step of a node. own_rounds: says whose turn it is; when not given, nodes are stepped in turn.
     """
-    nodes = build_in_process(experiment, record)
+    nodes = build_in_process(experiment, record, own_rounds)
     ready(nodes)
-    runs = [(node, node.steps()) for node in nodes]
-    while runs:
-        going = []
-        for node, steps in runs:
+    runs = {node.uid: node.steps() for node in nodes}
+    going = nodes
+    while going:
+        for node in going if own_rounds is None else own_rounds.turn(going):
             try:
-                next(steps)
+                next(runs[node.uid])
             except StopIteration:
+                del runs[node.uid]
                 continue
             except Exception as error:
                 error.__dict__.setdefault("uid", node.uid)
                 raise
             tick()
-            going.append((node, steps))
-        runs = going
+        going = [node for node in going if node.uid in runs]
     return nodes
 
 
@@ -75,6 +77,7 @@ def run_nodes(
             choice = choose(experiment, resume=task.resume is not None)
             send(Engine(choice.name, choice.reason))
             if choice.batched is not None:
+                assert not isinstance(virtual, OwnRounds), "such schedules have no rounds of all nodes at once"
                 return run_batched(choice.batched, Files(choice.batched, task, send, tick, virtual), ready)
             torch.set_num_threads(task.threads)
         for uid in task.uids:
@@ -98,7 +101,7 @@ def run_nodes(
         def record(uid: int, found: dict[str, Any]) -> None:
             reporters[uid].record(found if virtual is None else virtual.told(uid, found))
 
-        nodes = run_in_process(experiment, record, begin, tick)
+        nodes = run_in_process(experiment, record, begin, tick, virtual if isinstance(virtual, OwnRounds) else None)
         for node in reversed(nodes):
             if node.checkpoints is not None:
                 node.checkpoints.close(node.communication.config.timeout_seconds)
@@ -122,16 +125,13 @@ def run_nodes(
             reporter.close()
 
 
-def _virtual_time(experiment: Experiment) -> VirtualTime | None:
+def _virtual_time(experiment: Experiment) -> VirtualTime | OwnRounds | None:
     """Of a simulation in a described world, else None. Raises UsageError for a schedule that it cannot be told of."""
     if not is_described(experiment):
         return None
     if SCHEDULES[experiment.node.schedule].asynchronous:
-        raise UsageError(
-            "simulate.compute and simulate.links must be left out with an asynchronous schedule, got "
-            f"{experiment.node.schedule}: a simulation steps all nodes round by round, while in virtual time they "
-            "would be in different ones; decentnode timeline says in which, decentnode run learns in real time"
-        )
+        check_schedule(experiment)
+        return OwnRounds(make_clock(experiment))
     return VirtualTime(make_clock(experiment))
 
 

@@ -132,6 +132,8 @@ class Node:
         self.doing = "joining"
         """What the node does now, in a few words, for status.json."""
         self._trained = Work()
+        self.within_round = False
+        """Whether a round is begun and not finished."""
         self._stop_asked = self._ended = self._leave_asked = False
         self._totals = RoundTotals(self.communication.counters)
 
@@ -217,6 +219,7 @@ class Node:
                     raise
                 logger.warning("%s: this node ends with what it has after round %d", stop, self.round)
                 return
+            self.within_round = False
             self.schedule.abandon()
             self._buffers.abandon()
             if self.communication.history is not None:
@@ -457,6 +460,7 @@ class Node:
         yield from self.schedule.begin(round, views, lambda: self._after_steps(round))
         if self.sharing.requirements.phases == 1:
             yield from self._buffers.send(self._buffer_view, self.schedule)
+        self.within_round = True
 
     def _next_phase(self, phase: int) -> Steps[None]:
         self.doing = f"exchange, phase {phase} of {self.sharing.requirements.phases}"
@@ -470,6 +474,7 @@ class Node:
         self.doing = "exchange"
         mixed = yield from self.schedule.finish()
         yield from self._buffers.mix(self._buffer_view, self.schedule)
+        self.within_round = False
         self.training.finish_round()
         if self.dumps is not None:
             self.schedule.dump(round, self.dumps)

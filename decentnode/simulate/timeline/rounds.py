@@ -95,6 +95,8 @@ class Clock:
         self.now = np.zeros(compute.num_nodes)
         """[N] when each node begins its next round."""
         self.round = 0
+        self.arrivals: list[tuple[Transfers, np.ndarray]] = []
+        """Of the last step: the transfers of each phase, and when they had arrived [F]."""
         self._present = np.ones(compute.num_nodes, bool)
         self._free: dict[int, tuple[Transfers, np.ndarray]] = {}
         """When each edge has passed the payload before, by its set of transfers."""
@@ -103,7 +105,7 @@ class Clock:
         """Advances one round. Returns what `TimeLine` has of it, in its order, each [N]."""
         round, compute = self.round, self.compute
         present = self._take_part()
-        begin = self.now.copy()
+        begin, self.arrivals = self.now.copy(), []
         works = present if self._trains is None else present & self._trains(round)
         seconds = np.where(works, compute.seconds(round), 0.0)
         phases = list(self._transfers(round))
@@ -161,6 +163,7 @@ class Clock:
         if len(self._free) >= 64:
             self._free.clear()
         self._free[id(transfers)] = transfers, arrived
+        self.arrivals.append((transfers, arrived))
         return arrived
 
     def _mixed(

@@ -1,0 +1,129 @@
+"""Nodes of an asynchronous schedule in virtual time: each is in a round of its own, and gets what has arrived by then.
+
+How long rounds take depends on nobody else there (`Clock`, asynchronous), so that the time of every round and arrival
+is known beforehand; what is mixed depends on it. Nodes of one process are stepped in the order of these times.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from decentnode.communication.inproc import Hub
+from decentnode.errors import UsageError
+from decentnode.experiment import Experiment
+from decentnode.node.asynchronous.config import AsynchronousConfig
+from decentnode.node.node import Node
+from decentnode.payload import Payload
+from decentnode.simulate.timeline.network import Transfers
+from decentnode.simulate.timeline.rounds import Clock
+
+UNKNOWN = {
+    "ad_psgd": "who answers whose offer decides when a pair is averaged",
+    "epidemic": "a round waits for what comes, so that its time depends on the other nodes",
+}
+"""Schedules whose times are not known beforehand, and why."""
+
+
+def check_schedule(experiment: Experiment) -> None:
+    """Raises UsageError where rounds of the experiment's asynchronous schedule cannot be put in order beforehand."""
+    name = experiment.node.schedule
+    why = UNKNOWN.get(name)
+    config = experiment.node.asynchronous or AsynchronousConfig.model_validate({})
+    if why is None and config.stale == "wait":
+        why = "with stale: wait a round waits for its neighbors"
+    if why is not None:
+        raise UsageError(
+            f"simulate.compute and simulate.links must be left out with node.schedule {name}, got both: {why}, while a "
+            "simulation needs the times of rounds beforehand; gossip_async with stale: leave_out has them, decentnode "
+            "timeline says who would be where, and decentnode run learns in real time"
+        )
+
+
+@dataclass
+class _Round:
+    """A round of all nodes, which are in it at different times."""
+
+    computed: np.ndarray  # [N] when the local steps are done: what has arrived by then is mixed
+    end: np.ndarray  # [N]
+    arrived: dict[tuple[int, int], float]
+    """By source and target: when what the source sends in the round is there."""
+
+
+class OwnRounds(Hub):
+    """The payloads under way between the nodes of a run, and the order in which these are stepped."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock.compute.num_nodes)
+        self.now = 0.0
+        """Virtual seconds."""
+        self._clock = clock
+        self._rounds: dict[int, _Round] = {}
+        self._last_ends: dict[int, float] = {}
+        """By uid: when its last round ended."""
+        self._numbers = itertools.count()
+        self._under_way: list[tuple[float, int, tuple[int, int, int, int, Payload, int]]] = []
+        self._begun: set[int] = set()
+        self._nodes: Sequence[Node] = ()
+
+    def _round(self, round: int) -> _Round:
+        while self._clock.round <= round:
+            number = self._clock.round
+            _, _, computed, end, *_ = self._clock.step()
+            arrived: dict[tuple[int, int], float] = {}
+            for transfers, times in self._clock.arrivals:
+                arrived.update(_by_edge(transfers, times))
+            self._rounds[number] = _Round(computed, end, arrived)
+        return self._rounds[round]
+
+    # -- what is under way
+
+    def post(self, channel: int, target: int, source: int, round: int, payload: Payload, kept: int) -> None:
+        known = self._round(round)
+        arrives = known.arrived.get((source, target), float(known.computed[source]))
+        what = channel, target, source, round, payload, kept
+        heapq.heappush(self._under_way, (arrives, next(self._numbers), what))
+
+    def deliver(self) -> None:
+        while self._under_way and self._under_way[0][0] <= self.now:
+            _, _, what = heapq.heappop(self._under_way)
+            super().post(*what)
+
+    # -- whose turn it is
+
+    def turn(self, nodes: Sequence[Node]) -> list[Node]:
+        """Returns those that are to be stepped next of the nodes that have not ended: of those within a round the one
+        whose local steps are done first. Before all have begun one, and after all have ended theirs, nodes wait for
+        each other, and those that are in none are stepped in turn."""
+        self._nodes = nodes
+        within = [node for node in nodes if node.within_round]
+        self._begun.update(node.uid for node in within)
+        if not within or not self._begun.issuperset(node.uid for node in nodes):
+            return [node for node in nodes if not node.within_round]
+        first = min(within, key=lambda node: (self._round(node.round).computed[node.uid], node.uid))
+        self.now = float(self._round(first.round).computed[first.uid])
+        self._last_ends[first.uid] = float(self._round(first.round).end[first.uid])
+        done = min(node.round for node in within)
+        for round in [round for round in self._rounds if round < done]:
+            del self._rounds[round]
+        return [first]
+
+    def told(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a node's record with `virtual_seconds`: of a round, and of an evaluation of the node alone, when the
+        node had finished its last round; of those of all nodes together, when all had."""
+        kind = record.get("kind")
+        if kind not in ("round", "evaluation"):
+            return dict(record)
+        alone = kind == "round" or any(node.within_round for node in self._nodes)
+        when = self._last_ends.get(uid, 0.0) if alone else max(self._last_ends.values(), default=0.0)
+        return {**record, "virtual_seconds": when}
+
+
+def _by_edge(transfers: Transfers, times: np.ndarray) -> Iterable[tuple[tuple[int, int], float]]:
+    pairs = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
+    return zip(pairs, times.tolist(), strict=True)

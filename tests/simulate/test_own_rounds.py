@@ -1,0 +1,122 @@
+"""Nodes of an asynchronous schedule in virtual time: who mixes what, and what a slow node costs the others."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentnode.build import build_in_process
+from decentnode.errors import UsageError
+from decentnode.experiment import Experiment, load
+from decentnode.launch.in_process import run_in_process
+from decentnode.node.node import Node
+from decentnode.simulate.own_rounds import OwnRounds, check_schedule
+from decentnode.simulate.virtual import make_clock
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+NODES, SLOW, STEP, STEPS, ROUNDS = 5, 3, 0.1, 2, 12
+LATENCY, MAX_AGE = 0.1, 2  # no round takes less: an edge passes one payload after the other
+ASYNCHRONOUS = {"max_age": MAX_AGE, "age_weights": True}
+Records = dict[int, list[dict[str, Any]]]
+
+
+def experiment(factor: float = 3.0, *more: str, **node: Any) -> Experiment:
+    keys = {"schedule": "gossip_async", "asynchronous": ASYNCHRONOUS, "rounds": ROUNDS, "evaluate_every": 4}
+    compute = {"step_seconds": STEP, "spread": 0.2, "stragglers": [{"nodes": [SLOW], "factor": factor}]}
+    world = {"compute": compute, "links": {"same_machine": {"latency_seconds": LATENCY}}}
+    return load(QUICKSTART, [
+        f"graph={{name: ring, nodes: {NODES}}}", f"mapping={{machines: 1, nodes_per_machine: {NODES}}}", "weights=null",
+        "model={name: logistic}", "communication=inproc", f"node={json.dumps({**keys, **node})}",
+        f"training={{name: supervised, batch_size: 8, local_steps: {STEPS}, optimizer: {{name: sgd, lr: 0.1}}}}",
+        f"simulate={json.dumps(world)}", *more,
+    ], {})  # fmt: skip
+
+
+def simulated(made: Experiment) -> tuple[list[Node], Records]:
+    records: Records = defaultdict(list)
+    own = OwnRounds(make_clock(made))
+    nodes = run_in_process(made, lambda uid, record: records[uid].append(own.told(uid, record)), own_rounds=own)
+    return nodes, records
+
+
+def virtual(records: list[dict[str, Any]], kind: str = "round") -> dict[int, float]:
+    return {each["round"]: each["virtual_seconds"] for each in records if each["kind"] == kind}
+
+
+def test_models_are_those_of_a_loop_over_events() -> None:
+    """Beside a plain loop: events in the order of their times, copies with ages, and whoever is first ends the run."""
+    made = experiment()
+    nodes, records = simulated(made)
+    trainings = [node.training for node in build_in_process(made)]
+    graph, clock = made.make_graph(), make_clock(made)
+    seconds = [clock.compute.seconds(round) for round in range(ROUNDS)]
+    copies: list[dict[int, tuple[int, Tensor, int]]] = [{} for _ in range(NODES)]  # source -> (round, model, since)
+    rounds, now, coming = [0] * NODES, [0.0] * NODES, [[] for _ in range(NODES)]  # type: ignore[var-annotated]
+    events: list[tuple[float, int]] = []
+
+    def begin(uid: int) -> None:
+        trainings[uid].local_update(rounds[uid])
+        done = now[uid] + seconds[rounds[uid]][uid]
+        sent = trainings[uid].model.parameters.detach().clone()
+        for other in graph.neighbors(uid, rounds[uid]):
+            coming[other].append((done + LATENCY, uid, rounds[uid], sent))
+        heapq.heappush(events, (done, uid))
+
+    for uid in range(NODES):
+        begin(uid)
+    over = False
+    while events:
+        now_is, uid = heapq.heappop(events)
+        now[uid], here = now_is, [each for each in coming[uid] if each[0] <= now_is]
+        coming[uid] = [each for each in coming[uid] if each[0] > now_is]
+        for _, source, round, model in sorted(here, key=lambda each: each[2]):
+            copies[uid][source] = round, model, rounds[uid]
+        row = graph.weights(uid, rounds[uid])
+        fresh = {j: (model, rounds[uid] - since) for j, (_, model, since) in copies[uid].items()
+                 if rounds[uid] - since <= MAX_AGE}  # fmt: skip
+        weights = {j: row[j] / (1 + age) for j, (_, age) in fresh.items()}
+        x = trainings[uid].model.parameters
+        mixed = x * (1 - sum(weights.values())) + sum(fresh[j][0] * weight for j, weight in weights.items())
+        x.copy_(mixed)
+        copies[uid] = {j: each for j, each in copies[uid].items() if j in fresh}
+        trainings[uid].finish_round()
+        rounds[uid] += 1
+        over = over or rounds[uid] == ROUNDS
+        assert virtual(records[uid])[rounds[uid] - 1] == pytest.approx(now_is)
+        if not over:
+            begin(uid)
+    assert rounds == [node.round for node in nodes] and rounds[SLOW] < ROUNDS / 2 and max(rounds) == ROUNDS
+    for node, training in zip(nodes, trainings, strict=True):
+        torch.testing.assert_close(node.training.model.parameters, training.model.parameters, atol=1e-5, rtol=0)
+    closing = [virtual(records[uid], "evaluation")[rounds[uid]] for uid in range(NODES)]
+    assert closing == [max(now)] * NODES
+
+
+@pytest.mark.parametrize("rule", ["full", "push_sum"])
+def test_a_slow_node_costs_the_others_no_time(rule: str) -> None:
+    alone, beside = (simulated(experiment(factor, f"sharing={rule}")) for factor in (1.0, 10.0))
+    for uid in set(range(NODES)) - {SLOW}:
+        one, other = virtual(alone[1][uid]), virtual(beside[1][uid])
+        assert all(other[round] == one[round] for round in one.keys() & other.keys())
+        assert beside[0][uid].round >= ROUNDS - 3
+    assert beside[0][SLOW].round <= 3
+    again, _ = simulated(experiment(10.0, f"sharing={rule}"))
+    for a, b in zip(again, beside[0], strict=True):
+        assert torch.equal(a.training.model.parameters, b.training.model.parameters)
+
+
+@pytest.mark.parametrize(("node", "why"), [
+    ({"schedule": "ad_psgd"}, "who answers whose offer"), ({"schedule": "epidemic"}, "a round waits for what comes"),
+    ({"asynchronous": {"stale": "wait"}}, "with stale: wait a round waits for its neighbors"),
+], ids=["ad_psgd", "epidemic", "stale"])  # fmt: skip
+def test_times_that_depend_on_others_are_refused_by_name(node: dict[str, Any], why: str) -> None:
+    made = experiment(3.0, **{"asynchronous": None, **node})
+    with pytest.raises(UsageError, match=rf"node\.schedule {made.node.schedule}, got both: {why}"):
+        check_schedule(made)
